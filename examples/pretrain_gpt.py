@@ -1,0 +1,151 @@
+"""Pretrain a GPT on Megatron-Core, with any pipeline schedule of megatron_2bw.
+
+Both start it:
+
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --pipeline-schedule 2bw ...
+    torchrun --nproc-per-node 2 -m megatron_2bw examples/pretrain_gpt.py --pipeline-schedule 2bw ...
+
+All other flags are Megatron's. Data: ``--data-path PREFIX --tokenizer-model FILE``, or ``--mock-data``.
+Layers are Megatron-Core's own (``--transformer-impl local``) or Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import megatron_2bw
+
+megatron_2bw.install()  # Before Megatron is imported.
+
+import torch  # noqa: E402
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+)
+from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
+from megatron.core.utils import get_attr_wrapped_model  # noqa: E402
+from megatron.training import get_args, get_timers, pretrain  # noqa: E402
+from megatron.training.argument_utils import pretrain_cfg_container_from_args  # noqa: E402
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args  # noqa: E402
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
+
+Batch = dict[str, torch.Tensor]
+
+
+def build_model(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """The layers of this rank's stage, with the embedding on the first and the output layer on the last."""
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    layers = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=args.transformer_impl == "transformer_engine",
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def build_datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Training, validation and test sets of at least ``samples`` samples, on first and last stages only."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    needs_data = partial(is_first_or_last_pipeline_stage, vp_stage)
+    return BlendedMegatronDatasetBuilder(dataset, samples, needs_data, config).build()
+
+
+# Every rank of a tensor-parallel group reads its own copy of the same samples, so none is broadcast.
+build_datasets.is_distributed = True
+
+
+def read_batch(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> Batch:
+    """The next microbatch, each value (sequences, tokens); empty on a stage between first and last."""
+    if not (get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")):
+        return {}
+    return {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items() if torch.is_tensor(value)}
+
+
+def masked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """Sum of the per-token losses, the number of tokens, and both together for the log."""
+    loss_mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(losses.reshape(-1).float() * loss_mask)
+    tokens = loss_mask.sum().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=loss, rejection_func=lambda value: not torch.isfinite(value), message="the loss is not finite"
+        )
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens])}
+
+
+def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    """One microbatch through this stage; returns its output and the function that turns it into the loss."""
+    timer = get_timers()("batch-generator", log_level=2)
+    timer.start()
+    batch = read_batch(data_iterator, model)
+    timer.stop()
+    output = model(
+        batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
+    )
+    return output, partial(masked_loss, batch.get("loss_mask"))
+
+
+def main() -> None:
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPTSentencePieceTokenizer"})
+    if args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size}: this example gives each rank whole sequences; "
+            "use 1, or Megatron-LM's own pretrain_gpt.py"
+        )
+    pretrain(
+        pretrain_cfg_container_from_args(args),
+        build_datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=build_model,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""``torchrun ... -m megatron_2bw SCRIPT ARGS``: run a Megatron script with our schedules on offer."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+USAGE = "usage: torchrun --nproc-per-node N -m megatron_2bw SCRIPT [ARGS of SCRIPT ...]"
+
+
+def main() -> None:
+    """Install the hooks, then run the script as ``python SCRIPT`` would."""
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        given = f"there is no script {sys.argv[1]!r}; " if len(sys.argv) > 1 else ""
+        print(f"megatron_2bw: error: {given}{USAGE}", file=sys.stderr)
+        raise SystemExit(2)
+    script = sys.argv[1]
+    from megatron_2bw import install
+    from megatron_2bw.mcore.symbols import UnsupportedMegatronError
+
+    try:
+        install()
+    except UnsupportedMegatronError as error:
+        print(f"megatron_2bw: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        # `record` lets torchrun name the rank that failed first, not those that lost their peer.
+        record(runpy.run_path)(script, run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        print(f"megatron_2bw: rank {os.environ.get('RANK', '0')} failed with the error above", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Normal shutdown would wait for threads and groups that wait for this rank.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

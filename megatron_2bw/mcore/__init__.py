@@ -1,0 +1,1 @@
+"""The adapter: the only folder that imports Megatron."""

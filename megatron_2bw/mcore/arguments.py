@@ -1,0 +1,137 @@
+"""Our command-line arguments, and the checks that come before training."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron_2bw.mcore import cpu_backend
+from megatron_2bw.mcore.support import MAPPED, REFUSED
+from megatron_2bw.schedule.action import Reduction
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.lowering import lower
+from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, build, canonical_name
+from megatron_2bw.schedule.validate import validate
+
+MEGATRON = "megatron"
+
+
+class ArgumentError(ValueError):
+    """Flags that do not go together: the flag, the reason and the remedy."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our group to Megatron's parser."""
+    group = parser.add_argument_group("pipeline schedule (megatron_2bw)")
+    group.add_argument(
+        "--pipeline-schedule",
+        default=MEGATRON,
+        choices=[MEGATRON, *SCHEDULES, *ALIASES],
+        help="2bw: never drain the pipeline, update with gradients one batch old (PipeDream-2BW); "
+        "1f1b-flush and gpipe: synchronous; megatron: Megatron's own schedule, untouched.",
+    )
+    group.add_argument(
+        "--pipeline-trace",
+        default=None,
+        metavar="FILE",
+        help="At the end of training, write when every forward, backward and update ran on every stage "
+        "of the first pipeline, as a Chrome/Perfetto trace.",
+    )
+    return parser
+
+
+def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
+    """Check and adapt ``args`` around Megatron's own validation; exit with code 2 on a refusal."""
+    try:
+        notices = cpu_backend.adapt_arguments(args) if cpu_backend.needed() else []
+        schedule = getattr(args, "pipeline_schedule", MEGATRON)
+        if schedule == MEGATRON:
+            _refuse_trace(args)
+        else:
+            _refuse(args, canonical_name(schedule))
+            notices += _map(args, canonical_name(schedule))
+        _print_once(notices)
+        result = megatron_validation()
+        if schedule != MEGATRON:
+            check_layout(
+                canonical_name(schedule),
+                stages=args.pipeline_model_parallel_size,
+                microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+            )
+    except ArgumentError as error:
+        _exit(error)
+    return result
+
+
+def check_layout(name: str, *, stages: int, microbatches: int) -> None:
+    """Refuse a depth and number of microbatches that the validator refuses.
+
+    Raises:
+        ArgumentError: with the smallest number of microbatches that works.
+    """
+    if stages < 2:
+        raise ArgumentError(
+            f"--pipeline-schedule {name} needs --pipeline-model-parallel-size of at least 2, got {stages}: "
+            f"one stage has no bubble; use --pipeline-schedule {MEGATRON}"
+        )
+    problem = _problem(name, stages, microbatches)
+    if problem is None:
+        return
+    enough = next(m for m in range(microbatches + 1, 2 * stages + microbatches) if _problem(name, stages, m) is None)
+    raise ArgumentError(
+        f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}; "
+        f"it needs at least {enough}: raise --global-batch-size to {enough} x --micro-batch-size x data-parallel size, "
+        f"lower --micro-batch-size, or use --pipeline-schedule 1f1b-flush"
+    )
+
+
+def _problem(name: str, stages: int, microbatches: int) -> str | None:
+    try:
+        validate(lower(build(name, stages=stages, microbatches=microbatches), list(Reduction)))
+    except ScheduleError as error:
+        return error.message
+    return None
+
+
+def _refuse(args: Any, schedule: str) -> None:
+    for row in REFUSED:
+        if schedule in row.schedules and row.is_set(args):
+            raise ArgumentError(
+                f"{row.flag} does not work with --pipeline-schedule {schedule}: {row.reason}; {row.remedy}"
+            )
+
+
+def _map(args: Any, schedule: str) -> list[str]:
+    notices = []
+    for row in MAPPED:
+        if schedule in row.schedules and row.is_set(args):
+            row.change(args)
+            notices.append(f"{row.flag} is {row.becomes} under --pipeline-schedule {schedule}: {row.reason}")
+    return notices
+
+
+def _refuse_trace(args: Any) -> None:
+    if getattr(args, "pipeline_trace", None) is not None:
+        raise ArgumentError(
+            "--pipeline-trace records the schedules of megatron_2bw, not Megatron's own: "
+            "choose one, for example --pipeline-schedule 1f1b-flush"
+        )
+
+
+def _print_once(notices: list[str]) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        for notice in notices:
+            print(f"megatron_2bw: {notice}", flush=True)
+
+
+def _exit(error: ArgumentError) -> None:
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        print(f"megatron_2bw: error: {error}", file=sys.stderr, flush=True)
+    else:
+        # A launcher ends all ranks when the first one exits; let the message come out before.
+        time.sleep(1.0)
+    raise SystemExit(2)

@@ -1,0 +1,275 @@
+"""Run unmodified Megatron on a machine without a GPU: CPU tensors, gloo groups.
+
+Names in torch are replaced, not call sites in Megatron, because call sites move between versions.
+``torch.cuda.is_available()`` stays False. Functions are replaced one by one: a TorchFunctionMode
+would be thread-local, cost time in every operation and not cover ``torch.cuda``.
+
+Not replaced: CUDA graphs, ``record_stream`` and Transformer Engine, which have no CPU path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_2bw.mcore.cpu_streams import CpuEvent, CpuStream
+
+_CPU = torch.device("cpu")
+_MISSING = object()
+_NO_COMPILER = "TORCHDYNAMO_DISABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentRule:
+    """One Megatron argument whose default cannot work without a GPU."""
+
+    attribute: str
+    default: Any
+    """Replaced; any other value was the user's choice and stays."""
+    value: Any
+    flag: str
+    """The flag that sets ``value``, for the notice."""
+    reason: str
+
+
+ARGUMENT_RULES: tuple[ArgumentRule, ...] = (
+    ArgumentRule("distributed_backend", "nccl", "gloo", "--distributed-backend gloo", "NCCL needs GPUs"),
+    ArgumentRule("transformer_impl", "transformer_engine", "local", "--transformer-impl local", "CPU has no TE"),
+    ArgumentRule("no_persist_layer_norm", False, True, "--no-persist-layer-norm", "an Apex kernel"),
+    ArgumentRule("gradient_accumulation_fusion", True, False, "--no-gradient-accumulation-fusion", "an Apex kernel"),
+    ArgumentRule("masked_softmax_fusion", True, False, "--no-masked-softmax-fusion", "a CUDA kernel"),
+    ArgumentRule("apply_rope_fusion", True, False, "--no-rope-fusion", "a Transformer Engine kernel"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """One name that is bound to something else while the backend is installed."""
+
+    owner: Any
+    """The module, class or object that holds the name."""
+    attribute: str
+    value: Any
+    reason: str
+    """Who needs it, as module or symbol of Megatron."""
+
+
+def needed() -> bool:
+    """Whether no CUDA device is available, so that Megatron can only run on this backend."""
+    return not torch.cuda.is_available()
+
+
+def adapt_arguments(args: argparse.Namespace) -> list[str]:
+    """Replace defaults that need a GPU; to be called between Megatron's ``parse_args`` and ``validate_args``.
+
+    Returns:
+        One line per argument that was changed.
+    """
+    notices = []
+    for rule in ARGUMENT_RULES:
+        if getattr(args, rule.attribute, _MISSING) == rule.default:
+            setattr(args, rule.attribute, rule.value)
+            notices.append(f"no GPU: set {rule.flag} ({rule.reason})")
+    return notices
+
+
+def prepare_environment() -> None:
+    """Switch torch.compile off: it would cost 15 s at the start and change the random draws.
+
+    torch reads the variable where a function is decorated, so it must be set before Megatron is imported.
+    """
+    os.environ.setdefault(_NO_COMPILER, "1")
+
+
+def install() -> None:
+    """Replace all names; a second call does nothing. Call it before Megatron is imported.
+
+    Raises:
+        RuntimeError: Megatron was imported first and has compiled its functions already.
+    """
+    if "megatron.core.jit" in sys.modules and os.environ.get(_NO_COMPILER) != "1":
+        raise RuntimeError(
+            "the CPU backend was installed after megatron.core was imported; "
+            f"import it after megatron_2bw.install(), or set {_NO_COMPILER}=1 before starting Python"
+        )
+    prepare_environment()
+    importlib.import_module("torch._dynamo")  # It sorts torch's functions by identity, so it must see the originals.
+    for group in (_devices, _streams, _tensors, _random_state, _training_loop):  # The last two import Megatron.
+        _apply(group)
+    install_dataset_helpers()
+
+
+def install_dataset_helpers() -> None:
+    """Use the compiled dataset helpers that the wheel ships; needed with a GPU too."""
+    _apply(_dataset_helpers)
+
+
+def uninstall() -> None:
+    """Bind all names to what they were; functions that Megatron has defined since then stay uncompiled."""
+    for group in reversed(tuple(_saved)):
+        for owner, attribute, original in reversed(_saved.pop(group)):
+            if original is _MISSING:  # It was inherited.
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, original)
+
+
+_Group = Callable[[], tuple[Replacement, ...]]
+_saved: dict[_Group, list[tuple[Any, str, Any]]] = {}
+"""Per installed group, what each name was bound to."""
+
+
+def _apply(group: _Group) -> None:
+    if group in _saved:
+        return
+    saved = _saved[group] = []
+    for row in group():
+        saved.append((row.owner, row.attribute, vars(row.owner).get(row.attribute, _MISSING)))
+        setattr(row.owner, row.attribute, row.value)
+
+
+def _devices() -> tuple[Replacement, ...]:
+    properties = SimpleNamespace(name="cpu", major=0, minor=0)
+    return (
+        Replacement(torch.cuda, "device_count", lambda: 1, "initialize: distributed start and random seeds"),
+        Replacement(torch.cuda, "set_device", _nothing, "initialize._initialize_distributed"),
+        Replacement(torch.cuda, "synchronize", _nothing, "timers, p2p_communication"),
+        Replacement(torch.cuda, "current_device", lambda: _CPU, "timers, p2p_communication, param_and_grad_buffer"),
+        Replacement(torch.cuda, "get_device_properties", lambda device=None: properties, "arguments with TP > 1"),
+    )
+
+
+def _streams() -> tuple[Replacement, ...]:
+    current = CpuStream()
+    return (
+        Replacement(torch.cuda, "Stream", CpuStream, "training.get_model, MoE token dispatcher"),
+        Replacement(torch.cuda, "Event", CpuEvent, "param_and_grad_buffer, MoE token dispatcher"),
+        Replacement(torch.cuda, "current_stream", lambda device=None: current, "param_and_grad_buffer"),
+        Replacement(torch.cuda, "stream", contextlib.nullcontext, "training.get_model, param_and_grad_buffer"),
+    )
+
+
+def _tensors() -> tuple[Replacement, ...]:
+    on_cuda = {
+        "tensor": "training, optimizer, grad_scaler",
+        "zeros": "schedules, clip_grads",
+        "ones": "causal mask in transformer.utils",
+        "rand": "initialize.set_jit_fusion_options",
+        "empty": "dist_checkpointing.exchange_utils",
+        "empty_like": "dist_checkpointing.exchange_utils",
+    }
+    cuda_type = _cuda_type_for_optimizers(torch.Tensor.type)
+    return (
+        *(Replacement(torch, name, _created_on_cpu(getattr(torch, name)), reason) for name, reason in on_cuda.items()),
+        Replacement(torch.Tensor, "cuda", _itself, "language_module, dist_utils, pretrain scripts"),
+        Replacement(torch.nn.Module, "cuda", _itself, "training.get_model"),
+        Replacement(torch.Tensor, "type", cuda_type, "optimizer, clip_grads, distrib_optimizer test for torch.cuda.*"),
+    )
+
+
+def _random_state() -> tuple[Replacement, ...]:
+    """The CPU generator stands in for the CUDA generator."""
+    tracker = importlib.import_module("megatron.core.tensor_parallel.random")
+    log = logging.getLogger(tracker.__name__)
+    filters = [*log.filters, lambda record: not record.getMessage().startswith("CPU RNG state changed")]
+    return (
+        Replacement(torch.cuda, "get_rng_state", _get_state, "tensor_parallel.random, checkpointing"),
+        Replacement(torch.cuda, "set_rng_state", _set_state, "checkpointing, rerun_state_machine"),
+        Replacement(torch.cuda.random, "get_rng_state", _get_state, "tensor_parallel.random"),
+        # Without a GPU, torch queues these two calls until CUDA starts. It never does: no error, wrong dropout.
+        Replacement(tracker, "_set_cuda_rng_state", _set_state, "tensor_parallel.random"),
+        Replacement(torch.cuda, "manual_seed", _seed, "tensor_parallel.random"),
+        Replacement(log, "filters", filters, "CudaRNGStatesTracker.fork warns where the CPU generator moves"),
+    )
+
+
+def _training_loop() -> tuple[Replacement, ...]:
+    training = importlib.import_module("megatron.training.training")
+    initialize = training.initialize_megatron
+    without_cuda = functools.wraps(initialize)(functools.partial(initialize, allow_no_cuda=True))
+    build = _keep_random_state(training.build_train_valid_test_data_iterators)
+    return (
+        Replacement(training, "initialize_megatron", without_cuda, "it asserts that CUDA is available"),
+        Replacement(training, "build_train_valid_test_data_iterators", build, "it draws from the restored generator"),
+    )
+
+
+def _dataset_helpers() -> tuple[Replacement, ...]:
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    reason = "the wheel ships no Makefile, and a failing make ends the process"
+    return (Replacement(utils, "compile_helpers", _unless_shipped(utils.compile_helpers), reason),)
+
+
+def _nothing(*args: object, **kwargs: object) -> None: ...
+
+
+def _itself(value: Any, *args: object, **kwargs: object) -> Any:
+    return value
+
+
+def _get_state(*args: object, **kwargs: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(new_state: torch.Tensor, *args: object, **kwargs: object) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _created_on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(create)
+    def wrapper(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is not None and torch.device(device).type == "cuda":
+            device = _CPU
+        return create(*args, device=device, **kwargs)
+
+    return wrapper
+
+
+def _cuda_type_for_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        asks_for_name = isinstance(result, str) and not result.startswith("torch.cuda.")
+        if asks_for_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    return wrapper
+
+
+def _keep_random_state(build: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        try:
+            return build(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    return wrapper
+
+
+def _unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(compile_helpers)
+    def wrapper() -> None:
+        try:
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+        except ImportError:
+            compile_helpers()
+
+    return wrapper

@@ -1,0 +1,155 @@
+"""One pipeline stage: Megatron's forward and backward steps behind the executor's interface."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+
+from megatron_2bw.mcore.optimizer import DelayedOptimizer
+from megatron_2bw.runtime.links import Boundary
+from megatron_2bw.schedule.action import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What Megatron's training loop passes to its forward-backward function, as far as we use it."""
+
+    forward_step_func: Any
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None
+    force_all_reduce: bool = False
+
+    @classmethod
+    def of(cls, keywords: dict[str, Any]) -> Call:
+        """Pick our fields; the other keywords serve systems that are refused before training."""
+        call = {name: keywords[name] for name in cls.__slots__ if name in keywords}
+        for name in ("model", "data_iterator"):
+            if isinstance(call[name], list):
+                (call[name],) = call[name]
+        return cls(**call)
+
+
+class MegatronStage:
+    """Forward and backward; the subclasses add what an update means."""
+
+    def __init__(self, call: Call) -> None:
+        self.config = get_model_config(call.model)
+        self.call = call
+        self.losses: list[dict[str, torch.Tensor]] = []
+        """One per microbatch of the current batch, on the last stage."""
+        self.num_tokens = torch.zeros([], dtype=torch.int)
+        self._is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._context_parallel = parallel_state.get_context_parallel_world_size()
+        (shape,) = schedules.get_tensor_shapes(
+            seq_length=call.seq_length,
+            micro_batch_size=call.micro_batch_size,
+            decoder_seq_length=call.decoder_seq_length,
+            config=self.config,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            cp_group=parallel_state.get_context_parallel_group(),
+        )
+        device = next(call.model.parameters()).device
+        self.boundary = Boundary(shape=shape, dtype=self.config.pipeline_dtype, device=device)
+
+    def begin(self, call: Call) -> None:
+        """Take over the arguments of the next call."""
+        self.call = call
+        self.losses = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=self.boundary.device)
+
+    def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+        output, num_tokens = schedules.forward_step(
+            self.call.forward_step_func,
+            self.call.data_iterator,
+            self.call.model,
+            self.call.num_microbatches,
+            received,
+            self.losses,
+            self.config,
+            self._context_parallel,
+            is_first_microbatch=action.microbatch == 0,
+            current_microbatch=action.microbatch,
+            is_last_stage=self._is_last,
+        )
+        self.num_tokens += num_tokens
+        return output
+
+    def backward(
+        self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if self._is_last:
+            schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        return schedules.backward_step(received, output, grad, self.config)
+
+    def sent(self, output: torch.Tensor) -> None:
+        schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+
+class DelayedStage(MegatronStage):
+    """A stage of 2BW: two weight versions, updates one batch late."""
+
+    def __init__(self, call: Call, optimizer: DelayedOptimizer) -> None:
+        super().__init__(call)
+        self._optimizer = optimizer
+
+    def use_weights(self, version: int) -> None:
+        self._optimizer.weights.use(version)
+
+    def reduce_start(self, action: Action) -> None:
+        self._optimizer.reduce_start(action.reduction, action.batch)
+
+    def reduce_wait(self, action: Action) -> None:
+        self._optimizer.reduce_wait(action.reduction, action.batch)
+
+    def update(self, action: Action) -> None:
+        self._optimizer.finish(action.batch)
+
+
+class FlushedStage(MegatronStage):
+    """A stage of a synchronous schedule: Megatron reduces and updates when the pipeline is empty."""
+
+    def begin(self, call: Call) -> None:
+        super().begin(call)
+        # Gradients are reduced once, during the last backward, not after every microbatch.
+        self._no_sync = contextlib.ExitStack()
+        if self.config.no_sync_func is not None:
+            self._no_sync.enter_context(self.config.no_sync_func())
+
+    def use_weights(self, version: int) -> None:
+        """There is one version."""
+
+    def backward(
+        self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        if action.microbatch == self.call.num_microbatches - 1 and (self.config.grad_sync_func is None or is_first):
+            self._no_sync.close()
+        return super().backward(action, received, output, grad)
+
+    def reduce_start(self, action: Action) -> None:
+        """Megatron reduces in one step, in ``update``."""
+
+    def reduce_wait(self, action: Action) -> None:
+        """Megatron reduces in one step, in ``update``."""
+
+    def update(self, action: Action) -> None:
+        """Reduce; the training loop calls ``optimizer.step`` right after this call."""
+        self._no_sync.close()
+        if self.config.grad_sync_func is not None and not parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+            self.config.grad_sync_func(self.call.model.parameters())
+        if self.config.finalize_model_grads_func is not None:
+            self.config.finalize_model_grads_func(
+                [self.call.model],
+                self.num_tokens if self.config.calculate_per_token_loss else None,
+                force_all_reduce=self.call.force_all_reduce,
+            )

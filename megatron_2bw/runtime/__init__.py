@@ -1,0 +1,1 @@
+"""Executes schedules with torch: transfers, weight versions and delayed updates; knows no Megatron."""

@@ -1,0 +1,59 @@
+"""A chain of reductions that runs beside the computation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import torch
+
+
+class Background:
+    """Runs functions one after the other on one thread, each when the one before it is done.
+
+    Blocking collectives in it wait for other ranks while this rank's computation, and its blocking
+    receives, go on: the next link of a chain never waits for the main thread to look. On a GPU the
+    thread has a stream of its own.
+
+    The thread is a daemon: a rank that fails must end, not wait for a reduction with its peers.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._queue: SimpleQueue[tuple[Future, Callable[[], object], object]] = SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[[], object]) -> Future:
+        """Run ``function`` after all work given so far, here and on the caller's stream."""
+        future: Future = Future()
+        ready = torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
+        self._queue.put((future, function, ready))
+        return future
+
+    def result(self, future: Future) -> object:
+        """Wait for ``future``; what it wrote on the GPU is visible to the caller's stream.
+
+        Raises:
+            Exception: whatever the function raised.
+        """
+        value = future.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return value
+
+    def _work(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(self._stream)
+        while True:
+            future, function, ready = self._queue.get()
+            try:
+                if ready is not None:
+                    self._stream.wait_event(ready)
+                with torch.no_grad():
+                    future.set_result(function())
+            except BaseException as error:  # Raised again in the thread that waits for the result.
+                future.set_exception(error)

@@ -1,0 +1,156 @@
+"""Runs one rank's Program, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from megatron_2bw.runtime.links import Boundary, Links
+from megatron_2bw.runtime.recorder import Recorder
+from megatron_2bw.schedule.action import Action, ActionType
+from megatron_2bw.schedule.program import Schedule
+
+
+class StageWorker(Protocol):
+    """What the executor asks of a model: the mathematics of one rank, without any order.
+
+    Actions handed over are absolute: ``batch`` counts from the start of the run, and ``version``
+    may be negative, meaning the initial weights.
+    """
+
+    boundary: Boundary
+
+    def use_weights(self, version: int) -> None:
+        """Make the next forward or backward compute with ``W(max(version, 0))``."""
+
+    def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+        """Output of the stage; ``received`` is None where the stage reads data."""
+
+    def backward(
+        self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Gradient of ``received``; accumulates the weights' gradients."""
+
+    def sent(self, output: torch.Tensor) -> None:
+        """``output`` is on its way: only its graph is needed from here on."""
+
+    def reduce_start(self, action: Action) -> None:
+        """From here on the reduction may run in the background."""
+
+    def reduce_wait(self, action: Action) -> None:
+        """Block until the reduction is complete."""
+
+    def update(self, action: Action) -> None:
+        """Apply the gradients of ``action.batch``; does nothing when that is done already."""
+
+
+class Executor:
+    """One rank of a lowered Schedule, executed.
+
+    Forwards that ran ahead stay here between calls, with their inputs, outputs and the receives
+    already posted.
+
+    Args:
+        schedule: a lowered and validated schedule.
+        rank: position in the pipeline.
+        worker: the computation.
+        links: the transfers.
+        recorder: if given, is told when every F, B and UPDATE ran.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, worker: StageWorker, links: Links, recorder: Recorder | None = None
+    ) -> None:
+        self.schedule = schedule
+        self._program = schedule.programs[rank]
+        self._worker = worker
+        self._links = links
+        self._recorder = recorder
+        self._in_flight: dict[tuple[int, int | None, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._results: dict[tuple[ActionType, int, int | None, int], torch.Tensor] = {}
+        self._filled = False
+        self._steps: dict[ActionType, Callable[[Action], None]] = {
+            ActionType.FORWARD: self._forward,
+            ActionType.BACKWARD: self._backward,
+            ActionType.SEND_FORWARD: self._send_forward,
+            ActionType.SEND_BACKWARD: self._send_backward,
+            ActionType.RECV_FORWARD: self._receive,
+            ActionType.RECV_BACKWARD: self._receive,
+            ActionType.REDUCE_START: worker.reduce_start,
+            ActionType.REDUCE_WAIT: self._reduce_wait,
+            ActionType.UPDATE: self._update,
+        }
+
+    def run(self, batch: int, *, last: bool) -> None:
+        """Run the call of ``batch``; with ``last``, leave nothing pending and nothing in flight."""
+        if not self._filled:
+            self._run(self._program.fill, batch)
+        self._run(self._program.drain if last else self._program.steady, batch)
+        self._filled = not last
+
+    def abandon(self) -> None:
+        """Drop what ran ahead; the next call fills the pipeline again."""
+        self._links.flush()
+        self._in_flight.clear()
+        self._filled = False
+
+    def _run(self, actions: tuple[Action, ...], batch: int) -> None:
+        for action in actions:
+            self._steps[action.type](action.shifted(batch))
+
+    def _forward(self, action: Action) -> None:
+        received = self._take(action, ActionType.RECV_FORWARD)
+        if received is not None:
+            received.requires_grad_()
+        start = self._mark()
+        self._worker.use_weights(action.version)
+        output = self._worker.forward(action, received)
+        self._in_flight[action.stage, action.microbatch, action.batch] = received, output
+        self._note(action, start)
+
+    def _backward(self, action: Action) -> None:
+        grad = self._take(action, ActionType.RECV_BACKWARD)
+        start = self._mark()
+        received, output = self._in_flight.pop((action.stage, action.microbatch, action.batch))
+        self._worker.use_weights(action.version)
+        result = self._worker.backward(action, received, output, grad)
+        if result is not None:
+            self._results[action.stage, action.microbatch, action.batch] = result
+        self._note(action, start)
+
+    def _take(self, action: Action, receive: ActionType) -> torch.Tensor | None:
+        if self.schedule.peer_of(action._replace(type=receive)) is None:
+            return None
+        return self._links.take(action)
+
+    def _receive(self, action: Action) -> None:
+        self._links.post_receive(action, self.schedule.peer_of(action), self._worker.boundary)
+
+    def _send_forward(self, action: Action) -> None:
+        _, output = self._in_flight[action.stage, action.microbatch, action.batch]
+        self._links.send(action, self.schedule.peer_of(action), output)
+        self._worker.sent(output)
+
+    def _send_backward(self, action: Action) -> None:
+        grad = self._results.pop((action.stage, action.microbatch, action.batch))
+        self._links.send(action, self.schedule.peer_of(action), grad)
+
+    def _reduce_wait(self, action: Action) -> None:
+        if action.batch >= 0:
+            self._worker.reduce_wait(action)
+
+    def _update(self, action: Action) -> None:
+        if action.batch < 0:
+            return
+        start = self._mark()
+        self._worker.update(action)
+        self._note(action, start)
+
+    def _mark(self) -> object:
+        return None if self._recorder is None else self._recorder.mark()
+
+    def _note(self, action: Action, start: object) -> None:
+        if self._recorder is not None:
+            self._recorder.note(action, start, self._recorder.mark())

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: built, lowered, validated, simulated and drawn without torch."""

@@ -1,0 +1,107 @@
+"""Passes that turn authored Programs (F, B, UPDATE) into ones that a rank can execute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
+from megatron_2bw.schedule.program import Program, Schedule, programs_of
+
+DEFAULT_REDUCTIONS = (Reduction.GRADIENTS, Reduction.NORM)
+
+
+def lower(schedule: Schedule, reductions: Iterable[Reduction] = DEFAULT_REDUCTIONS) -> Schedule:
+    """Add the reductions that every update waits for, then the transfers between ranks.
+
+    >>> from megatron_2bw.schedule.registry import build
+    >>> lowered = lower(build("2bw", stages=2, microbatches=1))
+    >>> for program in lowered.programs:
+    ...     print(program)
+    0REDUCE_WAIT:grads@-1 0REDUCE_WAIT:norm@-1 0UPDATE@-1 0RECV_B0 0F0@1v0 0SEND_F0@1 0B0v-1 0REDUCE_START:grads 0REDUCE_START:norm
+    1F0v-1 1RECV_F0@1 1B0v-1 1SEND_B0 1REDUCE_WAIT:grads@-1 1REDUCE_WAIT:norm@-1 1UPDATE@-1 1REDUCE_START:grads 1REDUCE_START:norm
+    """
+    return add_transfers(add_reductions(schedule, reductions))
+
+
+def add_reductions(schedule: Schedule, reductions: Iterable[Reduction]) -> Schedule:
+    """Start a batch's reductions right after its last backward; wait for them right before its update.
+
+    A start only says from where on the chain may run: each reduction begins when the one before it
+    in ``reductions`` is complete, in the background. Where the previous batch's update follows the
+    last backward, the starts come after that update, which frees the one buffer that holds
+    captured gradients.
+    """
+    chain = tuple(reductions)
+    last = schedule.stages - 1
+
+    def kinds(stage: int) -> Iterable[Reduction]:
+        return (kind for kind in chain if kind is not Reduction.EMBEDDING or (stage in (0, last) and last > 0))
+
+    def call(steady: tuple[Action, ...]) -> Iterable[Action]:
+        final = max(i for i, action in enumerate(steady) if action.type is ActionType.BACKWARD)
+        for i, action in enumerate(steady):
+            if action.type is ActionType.UPDATE:
+                yield from (_reduce(ActionType.REDUCE_WAIT, action, kind) for kind in kinds(action.stage))
+            yield action
+            following = steady[i + 1] if i + 1 < len(steady) else None
+            frees_buffer = following is not None and following.type is ActionType.UPDATE and following.batch < 0
+            if i >= final and action.batch < 1 and not frees_buffer and (i == final or action.batch < 0):
+                yield from (_reduce(ActionType.REDUCE_START, steady[final], kind) for kind in kinds(action.stage))
+
+    return replace(schedule, programs=programs_of(call(program.steady) for program in schedule.programs))
+
+
+def _reduce(type_: ActionType, of: Action, kind: Reduction) -> Action:
+    return Action(type_, of.stage, batch=of.batch, reduction=kind)
+
+
+def add_transfers(schedule: Schedule) -> Schedule:
+    """Send every result that another rank needs; post its receive one compute action ahead of its use.
+
+    Sends follow the action that produced the tensor. A call posts exactly the receives of what its
+    peers send in that call; what the next call uses first is therefore posted before the last
+    compute action of this one and overlaps with it.
+    """
+    sending = [tuple(_with_sends(schedule, program)) for program in schedule.programs]
+    incoming: list[list[Action]] = [[] for _ in sending]
+    for call in sending:
+        for action in call:
+            if action.type in (ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD):
+                incoming[schedule.peer_of(action)].append(_receive_of(action))
+    return replace(
+        schedule, programs=programs_of(_with_receives(call, receives) for call, receives in zip(sending, incoming))
+    )
+
+
+def _with_sends(schedule: Schedule, program: Program) -> Iterable[Action]:
+    here = {action.stage: schedule.rank_of(action.stage, action.microbatch) for action in program.steady}
+    for action in program.steady:
+        yield action
+        if action.type not in COMPUTE:
+            continue
+        type_ = ActionType.SEND_FORWARD if action.type is ActionType.FORWARD else ActionType.SEND_BACKWARD
+        send = Action(type_, action.stage, action.microbatch, action.batch)
+        if schedule.peer_of(send) not in (None, here[action.stage]):
+            yield send
+
+
+def _receive_of(send: Action) -> Action:
+    if send.type is ActionType.SEND_FORWARD:
+        return send._replace(type=ActionType.RECV_FORWARD, stage=send.stage + 1)
+    return send._replace(type=ActionType.RECV_BACKWARD, stage=send.stage - 1)
+
+
+def _with_receives(call: tuple[Action, ...], receives: list[Action]) -> Iterable[Action]:
+    compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
+    # The order of use goes on into the next call, whose compute actions are these, one batch later.
+    uses = [call[i] for i in compute] + [call[i].shifted(1) for i in compute]
+    slot_of = {(a.type, a.stage, a.microbatch, a.batch): max(use - 1, 0) for use, a in reversed([*enumerate(uses)])}
+    posted: dict[int, list[Action]] = {}
+    for receive in receives:
+        type_ = ActionType.FORWARD if receive.type is ActionType.RECV_FORWARD else ActionType.BACKWARD
+        slot = slot_of[type_, receive.stage, receive.microbatch, receive.batch]
+        posted.setdefault(compute[min(slot, len(compute) - 1)], []).append(receive)
+    for i, action in enumerate(call):
+        yield from sorted(posted.get(i, ()), key=lambda receive: receive.type is ActionType.RECV_FORWARD)
+        yield action

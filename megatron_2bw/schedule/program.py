@@ -1,0 +1,118 @@
+"""Programs: what every rank does in one call, and a schedule as the set of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_2bw.schedule.action import Action, ActionType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """All that one rank does, given as one call of the forward-backward function.
+
+    Only the steady call is written. What comes before the first call and after the last one
+    follows from it, so the three cannot disagree:
+
+    - ``fill``: what the calls before the first one would have done for batches 0, 1, ...;
+    - ``drain``: the last call, without what belongs to batches that never come, followed by what
+      later calls would still have done for the batches up to this one.
+
+    >>> program = Program.parse("0UPDATE@-1 0F0@1v0 0B0v-1")
+    >>> print(*program.fill)
+    0F0v-1
+    >>> print(*program.drain)
+    0UPDATE@-1 0B0v-1 0UPDATE
+    """
+
+    steady: tuple[Action, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """Read a steady call from actions separated by blanks."""
+        return cls(steady=tuple(Action.parse(word) for word in text.split()))
+
+    def __str__(self) -> str:
+        return " ".join(str(action) for action in self.steady)
+
+    @property
+    def fill(self) -> tuple[Action, ...]:
+        """Runs once before the first call, or before the first one after a drain."""
+        ahead = max((action.batch for action in self.steady), default=0)
+        return tuple(
+            action.shifted(-calls) for calls in range(ahead, 0, -1) for action in self.steady if action.batch >= calls
+        )
+
+    @property
+    def drain(self) -> tuple[Action, ...]:
+        """Takes the place of ``steady`` in the last call."""
+        behind = -min((action.batch for action in self.steady), default=0)
+        return tuple(
+            action.shifted(calls)
+            for calls in range(max(behind, 0) + 1)
+            for action in self.steady
+            if action.batch <= -calls
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The Programs of all ranks of one pipeline and the bounds they promise to keep.
+
+    A rank may host several stages (bidirectional pipelines), and a stage may live on several ranks
+    as long as each (stage, microbatch) has one home; ``rank_of`` finds it in the Programs.
+    """
+
+    name: str
+    stages: int
+    """Pipeline depth d."""
+    microbatches: int
+    """Microbatches per batch m."""
+    programs: tuple[Program, ...]
+    """One per rank."""
+    delay: tuple[int, ...]
+    """Per stage: batch t computes with W(max(t - delay, 0))."""
+    weight_versions: tuple[int, ...]
+    """Per rank: weight versions alive at once, at most."""
+    in_flight: tuple[int, ...]
+    """Per rank: forwards without their backward, at most."""
+
+    @cached_property
+    def _homes(self) -> dict[tuple[int, int | None], int]:
+        return {
+            (action.stage, action.microbatch): rank
+            for rank, program in enumerate(self.programs)
+            for action in program.steady
+            if action.type is ActionType.FORWARD
+        }
+
+    def rank_of(self, stage: int, microbatch: int | None) -> int | None:
+        """Rank that computes ``stage`` for ``microbatch``; None past either end of the pipeline."""
+        return self._homes.get((stage, microbatch))
+
+    def peer_of(self, transfer: Action) -> int | None:
+        """Rank at the other end of ``transfer``."""
+        towards_last = transfer.type in (ActionType.SEND_FORWARD, ActionType.RECV_BACKWARD)
+        return self.rank_of(transfer.stage + (1 if towards_last else -1), transfer.microbatch)
+
+
+def forward(stage: int, microbatch: int, *, batch: int = 0, delay: int = 0) -> Action:
+    """A forward of ``batch`` under a rule of ``delay`` versions."""
+    return Action(ActionType.FORWARD, stage, microbatch, batch, batch - delay)
+
+
+def backward(stage: int, microbatch: int, *, batch: int = 0, delay: int = 0) -> Action:
+    """A backward of ``batch`` under a rule of ``delay`` versions."""
+    return Action(ActionType.BACKWARD, stage, microbatch, batch, batch - delay)
+
+
+def update(stage: int, *, batch: int = 0) -> Action:
+    """The update with the gradients of ``batch``, which creates version ``batch + 1``."""
+    return Action(ActionType.UPDATE, stage, batch=batch)
+
+
+def programs_of(calls: Iterable[Iterable[Action]]) -> tuple[Program, ...]:
+    """Programs from one sequence of actions per rank."""
+    return tuple(Program(steady=tuple(call)) for call in calls)

@@ -1,0 +1,45 @@
+"""PipeDream-2BW: 1F1B that never flushes, on two weight versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_2bw.schedule.action import Action
+from megatron_2bw.schedule.program import Schedule, backward, forward, programs_of, update
+
+DELAY = 1
+
+
+def two_bw(stages: int, microbatches: int) -> Schedule:
+    """Never drain the pipeline; compute batch t with ``W(max(t - 1, 0))`` at every stage.
+
+    ``W(t+1) = W(t) - lr * grad f(W(t-1))``. A call runs the backward passes of its own batch and
+    forward passes that reach ``d-1-s`` microbatches into the next one. The update of a batch may
+    happen any time before its weights are first used, two batches later. Steady bubble 0;
+    activations ``d-s``; weight versions 2.
+
+    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1.
+
+    >>> from megatron_2bw.schedule.draw import grid
+    >>> print(grid(two_bw(2, 2), batches=3))
+    """
+    return Schedule(
+        name="2bw",
+        stages=stages,
+        microbatches=microbatches,
+        programs=programs_of(_call(stage, stages - 1 - stage, microbatches) for stage in range(stages)),
+        delay=(DELAY,) * stages,
+        weight_versions=(2,) * stages,
+        in_flight=tuple(stages - stage for stage in range(stages)),
+    )
+
+
+def _call(stage: int, ahead: int, microbatches: int) -> Iterator[Action]:
+    for index in range(microbatches):
+        batch, microbatch = divmod(ahead + index, microbatches)
+        if microbatch == 0 and batch > 0:  # This forward is the first to need W(batch - 1).
+            yield update(stage, batch=batch - 1 - DELAY)
+        yield forward(stage, microbatch, batch=batch, delay=DELAY)
+        yield backward(stage, index, delay=DELAY)
+    if ahead == 0:  # The next call's first forward needs W(0); its gradients need the capture buffer.
+        yield update(stage, batch=-DELAY)

@@ -1,0 +1,72 @@
+"""What one training run of the tests is: a schedule, a layout and Megatron's flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEQUENCE_LENGTH = 16
+VOCABULARY = 128
+MICRO_BATCH_SIZE = 2
+HIDDEN = 32
+LAYERS = 4
+EVALUATION_ITERATIONS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something done to one rank on purpose."""
+
+    kind: str
+    """A key of ``faults.FAULTS``."""
+    rank: int
+    call: int = 0
+    """The n-th training forward (or backward) of that rank, from 0."""
+    seconds: float = 0.0
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run; equal cases give equal results, so each runs once per session."""
+
+    schedule: str | None = "megatron"
+    """Value of ``--pipeline-schedule``; None runs Megatron without the extension."""
+    stages: int = 1
+    microbatches: int = 1
+    """Per batch and replica."""
+    replicas: int = 1
+    batches: int = 20
+    tied: bool = True
+    clip: float = 0.0
+    """Gradient norm to clip to; 0 switches clipping off."""
+    flags: tuple[str, ...] = ()
+    """More Megatron flags."""
+    faults: tuple[Fault, ...] = ()
+    record_actions: bool = False
+    """Keep when every action ran."""
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.replicas
+
+    @property
+    def global_batch_size(self) -> int:
+        return MICRO_BATCH_SIZE * self.microbatches * self.replicas
+
+    def arguments(self) -> list[str]:
+        """Megatron's command line. The learning rate warms up and decays, so that a wrong one shows."""
+        arguments = [
+            *(() if self.schedule is None else ("--pipeline-schedule", self.schedule)),
+            *f"--pipeline-model-parallel-size {self.stages} --global-batch-size {self.global_batch_size}".split(),
+            *f"--micro-batch-size {MICRO_BATCH_SIZE} --train-iters {self.batches} --clip-grad {self.clip!r}".split(),
+            *f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 2".split(),
+            *f"--seq-length {SEQUENCE_LENGTH} --max-position-embeddings {SEQUENCE_LENGTH}".split(),
+            *f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer".split(),
+            *"--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.99".split(),
+            *"--lr 1e-2 --min-lr 1e-3 --lr-warmup-init 2e-3 --lr-warmup-iters 4 --lr-decay-style cosine --lr-decay-iters 30".split(),
+            *"--num-workers 0 --eval-iters 0 --eval-interval 1000 --log-interval 1000 --distributed-timeout-minutes 2".split(),
+            *"--distributed-backend gloo --transformer-impl local --no-persist-layer-norm".split(),
+            *"--no-gradient-accumulation-fusion --no-masked-softmax-fusion --rerun-mode disabled".split(),
+            *(() if self.tied else ("--untie-embeddings-and-output-weights",)),
+        ]
+        return [*arguments, *self.flags]

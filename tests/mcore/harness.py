@@ -1,0 +1,155 @@
+"""Starts the ranks of a case, watches over them and collects what they recorded."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .case import Case
+
+TIMEOUT_S = 120.0
+_TAIL_CHARACTERS = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How the processes of a job ended."""
+
+    exit_codes: list[int | None]
+    """None: had to be killed."""
+    outputs: list[str]
+    """Standard output and error of every rank."""
+    seconds: float
+
+    def tails(self) -> str:
+        """The ends of all outputs, for a test's message."""
+        return "\n".join(
+            f"--- rank {rank}, exit code {code}\n{text[-_TAIL_CHARACTERS:]}"
+            for rank, (code, text) in enumerate(zip(self.exit_codes, self.outputs))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What a run computed, the same form for every layout."""
+
+    losses: torch.Tensor
+    """(replicas, batches, microbatches), float32."""
+    validation_losses: torch.Tensor
+    """(replicas, validation microbatches), float32."""
+    norms: torch.Tensor
+    """(batches,), float64: global gradient norm before clipping."""
+    rates: list[tuple[float, ...]]
+    """Per update: learning rate and weight decay of every parameter group."""
+    initial: dict[str, torch.Tensor]
+    final: dict[str, torch.Tensor]
+    """By global name."""
+    actions: list[list[tuple[str, float, float]]]
+    """Per rank."""
+
+
+@functools.cache
+def run(case: Case) -> Results:
+    """The results of ``case``; each distinct case runs once per session."""
+    from .worker import main
+
+    records = collect(main, case, case.ranks)
+    return merge(records, case.microbatches)
+
+
+def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """Run ``target`` on all ranks and read what each wrote; a rank that fails fails the test."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ended = launch(target, case, ranks, folder, timeout_s)
+        if any(ended.exit_codes):
+            raise RuntimeError(f"{case} failed after {ended.seconds:.0f} s\n{ended.tails()}")
+        return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def launch(
+    target: Callable[..., None], case: Case, ranks: int, folder: Path, timeout_s: float = TIMEOUT_S
+) -> Ended:
+    """Start one process per rank, wait for all and kill what still runs at the timeout."""
+    start_s = time.monotonic()
+    port = _free_port()
+    processes = [
+        _context().Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(0.0, start_s + timeout_s - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+    return Ended(exit_codes=codes, outputs=outputs, seconds=time.monotonic() - start_s)
+
+
+def merge(records: list[Any], microbatches: int) -> Results:
+    """One result from all ranks; what several ranks know must be the same on each."""
+    first = records[0]
+    for record in records:
+        _require_equal("gradient norms", record.norms, first.norms)
+        _require_equal("learning rates", record.rates, first.rates)
+    last = sorted((record for record in records if record.losses), key=lambda record: record.replica)
+    return Results(
+        losses=torch.stack([torch.stack(record.losses).view(-1, microbatches) for record in last]),
+        validation_losses=torch.tensor([[float(loss) for loss in record.validation_losses] for record in last]),
+        norms=torch.tensor(first.norms, dtype=torch.float64),
+        rates=first.rates,
+        initial=_union(record.initial for record in records),
+        final=_union(record.final for record in records),
+        actions=[record.actions for record in records],
+    )
+
+
+def _union(parts: Iterator[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    merged: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            if not torch.equal(merged.setdefault(name, tensor), tensor):
+                raise RuntimeError(f"the copies of {name} differ between ranks")
+    return merged
+
+
+def _require_equal(what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise RuntimeError(f"{what} differ between ranks: {found} and {expected}")
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@functools.cache
+def _context() -> Any:
+    """Ranks are forked from a process that has imported torch and Megatron, which takes seconds."""
+    root = Path(__file__).parents[len(__package__.split("."))]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.preload"])
+    return context
+
+
+def _child(target: Callable[..., None], case: Case, rank: int, port: int, folder: Path) -> None:
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log, stream.fileno())
+    target(case, rank, port, folder)

@@ -1,0 +1,113 @@
+"""A small GPT and its data, the same for every layout: weights by name, samples by index."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.utils import Split
+from megatron.training import get_args
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models.gpt import GPTModelBuilder
+
+from .case import SEQUENCE_LENGTH, VOCABULARY
+
+VALIDATION_OFFSET = 1_000_000
+TIED_WEIGHT = "embedding.word_embeddings.weight"
+
+
+class Samples(torch.utils.data.Dataset):
+    """Sample i is a function of i: a noisy arithmetic sequence of tokens, some of it masked."""
+
+    def __init__(self, count: int, split: Split, offset: int = 0) -> None:
+        self.split = split
+        self._count = count
+        self._offset = offset
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        index += self._offset
+        generator = torch.Generator().manual_seed(index)
+        start, stride = torch.randint(1, VOCABULARY, (2,), generator=generator).tolist()
+        noise = torch.randint(0, 2, (SEQUENCE_LENGTH + 1,), generator=generator)
+        tokens = (start + (1 + stride % 3) * torch.arange(SEQUENCE_LENGTH + 1) + noise) % VOCABULARY
+        mask = torch.ones(SEQUENCE_LENGTH)
+        mask[: index % 5] = 0.0  # Microbatches differ in their number of tokens.
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask}
+
+
+def training_samples(count: int) -> Samples:
+    """The first ``count`` training samples."""
+    return Samples(count, Split.train)
+
+
+def validation_samples(count: int) -> Samples:
+    """The first ``count`` validation samples; no training sample is among them."""
+    return Samples(count, Split.valid, VALIDATION_OFFSET)
+
+
+def datasets(counts: list[int]) -> tuple[Samples, Samples | None, None]:
+    """Megatron's dataset provider: training, validation and no test set."""
+    return training_samples(counts[0]), validation_samples(counts[1]) if counts[1] else None, None
+
+
+datasets.is_distributed = True
+
+
+def build_model(pre_process: bool = True, post_process: bool = True, pg_collection: Any = None, **_: Any) -> Any:
+    """Megatron's model provider: one stage with weights that depend on their global names only."""
+    builder = GPTModelBuilder(gpt_config_from_args(get_args()))
+    model = builder.build_model(pg_collection, pre_process=pre_process, post_process=post_process)
+    with torch.no_grad():
+        for name, parameter in global_parameters(model):
+            parameter.copy_(_initial(name, parameter.shape))
+    return model
+
+
+def _initial(name: str, shape: torch.Size) -> torch.Tensor:
+    noise = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    return 1.0 + noise if name.endswith("norm.weight") else noise
+
+
+def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters with the names they have in an undivided model; the last stage's tied copy too."""
+    for name, parameter in model.named_parameters():
+        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            name = TIED_WEIGHT
+        if name.startswith("decoder.layers."):
+            _, _, local, rest = name.split(".", 3)
+            name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
+        yield name, parameter
+
+
+def forward_step(data_iterator: Any, model: Any, recorded_losses: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """Megatron's forward step; losses are recorded where they are computed."""
+    batch: dict[str, torch.Tensor] = {}
+    if parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage():
+        batch = next(data_iterator)
+    output = run_model(model, batch)
+    return output, partial(_loss, batch.get("loss_mask"), recorded_losses)
+
+
+def run_model(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Losses per token on the last stage, activations elsewhere."""
+    tokens = batch.get("tokens")
+    positions = None if tokens is None else torch.arange(SEQUENCE_LENGTH).expand_as(tokens)
+    return model(tokens, positions, None, labels=batch.get("labels"))
+
+
+def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the losses that count and their number, as in Megatron's pretrain_gpt.py."""
+    return torch.sum(losses.view(-1).float() * mask.view(-1)), mask.sum().to(torch.int)
+
+
+def _loss(mask: torch.Tensor, recorded: list[torch.Tensor], output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total, num_tokens = masked_sum(output, mask)
+    recorded.append((total / num_tokens).detach())
+    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.float()])}

@@ -1,0 +1,103 @@
+"""One rank of a test run: Megatron's own ``pretrain`` on the small GPT."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .case import Case
+
+
+def main(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Run ``case`` as ``rank`` and write what it recorded to ``folder``."""
+    set_environment(rank, case.ranks, port)
+    sys.argv = ["pretrain_small_gpt.py", *case.arguments()]
+    install(case)
+    # After install(), as in a user's script.
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from . import faults
+    from .model import datasets
+    from .record import RankRecord, record_norms, record_rates
+
+    record = RankRecord()
+    models: list[Any] = []
+    faults.inject(case, rank)
+    args = parse_and_validate_args()
+    record_rates(record)
+    record_norms(case, record)
+    pretrain(
+        pretrain_cfg_container_from_args(args),
+        datasets,
+        ModelType.encoder_or_decoder,
+        faults.before_forward(case, rank, partial(_forward_step, record)),
+        model_provider=partial(_provide, record, models),
+    )
+    _write(record, models[0], folder / f"rank{rank}.pt")
+
+
+def initialize_alone(case: Case, rank: int, port: int) -> Any:
+    """Start Megatron with this one process; returns its arguments."""
+    set_environment(rank, 1, port)
+    sys.argv = ["oracle.py", *case.arguments()]
+    install(case)
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.initialize import initialize_megatron
+
+    args = parse_and_validate_args()
+    initialize_megatron(allow_no_cuda=True)
+    return args
+
+
+def set_environment(rank: int, ranks: int, port: int) -> None:
+    """What torchrun would set."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
+def install(case: Case) -> None:
+    """Load the extension, or only what Megatron needs to run on a CPU."""
+    if case.schedule is None:
+        from megatron_2bw.mcore import cpu_backend
+
+        cpu_backend.install()
+    else:
+        import megatron_2bw
+
+        megatron_2bw.install()
+
+
+def _provide(record: Any, models: list[Any], *args: Any, **kwargs: Any) -> Any:
+    from .model import build_model
+    from .record import weights
+
+    model = build_model(*args, **kwargs)
+    models.append(model)
+    record.initial = weights(model)
+    return model
+
+
+def _forward_step(record: Any, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    from .model import forward_step
+
+    return forward_step(data_iterator, model, record.losses if model.training else record.validation_losses)
+
+
+def _write(record: Any, model: Any, path: Path) -> None:
+    from megatron.core import parallel_state
+
+    from .record import weights
+
+    record.stage = parallel_state.get_pipeline_model_parallel_rank()
+    record.replica = parallel_state.get_data_parallel_rank()
+    record.final = weights(model)
+    torch.save(record, path)
