@@ -19,21 +19,19 @@ import megatron_2bw
 
 megatron_2bw.install()  # Before Megatron is imported.
 
-import torch  # noqa: E402
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
-    get_gpt_decoder_block_spec,
-)
-from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
-from megatron.core.utils import get_attr_wrapped_model  # noqa: E402
-from megatron.training import get_args, get_timers, pretrain  # noqa: E402
-from megatron.training.argument_utils import pretrain_cfg_container_from_args  # noqa: E402
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args  # noqa: E402
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 Batch = dict[str, torch.Tensor]
 
@@ -104,7 +102,8 @@ def read_batch(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) ->
     """The next microbatch, each value (sequences, tokens); empty on a stage between first and last."""
     if not (get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")):
         return {}
-    return {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items() if torch.is_tensor(value)}
+    batch = next(data_iterator)
+    return {name: value.cuda(non_blocking=True) for name, value in batch.items() if torch.is_tensor(value)}
 
 
 def masked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Batch]:

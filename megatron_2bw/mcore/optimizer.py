@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,8 +12,8 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 
 from megatron_2bw.mcore.groups import UpdateGroups
 from megatron_2bw.mcore.reductions import GradientReductions
-from megatron_2bw.runtime.background import Background
 from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Reduction
 
@@ -52,18 +51,17 @@ class DelayedOptimizer:
         self._inner = inner
         self._check_for_nan = check_for_nan
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.weights = WeightVersions(parameters)
         self._captured = CapturedGradients([buffer.grad_data for buffer in model.buffers], parameters)
-        self._reductions = GradientReductions(model, self._captured, self._gradients_for_norm(), groups)
-        self._background = Background(model.buffers[0].grad_data.device, "2bw reductions")
-        self._chain: dict[Reduction, Future] = {}
-        self._pending: int | None = None
+        self.weights = WeightVersions(parameters)
+        reductions = GradientReductions(model, self._captured, self._gradients_for_norm(), groups)
+        self._pending = PendingUpdate(self.weights, self._captured, reductions.links)
         self._hyperparameters: list[dict[str, float]] = []
+        self._norm = 0.0
         self.outcome: UpdateOutcome | None = None
         """Of the newest finished update."""
         # Both ask all ranks. The norm is known when Megatron's step wants it; the groups with a
         # norm of their own (multi-token prediction) never change and are asked for once, here.
-        inner.get_grad_norm = self._known_norm
+        inner.get_grad_norm = lambda: self._norm
         for name in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
             inner.has_grad_norm_group(name)
 
@@ -77,17 +75,14 @@ class DelayedOptimizer:
         return self.outcome.successful, self.outcome.grad_norm, self.outcome.num_zeros
 
     def reduce_start(self, reduction: Reduction, batch: int) -> None:
-        """Capture the gradients of ``batch`` if this is the first link, and queue the link."""
+        """Start one reduction of ``batch``, the first one with the capture of its gradients."""
         if reduction is Reduction.GRADIENTS:
-            self._captured.capture()
-            self._pending = batch
             self._hyperparameters = [_hyperparameters_of(group) for group in self._inner.param_groups]
-        self._chain[reduction] = self._background.submit(self._reductions.links[reduction])
+        self._pending.reduce_start(reduction, batch)
 
     def reduce_wait(self, reduction: Reduction, batch: int) -> None:
-        """Block until the link is complete; returns at once for a batch that is finished."""
-        if batch == self._pending:
-            self._background.result(self._chain[reduction])
+        """Block until the reduction is complete; returns at once for a batch that is finished."""
+        self._pending.reduce_wait(reduction, batch)
 
     def finish(self, batch: int) -> UpdateOutcome | None:
         """Update with the gradients of ``batch``, unless that is done already.
@@ -95,28 +90,24 @@ class DelayedOptimizer:
         Raises:
             RuntimeError: a gradient is not finite and Megatron was asked to check.
         """
-        if batch != self._pending:
+        if batch != self._pending.batch:
             return self.outcome
-        for future in self._chain.values():
-            self._background.result(future)
-        norm = self._known_norm()
-        if self._check_for_nan and not math.isfinite(norm):
-            raise RuntimeError(f"the gradient of batch {batch} (counted from the start of the run) has norm {norm}")
-        with self.weights.update(), self._captured.as_main_grad(), self._hyperparameters_of_batch():
-            outcome = UpdateOutcome(batch, *self._inner.step())
+        with self._pending.apply() as results, self._hyperparameters_of_batch():
+            self._norm = results[Reduction.NORM]
+            if self._check_for_nan and not math.isfinite(self._norm):
+                raise RuntimeError(
+                    f"the gradient of batch {batch} (counted from the start of the run) has norm {self._norm}"
+                )
+            self.outcome = UpdateOutcome(batch, *self._inner.step())
         # Gradients of the next backward must not be added to the captured ones.
         self._inner.zero_grad()
-        self.outcome, self._pending = outcome, None
-        return outcome
+        return self.outcome
 
     def settle(self) -> None:
         """Finish what is pending and point the model at the newest weights."""
-        if self._pending is not None:
-            self.finish(self._pending)
+        if self._pending.batch is not None:
+            self.finish(self._pending.batch)
         self.weights.use_newest()
-
-    def _known_norm(self) -> float:
-        return self._chain[Reduction.NORM].result()
 
     def _gradients_for_norm(self) -> list[torch.Tensor]:
         # Megatron's own filter picks them (shared and replicated weights count once); the captured

@@ -38,6 +38,8 @@ class Session:
     def __init__(self, name: str) -> None:
         args = get_args()
         self.schedule_name = canonical_name(name)
+        self.is_delayed = any(build(self.schedule_name, stages=2, microbatches=2).delay)
+        """Whether updates come after the call of their batch."""
         self.optimizer: DelayedOptimizer | None = None
         self.recorder: Recorder | None = None
         self.executor: Executor | None = None
@@ -45,11 +47,6 @@ class Session:
         self._transfers: groups.TransferGroups | None = None
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self._batch = 0
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether updates come after the call of their batch."""
-        return any(build(self.schedule_name, stages=2, microbatches=2).delay)
 
     def delay(self, inner: Any, model_chunks: list[Any]) -> Any:
         """Wrap Megatron's optimizer where the schedule delays updates."""
@@ -94,7 +91,7 @@ class Session:
             self.executor.abandon()
             path = get_args().pipeline_trace
             if path is not None:
-                write_trace(path, self.executor.schedule, self.recorder, self._transfers.ranks)
+                write_trace(path, self.executor.schedule, self.recorder, self._transfers)
         Session.current = None
 
     def _start(self, call: Call) -> None:
@@ -106,9 +103,7 @@ class Session:
         if not args.untie_embeddings_and_output_weights:
             reductions.insert(1, Reduction.EMBEDDING)
         schedule = lower(
-            build(
-                self.schedule_name, stages=args.pipeline_model_parallel_size, microbatches=call.num_microbatches
-            ),
+            build(self.schedule_name, stages=args.pipeline_model_parallel_size, microbatches=call.num_microbatches),
             reductions,
         )
         validate(schedule)

@@ -120,10 +120,9 @@ class Executor:
             self._results[action.stage, action.microbatch, action.batch] = result
         self._note(action, start)
 
-    def _take(self, action: Action, receive: ActionType) -> torch.Tensor | None:
-        if self.schedule.peer_of(action._replace(type=receive)) is None:
-            return None
-        return self._links.take(action)
+    def _take(self, action: Action, type_: ActionType) -> torch.Tensor | None:
+        receive = action._replace(type=type_, version=None)
+        return None if self.schedule.peer_of(receive) is None else self._links.take(receive)
 
     def _receive(self, action: Action) -> None:
         self._links.post_receive(action, self.schedule.peer_of(action), self._worker.boundary)

@@ -19,9 +19,8 @@ class CapturedGradients:
     def __init__(self, buffers: Sequence[torch.Tensor], parameters: Iterable[torch.nn.Parameter]) -> None:
         self._sources = tuple(buffers)
         self.buffers = tuple(torch.zeros_like(buffer) for buffer in buffers)
-        self._by_storage = {
-            source.untyped_storage().data_ptr(): (source, copy) for source, copy in zip(self._sources, self.buffers)
-        }
+        pairs = zip(self._sources, self.buffers, strict=True)
+        self._by_storage = {source.untyped_storage().data_ptr(): (source, copy) for source, copy in pairs}
         self._views = tuple((parameter, self.view_of(parameter)) for parameter in parameters)
 
     def view_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -33,8 +32,13 @@ class CapturedGradients:
 
     def capture(self) -> None:
         """Copy the accumulated gradients; the buffers may then be zeroed for the next batch."""
-        for source, copy in zip(self._sources, self.buffers):
+        for source, copy in zip(self._sources, self.buffers, strict=True):
             copy.copy_(source)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self.buffers[0].device
 
     @contextmanager
     def as_main_grad(self) -> Iterator[None]:

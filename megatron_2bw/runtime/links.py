@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,30 @@ import torch.distributed as dist
 from megatron_2bw.schedule.action import Action, ActionType
 
 _TOWARDS_LAST = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
-_CONSUMER = {ActionType.RECV_FORWARD: ActionType.FORWARD, ActionType.RECV_BACKWARD: ActionType.BACKWARD}
 
 
 class PeerLostError(RuntimeError):
     """A transfer or reduction failed because another rank is gone; the cause is in that rank's output."""
+
+
+class _Transfer(NamedTuple):
+    """One transfer under way."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+    action: Action
+    peer: int
+    """Global rank of the other end."""
+
+    def wait(self) -> torch.Tensor:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"stage {self.action.stage} waited for {self.action} (batches counted from the start of the run) with "
+                f"rank {self.peer}, which is gone or too late: look for that rank's own error. ({error})"
+            ) from error
+        return self.tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,56 +68,40 @@ class Links:
         self._forward_group = forward_group
         self._backward_group = backward_group
         self._ranks = ranks
-        self._receives: dict[tuple[ActionType, int, int | None, int], tuple[dist.Work, torch.Tensor, Action, int]] = {}
-        self._sends: dict[tuple[ActionType, int], deque[tuple[dist.Work, torch.Tensor, Action]]] = {}
+        self._receives: dict[Action, _Transfer] = {}
+        self._sends: dict[tuple[ActionType, int], deque[_Transfer]] = {}
 
     def post_receive(self, action: Action, peer: int, boundary: Boundary) -> None:
         """Start receiving into a fresh tensor; ``take`` waits for it."""
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
         work = dist.irecv(tensor, src=self._ranks[peer], group=self._group(action))
-        self._receives[_CONSUMER[action.type], action.stage, action.microbatch, action.batch] = work, tensor, action, peer
+        self._receives[action] = _Transfer(work, tensor, action, self._ranks[peer])
 
-    def take(self, consumer: Action) -> torch.Tensor:
-        """The received input of a forward, or output gradient of a backward, once it is here."""
-        work, tensor, action, peer = self._receives.pop(
-            (consumer.type, consumer.stage, consumer.microbatch, consumer.batch)
-        )
-        self._wait(work, action, self._ranks[peer])
-        return tensor
+    def take(self, receive: Action) -> torch.Tensor:
+        """What ``receive`` has brought, once it is here."""
+        return self._receives.pop(receive).wait()
 
     def send(self, action: Action, peer: int, tensor: torch.Tensor) -> None:
         """Start sending ``tensor``; its memory is held here until the send is complete."""
         sends = self._sends.setdefault((action.type, peer), deque())
-        while sends and sends[0][0].is_completed():
+        while sends and sends[0].work.is_completed():
             sends.popleft()
         if tensor.device.type == "cpu":
             # Gloo reports a send complete only to a caller that waits for it.
             while len(sends) >= self._UNFINISHED_SENDS:
-                work, _, earlier = sends.popleft()
-                self._wait(work, earlier, self._ranks[peer])
+                sends.popleft().wait()
         payload = tensor.detach().contiguous()
         work = dist.isend(payload, dst=self._ranks[peer], group=self._group(action))
-        sends.append((work, payload, action))
+        sends.append(_Transfer(work, payload, action, self._ranks[peer]))
 
     def flush(self) -> None:
         """Wait for every transfer under way and forget what was received but not used."""
-        for work, _, action, peer in self._receives.values():
-            self._wait(work, action, self._ranks[peer])
+        for transfer in self._receives.values():
+            transfer.wait()
         self._receives.clear()
-        for (_, peer), sends in self._sends.items():
-            for work, _, action in sends:
-                self._wait(work, action, self._ranks[peer])
-            sends.clear()
+        for sends in self._sends.values():
+            while sends:
+                sends.popleft().wait()
 
     def _group(self, action: Action) -> dist.ProcessGroup:
         return self._forward_group if action.type in _TOWARDS_LAST else self._backward_group
-
-    @staticmethod
-    def _wait(work: dist.Work, action: Action, peer: int) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"stage {action.stage} waited for {action} (batch counted from the start of the run) with rank {peer}, "
-                f"which is gone or too late: look for that rank's own error. ({error})"
-            ) from error

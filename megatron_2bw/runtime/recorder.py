@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple
 
 import torch
 
 from megatron_2bw.schedule.action import Action
-
-
-class Recorded(NamedTuple):
-    """One action with its start and end in seconds of the machine's monotonic clock."""
-
-    action: Action
-    start_s: float
-    end_s: float
+from megatron_2bw.schedule.timeline import Event
 
 
 class Recorder:
@@ -42,17 +34,17 @@ class Recorder:
         """Keep that ``action`` ran between two marks."""
         self._notes.append((action, start, end))
 
-    def events(self) -> list[Recorded]:
-        """All kept actions in the order in which they ran; waits for the device."""
+    def events(self) -> list[Event]:
+        """All kept actions in the order in which they ran, in seconds of the host's clock; waits for the device."""
         if self._origin is None:
-            return [Recorded(action, start, end) for action, start, end in self._notes]
+            return [Event(action, start, end) for action, start, end in self._notes]
         torch.cuda.synchronize()
         event, host_s = self._origin
 
         def seconds(mark: torch.cuda.Event) -> float:
             return host_s + event.elapsed_time(mark) / 1000
 
-        return [Recorded(action, seconds(start), seconds(end)) for action, start, end in self._notes]
+        return [Event(action, seconds(start), seconds(end)) for action, start, end in self._notes]
 
     @staticmethod
     def _event() -> torch.cuda.Event:

@@ -69,9 +69,8 @@ def add_transfers(schedule: Schedule) -> Schedule:
         for action in call:
             if action.type in (ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD):
                 incoming[schedule.peer_of(action)].append(_receive_of(action))
-    return replace(
-        schedule, programs=programs_of(_with_receives(call, receives) for call, receives in zip(sending, incoming))
-    )
+    calls = (_with_receives(call, receives) for call, receives in zip(sending, incoming, strict=True))
+    return replace(schedule, programs=programs_of(calls))
 
 
 def _with_sends(schedule: Schedule, program: Program) -> Iterable[Action]:

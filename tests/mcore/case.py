@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 SEQUENCE_LENGTH = 16
@@ -17,7 +18,7 @@ class Fault:
     """Something done to one rank on purpose."""
 
     kind: str
-    """A key of ``faults.FAULTS``."""
+    """See ``faults``."""
     rank: int
     call: int = 0
     """The n-th training forward (or backward) of that rank, from 0."""
@@ -35,7 +36,7 @@ class Case:
     microbatches: int = 1
     """Per batch and replica."""
     replicas: int = 1
-    batches: int = 20
+    batches: int = 24
     tied: bool = True
     clip: float = 0.0
     """Gradient norm to clip to; 0 switches clipping off."""
@@ -54,7 +55,11 @@ class Case:
         return MICRO_BATCH_SIZE * self.microbatches * self.replicas
 
     def arguments(self) -> list[str]:
-        """Megatron's command line. The learning rate warms up and decays, so that a wrong one shows."""
+        """Megatron's command line.
+
+        The learning rate warms up and decays, so that that of another batch shows. Adam's epsilon is
+        large: where the true gradient is zero (key biases), a small one blows rounding up to full steps.
+        """
         arguments = [
             *(() if self.schedule is None else ("--pipeline-schedule", self.schedule)),
             *f"--pipeline-model-parallel-size {self.stages} --global-batch-size {self.global_batch_size}".split(),
@@ -62,11 +67,13 @@ class Case:
             *f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 2".split(),
             *f"--seq-length {SEQUENCE_LENGTH} --max-position-embeddings {SEQUENCE_LENGTH}".split(),
             *f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer".split(),
-            *"--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-beta2 0.99".split(),
-            *"--lr 1e-2 --min-lr 1e-3 --lr-warmup-init 2e-3 --lr-warmup-iters 4 --lr-decay-style cosine --lr-decay-iters 30".split(),
+            *"--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-eps 1e-3".split(),
+            *"--lr 5e-3 --min-lr 5e-4 --lr-warmup-init 1e-3 --lr-warmup-iters 4".split(),
+            *"--lr-decay-style cosine --lr-decay-iters 30".split(),
             *"--num-workers 0 --eval-iters 0 --eval-interval 1000 --log-interval 1000 --distributed-timeout-minutes 2".split(),
             *"--distributed-backend gloo --transformer-impl local --no-persist-layer-norm".split(),
-            *"--no-gradient-accumulation-fusion --no-masked-softmax-fusion --rerun-mode disabled".split(),
+            *"--no-gradient-accumulation-fusion --no-masked-softmax-fusion".split(),
+            *(("--pipeline-trace", os.devnull) if self.record_actions else ()),
             *(() if self.tied else ("--untie-embeddings-and-output-weights",)),
         ]
         return [*arguments, *self.flags]

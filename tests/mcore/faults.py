@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import random
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,37 +13,82 @@ from typing import Any
 from .case import Case, Fault
 
 
+def before_install(case: Case, rank: int) -> None:
+    """Faults that the extension must find when it is installed."""
+    for fault in _of(case, rank, "missing symbol"):
+        module, _, name = fault.text.rpartition(".")
+        delattr(importlib.import_module(module), name)
+    for fault in _of(case, rank, "changed symbol"):
+        module, _, name = fault.text.rpartition(".")
+        setattr(importlib.import_module(module), name, lambda: None)
+
+
+def before_training(case: Case, rank: int) -> None:
+    """Faults inside the extension."""
+    if _of(case, rank, "sleep after backward") or _of(case, rank, "jitter"):
+        from megatron_2bw.mcore.stage import MegatronStage
+
+        MegatronStage.backward = _after(MegatronStage.backward, _counted(case, rank, "sleep after backward"))
+    if _of(case, rank, "blocking step"):
+        from megatron_2bw.mcore.optimizer import DelayedOptimizer
+
+        DelayedOptimizer.step = _blocking(DelayedOptimizer.step)
+
+
 def before_forward(case: Case, rank: int, forward_step: Callable[..., Any]) -> Callable[..., Any]:
     """``forward_step`` with the faults of ``rank`` that strike before one of its training forwards."""
-    faults = {fault.call: fault for fault in case.faults if fault.rank == rank and fault.kind in _AT_FORWARD}
-    calls = 0
+    strike = _counted(case, rank, "sleep before forward", "raise in forward", "signal before forward")
 
     def step(data_iterator: Any, model: Any) -> Any:
-        nonlocal calls
         if model.training:
-            fault = faults.get(calls)
-            calls += 1
-            if fault is not None:
-                _AT_FORWARD[fault.kind](fault)
+            strike()
         return forward_step(data_iterator, model)
 
     return step
 
 
-def inject(case: Case, rank: int) -> None:
-    """Put the other faults of ``rank`` in place."""
-    for fault in case.faults:
-        if fault.rank == rank and fault.kind not in _AT_FORWARD:
-            _AT_START[fault.kind](fault)
+def _of(case: Case, rank: int, *kinds: str) -> list[Fault]:
+    return [fault for fault in case.faults if fault.rank == rank and fault.kind in kinds]
 
 
-def _sleep(fault: Fault) -> None:
-    time.sleep(fault.seconds)
+def _counted(case: Case, rank: int, *kinds: str) -> Callable[[], None]:
+    """A function that strikes in the call that a fault names, and sleeps a little in each for jitter."""
+    faults = {fault.call: fault for fault in _of(case, rank, *kinds)}
+    jitter_s = sum(fault.seconds for fault in _of(case, rank, "jitter"))
+    draw = random.Random(rank).random
+    calls = 0
+
+    def strike() -> None:
+        nonlocal calls
+        fault = faults.get(calls)
+        calls += 1
+        if jitter_s:
+            time.sleep(jitter_s * draw())
+        if fault is None:
+            return
+        if fault.kind == "raise in forward":
+            raise RuntimeError(fault.text)
+        if fault.kind == "signal before forward":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(fault.seconds)
+
+    return strike
 
 
-def _raise(fault: Fault) -> None:
-    raise RuntimeError(fault.text)
+def _after(function: Callable[..., Any], strike: Callable[[], None]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        strike()
+        return result
+
+    return wrapper
 
 
-_AT_FORWARD: dict[str, Callable[[Fault], None]] = {"sleep before forward": _sleep, "raise in forward": _raise}
-_AT_START: dict[str, Callable[[Fault], None]] = {}
+def _blocking(step: Callable[..., Any]) -> Callable[..., Any]:
+    """What a plain optimizer does: update at the end of the batch, waiting for all stages."""
+
+    def wrapper(self: Any) -> Any:
+        self.settle()
+        return step(self)
+
+    return wrapper

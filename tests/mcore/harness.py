@@ -65,7 +65,7 @@ def run(case: Case) -> Results:
     from .worker import main
 
     records = collect(main, case, case.ranks)
-    return merge(records, case.microbatches)
+    return merge(records, case.stages, case.microbatches)
 
 
 def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
@@ -99,22 +99,26 @@ def launch(
     return Ended(exit_codes=codes, outputs=outputs, seconds=time.monotonic() - start_s)
 
 
-def merge(records: list[Any], microbatches: int) -> Results:
+def merge(records: list[Any], stages: int, microbatches: int) -> Results:
     """One result from all ranks; what several ranks know must be the same on each."""
     first = records[0]
     for record in records:
         _require_equal("gradient norms", record.norms, first.norms)
         _require_equal("learning rates", record.rates, first.rates)
-    last = sorted((record for record in records if record.losses), key=lambda record: record.replica)
+    last = sorted((record for record in records if record.stage == stages - 1), key=lambda record: record.replica)
     return Results(
-        losses=torch.stack([torch.stack(record.losses).view(-1, microbatches) for record in last]),
-        validation_losses=torch.tensor([[float(loss) for loss in record.validation_losses] for record in last]),
+        losses=torch.stack([_floats(record.losses).unflatten(0, (-1, microbatches)) for record in last]),
+        validation_losses=torch.stack([_floats(record.validation_losses) for record in last]),
         norms=torch.tensor(first.norms, dtype=torch.float64),
         rates=first.rates,
         initial=_union(record.initial for record in records),
         final=_union(record.final for record in records),
         actions=[record.actions for record in records],
     )
+
+
+def _floats(scalars: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(scalars) if scalars else torch.zeros(0)
 
 
 def _union(parts: Iterator[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

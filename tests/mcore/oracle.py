@@ -19,17 +19,24 @@ from .harness import Results, collect, merge
 from .record import RankRecord, record_rates, weights
 
 
-def oracle(case: Case, *, delay: int, evaluate_every: int | None = None) -> Results:
-    """What ``case`` must compute; its schedule, stages and faults do not matter."""
+def oracle(case: Case, *, delay: int, evaluate_every: int = 0, delayed_batches: int | None = None) -> Results:
+    """What ``case`` must compute; its schedule, stages, flags and faults do not matter.
+
+    Args:
+        delay: 0 for ordinary training, 1 for 2BW.
+        evaluate_every: batches between evaluations, with one at the end; 0 for none.
+        delayed_batches: from this batch on, training is ordinary.
+    """
     plain = replace(case, schedule=None, stages=1, flags=(), faults=(), record_actions=False)
-    return _oracle(plain, delay, evaluate_every)
+    return _oracle(plain, delay, evaluate_every, delayed_batches)
 
 
 @functools.cache
-def _oracle(case: Case, delay: int, evaluate_every: int | None) -> Results:
-    (record,) = collect(partial(main, delay=delay, evaluate_every=evaluate_every), case, ranks=1)
+def _oracle(case: Case, delay: int, evaluate_every: int, delayed_batches: int | None) -> Results:
+    target = partial(main, delay=delay, evaluate_every=evaluate_every, delayed_batches=delayed_batches)
+    (record,) = collect(target, case, ranks=1)
     losses = torch.stack(record.losses).view(case.batches, case.replicas, case.microbatches).transpose(0, 1)
-    return replace(merge([record], case.microbatches), losses=losses)
+    return replace(merge([record], case.stages, case.microbatches), losses=losses)
 
 
 @dataclass(slots=True)
@@ -47,10 +54,10 @@ class Training:
     data: Any
     record: RankRecord
 
-    def run(self, delay: int, after_update: Callable[[int], None]) -> None:
+    def run(self, delay_of: Callable[[int], int], after_update: Callable[[int], None]) -> None:
         versions = [self.parameters()]
         for batch in range(self.case.batches):
-            self.load(versions[max(batch - delay, 0)])
+            self.load(versions[max(batch - delay_of(batch), 0)])
             self.compute_gradient(batch)
             self.load(versions[batch])
             self.record.norms.append(self.clip())
@@ -102,7 +109,16 @@ def loss_of(model: torch.nn.Module, data: Any, position: int) -> torch.Tensor:
     return total / num_tokens
 
 
-def main(case: Case, rank: int, port: int, folder: Path, *, delay: int, evaluate_every: int | None) -> None:
+def main(
+    case: Case,
+    rank: int,
+    port: int,
+    folder: Path,
+    *,
+    delay: int,
+    evaluate_every: int,
+    delayed_batches: int | None,
+) -> None:
     """Train in this process and write the record, as a rank of the harness does."""
     from .worker import initialize_alone
 
@@ -112,11 +128,14 @@ def main(case: Case, rank: int, port: int, folder: Path, *, delay: int, evaluate
     record.initial = weights(training.model)
     record_rates(record)
 
+    def delay_of(batch: int) -> int:
+        return delay if delayed_batches is None or batch < delayed_batches else 0
+
     def after_update(batch: int) -> None:
-        if evaluate_every is not None and ((batch + 1) % evaluate_every == 0 or batch + 1 == case.batches):
+        if evaluate_every and ((batch + 1) % evaluate_every == 0 or batch + 1 == case.batches):
             _evaluate(training)
 
-    training.run(delay, after_update)
+    training.run(delay_of, after_update)
     record.final = weights(training.model)
     torch.save(record, folder / f"rank{rank}.pt")
 

@@ -48,6 +48,16 @@ def record_rates(record: RankRecord) -> None:
     register_optimizer_step_pre_hook(keep)
 
 
+def record_actions(record: RankRecord) -> None:
+    """Keep what the executor's recorder saw; ``--pipeline-trace`` switches it on."""
+    from megatron_2bw.mcore import session
+
+    def keep(path: Any, schedule: Any, recorder: Any, ranks: Any) -> None:
+        record.actions += [(str(action), start_s, end_s) for action, start_s, end_s in recorder.events()]
+
+    session.write_trace = keep
+
+
 def record_norms(case: Case, record: RankRecord) -> None:
     """Keep the global gradient norm that every update used."""
     if case.schedule == "2bw":

@@ -3,45 +3,84 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from . import faults
 from .case import Case
 
 
 def main(case: Case, rank: int, port: int, folder: Path) -> None:
     """Run ``case`` as ``rank`` and write what it recorded to ``folder``."""
     set_environment(rank, case.ranks, port)
-    sys.argv = ["pretrain_small_gpt.py", *case.arguments()]
+    faults.before_install(case, rank)
     install(case)
-    # After install(), as in a user's script.
+    train(case, rank, folder)
+
+
+def train(case: Case, rank: int, folder: Path) -> None:
+    """What a user's training script does; the extension is loaded or not already."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from . import faults
     from .model import datasets
-    from .record import RankRecord, record_norms, record_rates
+    from .record import RankRecord, record_actions, record_norms, record_rates
 
+    sys.argv = ["pretrain_small_gpt.py", *case.arguments()]
+    args = parse_and_validate_args()
     record = RankRecord()
     models: list[Any] = []
-    faults.inject(case, rank)
-    args = parse_and_validate_args()
     record_rates(record)
     record_norms(case, record)
-    pretrain(
-        pretrain_cfg_container_from_args(args),
-        datasets,
-        ModelType.encoder_or_decoder,
-        faults.before_forward(case, rank, partial(_forward_step, record)),
-        model_provider=partial(_provide, record, models),
-    )
+    if case.record_actions:
+        record_actions(record)
+    faults.before_training(case, rank)
+    with _ended_by_exit():
+        pretrain(
+            pretrain_cfg_container_from_args(args),
+            datasets,
+            ModelType.encoder_or_decoder,
+            faults.before_forward(case, rank, partial(_forward_step, record)),
+            model_provider=partial(_provide, record, models),
+        )
     _write(record, models[0], folder / f"rank{rank}.pt")
+
+
+@contextmanager
+def _ended_by_exit() -> Iterator[None]:
+    """Megatron's training loop leaves by ``sys.exit(0)`` when it is told to stop early."""
+    try:
+        yield
+    except SystemExit as exit_:
+        if exit_.code:
+            raise
+
+
+def through_launcher(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Run ``case`` as ``python -m megatron_2bw SCRIPT`` does."""
+    set_environment(rank, case.ranks, port)
+    faults.before_install(case, rank)
+    from megatron_2bw.__main__ import main as launcher
+
+    script = Path(__file__).with_name("script.py")
+    sys.argv = ["megatron_2bw", str(script), __package__, str(write_case(case, folder)), str(folder)]
+    launcher()
+
+
+def write_case(case: Case, folder: Path) -> Path:
+    """Put ``case`` where ``script.py`` reads it."""
+    path = folder / f"case{os.getpid()}.pickle"
+    path.write_bytes(pickle.dumps(case))
+    return path
 
 
 def initialize_alone(case: Case, rank: int, port: int) -> Any:

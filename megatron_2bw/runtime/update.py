@@ -1,0 +1,68 @@
+"""The update of a finished batch, pending until its reductions are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from megatron_2bw.runtime.background import Background
+from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.weights import WeightVersions
+from megatron_2bw.schedule.action import Reduction
+
+
+class PendingUpdate:
+    """At most one batch between its last backward and its update.
+
+    ``reduce_start`` captures the gradients and queues the links of the chain in the background;
+    ``apply`` waits for them and opens the weights. Every method names its batch, so that the same
+    Program works after an update was done early (before evaluation, say): what is done is not done
+    again.
+
+    Args:
+        weights: the versions to update.
+        captured: where the gradients of the batch are kept.
+        links: for each reduction, a blocking function.
+    """
+
+    def __init__(
+        self, weights: WeightVersions, captured: CapturedGradients, links: Mapping[Reduction, Callable[[], object]]
+    ) -> None:
+        self.weights = weights
+        self.captured = captured
+        self.batch: int | None = None
+        """The batch that is pending; None when there is none."""
+        self._links = links
+        self._chain: dict[Reduction, Future] = {}
+        self._background = Background(captured.device, "2bw reductions")
+
+    def reduce_start(self, reduction: Reduction, batch: int) -> None:
+        """Queue one link; the first link also captures the gradients.
+
+        Raises:
+            RuntimeError: another batch is still pending, whose gradients this would overwrite.
+        """
+        if reduction is Reduction.GRADIENTS:
+            if self.batch is not None:
+                raise RuntimeError(f"batch {batch} cannot be captured: the update of batch {self.batch} is pending")
+            self.captured.capture()
+            self.batch = batch
+        self._chain[reduction] = self._background.submit(self._links[reduction])
+
+    def reduce_wait(self, reduction: Reduction, batch: int) -> object:
+        """Block until the link is complete and return its result; None for a batch that is done."""
+        return self._background.result(self._chain[reduction]) if batch == self.batch else None
+
+    @contextmanager
+    def apply(self) -> Iterator[Mapping[Reduction, object]]:
+        """Wait for the chain; inside, weights and ``main_grad`` are those of the update.
+
+        Yields:
+            what the links returned.
+        """
+        results = {reduction: self._background.result(future) for reduction, future in self._chain.items()}
+        with self.weights.update(), self.captured.as_main_grad():
+            yield results
+        self._chain.clear()
+        self.batch = None

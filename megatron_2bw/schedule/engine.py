@@ -1,0 +1,295 @@
+"""Runs the Programs of all ranks together; the validator and the simulator both stand on it.
+
+Every rank is a generator that walks through its actions and yields the key of what it has to wait
+for. Nothing ever takes back a key that is there, so the order in which ranks advance changes
+neither the times nor whether they get stuck.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from fractions import Fraction
+from typing import NamedTuple
+
+from megatron_2bw.schedule.action import TRANSFERS, Action, ActionType, Reduction
+from megatron_2bw.schedule.calls import Span, members, phases_of, spans
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.program import Schedule
+
+Seconds = int | float | Fraction
+"""Any exact or floating number; the engine only adds and compares, so exact input gives exact output."""
+
+
+class Model(StrEnum):
+    """What happens to an action that cannot finish yet."""
+
+    HOST = "buffered sends"
+    """Sends are buffered and receives are only posted; F and B wait for their input."""
+    IN_ORDER_QUEUE = "one in-order hardware queue"
+    """What ``CUDA_DEVICE_MAX_CONNECTIONS=1`` gives: actions are issued in order; a transfer is complete once
+    both sides have issued it, and until then the next one of its channel holds up everything behind it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """How long actions take; forward, backward and update may differ per stage."""
+
+    forward_s: Seconds | tuple[Seconds, ...]
+    backward_s: Seconds | tuple[Seconds, ...]
+    update_s: Seconds | tuple[Seconds, ...] = 0
+    send_s: Seconds = 0
+    """From the end of the action that produced a tensor to its arrival; a channel carries one tensor at a time."""
+    reduce_s: Seconds = 0
+    """Each reduction of the chain, from the moment its last member is ready."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if min(value if isinstance(value, tuple) else (value,), default=-1) < 0:
+                raise ValueError(f"{field.name} = {value}; durations are 0 or more, one for all stages or one per stage")
+
+    def of_stage(self, type_: ActionType, stage: int, stages: int) -> Seconds:
+        """Duration of a forward, backward or update of ``stage``."""
+        name = {ActionType.FORWARD: "forward_s", ActionType.BACKWARD: "backward_s", ActionType.UPDATE: "update_s"}[type_]
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return value
+        if len(value) != stages:
+            raise ValueError(f"{name} has {len(value)} values for {stages} stages; give one per stage or a single one")
+        return value[stage]
+
+
+class Blocked(NamedTuple):
+    """Where a rank stands that will never go on."""
+
+    rank: int
+    span: Span
+    action: Action
+
+
+class Timed(NamedTuple):
+    """A forward, backward or update as written in the Program, the call it ran in, and when."""
+
+    action: Action
+    call: int
+    start_s: Seconds
+    end_s: Seconds
+
+
+class Outcome(NamedTuple):
+    """What became of a run."""
+
+    timed: tuple[list[Timed], ...]
+    """Per rank, in order; updates of batches before the run are left out."""
+    blocked: tuple[Blocked, ...]
+    """Empty unless the run got stuck."""
+
+
+def run(
+    schedule: Schedule,
+    runs: Iterable[int],
+    durations: Durations,
+    *,
+    model: Model = Model.HOST,
+    delays: Mapping[tuple[int, Action], Seconds] | None = None,
+) -> Outcome:
+    """Run the Programs of all ranks of a lowered schedule together.
+
+    Args:
+        schedule: with transfers and reductions in place.
+        runs: calls of each run; every run ends with a drain.
+        durations: of every action.
+        model: what waiting means.
+        delays: by how much single actions take longer; the key is (rank, action), the action's batch and
+            version counted from the start.
+    """
+    return _Engine(schedule, runs, durations, model, dict(delays or {})).run()
+
+
+Channel = tuple[int | None, int | None, bool]
+"""Source rank, destination rank, and whether it carries activations; first in, first out."""
+_SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})
+
+
+class _Step(NamedTuple):
+    """An action compiled; keys are those of call 0."""
+
+    action: Action
+    cost: Seconds
+    awaits: int | None = None
+    gives: int | None = None
+    channel: Channel | None = None
+    of_batch: int | None = None
+    """Batch of an update or reduction."""
+
+
+class _Engine:
+    def __init__(
+        self,
+        schedule: Schedule,
+        runs: Iterable[int],
+        durations: Durations,
+        model: Model,
+        delays: dict[tuple[int, Action], Seconds],
+    ) -> None:
+        self._schedule = schedule
+        self._durations = durations
+        self._model = model
+        self._delays = delays
+        self._spans = spans(runs)
+        self._ranks = range(len(schedule.programs))
+        # Keys are numbers, tuples would cost half of the time: one block per batch.
+        self._stride = 2 * schedule.stages * schedule.microbatches + len(Reduction) * len(self._ranks)
+        self._steps = [
+            {phase: self._compiled(rank, actions) for phase, actions in phases_of(program).items()}
+            for rank, program in enumerate(schedule.programs)
+        ]
+        self._timed: tuple[list[Timed], ...] = tuple([] for _ in self._ranks)
+        self._there: dict[int, Seconds] = {}
+        self._waiting: dict[int, list[int]] = {}
+        self._ready = list(self._ranks)
+        self._position: list[tuple[Span, Action] | None] = [None for _ in self._ranks]
+        self._channel_free_s: dict[Channel, Seconds] = {}
+        self._issued_s: dict[int, Seconds] = {}
+        groups = {
+            self._reduction_key(kind, rank): members(schedule, kind, rank) for kind in Reduction for rank in self._ranks
+        }
+        self._chains = _Chains(groups, self._stride, durations.reduce_s, self._provide)
+
+    def run(self) -> Outcome:
+        walks = [self._walk(rank) for rank in self._ranks]
+        while self._ready:
+            rank = self._ready.pop()
+            key = next(walks[rank], None)
+            if key is not None:
+                self._waiting.setdefault(key, []).append(rank)
+        if self._delays:
+            rank, action = next(iter(self._delays))
+            raise ScheduleError(f"cannot delay {action} on rank {rank}: it does not occur in this run")
+        stuck = sorted(rank for ranks in self._waiting.values() for rank in ranks)
+        return Outcome(self._timed, tuple(Blocked(rank, *self._position[rank]) for rank in stuck))
+
+    def _compiled(self, rank: int, actions: tuple[Action, ...]) -> list[_Step]:
+        steps = [self._step(rank, action) for action in actions]
+        if self._model is Model.HOST:  # Posting a receive does nothing that the others could see.
+            return [step for step in steps if step.channel is None or step.action.type in _SENDS]
+        return steps
+
+    def _step(self, rank: int, action: Action) -> _Step:
+        type_, batch = action.type, action.batch
+        if type_ in TRANSFERS:
+            forward = type_ in (ActionType.SEND_FORWARD, ActionType.RECV_FORWARD)
+            peer = self._schedule.peer_of(action)
+            if type_ in _SENDS:
+                consumer = action._replace(stage=action.stage + (1 if forward else -1))
+                return _Step(action, 0, gives=self._transfer_key(consumer, forward), channel=(rank, peer, forward))
+            return _Step(action, 0, gives=self._transfer_key(action, forward), channel=(peer, rank, forward))
+        if type_ in (ActionType.REDUCE_START, ActionType.REDUCE_WAIT):
+            key = self._reduction_key(action.reduction, rank) + batch * self._stride
+            if type_ is ActionType.REDUCE_START:
+                return _Step(action, 0, gives=key, of_batch=batch)
+            return _Step(action, 0, awaits=key, of_batch=batch)
+        cost = self._durations.of_stage(type_, action.stage, self._schedule.stages)
+        if type_ is ActionType.UPDATE:
+            return _Step(action, cost, of_batch=batch)
+        forward = type_ is ActionType.FORWARD
+        receive = action._replace(type=ActionType.RECV_FORWARD if forward else ActionType.RECV_BACKWARD)
+        remote = self._schedule.peer_of(receive) not in (None, rank)
+        return _Step(action, cost, awaits=self._transfer_key(action, forward) if remote else None)
+
+    def _transfer_key(self, consumer: Action, forward: bool) -> int:
+        index = 2 * (consumer.stage * self._schedule.microbatches + consumer.microbatch) + forward
+        return index + consumer.batch * self._stride
+
+    def _reduction_key(self, kind: Reduction, rank: int) -> int:
+        index = list(Reduction).index(kind) * len(self._ranks)
+        local = rank if kind is Reduction.GRADIENTS else 0
+        return 2 * self._schedule.stages * self._schedule.microbatches + index + local
+
+    def _provide(self, key: int, time_s: Seconds) -> None:
+        self._there[key] = time_s
+        self._ready.extend(self._waiting.pop(key, ()))
+
+    def _walk(self, rank: int) -> Iterator[int]:
+        """Run one rank's actions; yields the key of what it waits for, each time it has to."""
+        there, timed, delays, stride = self._there, self._timed[rank], self._delays, self._stride
+        queued = self._model is Model.IN_ORDER_QUEUE
+        last_of_channel: dict[Channel, int] = {}
+        now_s: Seconds = 0
+        for span in self._spans:
+            call = span.call
+            base = call * stride
+            for action, cost, awaits, gives, channel, of_batch in self._steps[rank][span.phase]:
+                if of_batch is not None and of_batch + call < span.first:
+                    continue
+                if delays:
+                    cost += delays.pop((rank, action.shifted(call)), 0)
+                key = None if awaits is None else awaits + base
+                if queued and channel is not None:
+                    key = last_of_channel.get(channel)
+                    last_of_channel[channel] = gives + base
+                if key is not None:
+                    while key not in there:
+                        self._position[rank] = span, action
+                        yield key
+                    now_s = max(now_s, there[key])
+                start_s = now_s
+                now_s += cost
+                if channel is not None:
+                    self._transfer(gives + base, channel, now_s)
+                elif gives is not None:
+                    self._chains.start(rank, gives + base, now_s)
+                elif action.type is not ActionType.REDUCE_WAIT:
+                    timed.append(Timed(action, call, start_s, now_s))
+
+    def _transfer(self, key: int, channel: Channel, now_s: Seconds) -> None:
+        """A send is issued, or with a queue either side: the tensor moves once all that has to be is."""
+        if self._model is Model.IN_ORDER_QUEUE and key not in self._issued_s:
+            self._issued_s[key] = now_s
+            return
+        begin_s = max(now_s, self._issued_s.get(key, 0), self._channel_free_s.get(channel, 0))
+        end_s = begin_s + self._durations.send_s
+        self._channel_free_s[channel] = end_s
+        self._provide(key, end_s)
+
+
+class _Chains:
+    """Reductions in the background: each rank runs those it started in order, each with all its members."""
+
+    def __init__(
+        self,
+        groups: dict[int, tuple[int, ...]],
+        stride: int,
+        reduce_s: Seconds,
+        provide: Callable[[int, Seconds], None],
+    ) -> None:
+        self._groups = groups
+        self._stride = stride
+        self._reduce_s = reduce_s
+        self._provide = provide
+        self._queues: dict[int, deque[tuple[int, Seconds]]] = {}
+        self._free_s: dict[int, Seconds] = {}
+        self._entered: dict[int, list[Seconds]] = {}
+
+    def start(self, rank: int, key: int, now_s: Seconds) -> None:
+        """From ``now_s`` on, ``rank`` is ready for the reduction ``key``, once those before it are complete."""
+        queue = self._queues.setdefault(rank, deque())
+        queue.append((key, now_s))
+        heads = [rank] if len(queue) == 1 else []
+        while heads:
+            rank = heads.pop()
+            key, start_s = self._queues[rank][0]
+            ready = self._entered.setdefault(key, [])
+            ready.append(max(start_s, self._free_s.get(rank, 0)))
+            group = self._groups[key % self._stride]
+            if len(ready) < len(group):
+                continue
+            end_s = max(ready) + self._reduce_s
+            for member in group:
+                self._queues[member].popleft()
+                self._free_s[member] = end_s
+            heads.extend(member for member in group if self._queues[member])
+            self._provide(key, end_s)

@@ -1,0 +1,127 @@
+"""Every rank does each thing that its stages need exactly once per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_2bw.schedule.action import COMPUTE, TRANSFERS, Action, ActionType, Reduction
+from megatron_2bw.schedule.calls import members
+from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.rules import Rule, RuleBroken
+
+_AUTHORED = COMPUTE | {ActionType.UPDATE}
+
+
+class Misplaced(RuleBroken):
+    """A rule broken by ``action`` of ``rank``; without an action, by what the rank lacks."""
+
+    def __init__(self, rule: Rule, detail: str, rank: int | None = None, action: Action | None = None) -> None:
+        super().__init__(rule, detail)
+        self.rank = rank
+        self.action = action
+
+
+def check_declaration(schedule: Schedule) -> None:
+    """Refuse bounds that do not fit the Programs.
+
+    Raises:
+        Misplaced: which bound.
+    """
+    ranks = len(schedule.programs)
+    for name, values, count, least in (
+        ("delay", schedule.delay, schedule.stages, 0),
+        ("weight_versions", schedule.weight_versions, ranks, 1),
+        ("in_flight", schedule.in_flight, ranks, 1),
+    ):
+        if len(values) != count or min(values, default=0) < least:
+            per = "stage" if name == "delay" else "rank"
+            raise Misplaced(Rule.DECLARATION, f"{name} = {values}; give one number from {least} up per {per}, {count} in all")
+
+
+def check_compute(schedule: Schedule) -> None:
+    """Refuse missing, repeated or strange F, B and UPDATE, and versions that are not the declared ones.
+
+    Raises:
+        Misplaced: the first one found.
+    """
+    homes: dict[tuple[ActionType, int, int | None], int] = {}
+    for rank, action in _each(schedule):
+        if not 0 <= action.stage < schedule.stages:
+            raise Misplaced(Rule.FOREIGN, f"stages are 0 to {schedule.stages - 1}", rank, action)
+        if action.microbatch is not None and not 0 <= action.microbatch < schedule.microbatches:
+            raise Misplaced(Rule.FOREIGN, f"microbatches are 0 to {schedule.microbatches - 1}", rank, action)
+        if action.type not in COMPUTE:
+            continue
+        if homes.setdefault((action.type, action.stage, action.microbatch), rank) != rank:
+            raise Misplaced(Rule.DUPLICATE, f"another rank does {_bare(action)} too", rank, action)
+        expected = action.batch - schedule.delay[action.stage]
+        if action.version != expected:
+            given = "none" if action.version is None else f"v{action.version}"
+            raise Misplaced(Rule.VERSION, f"version is {given}, the declared delay asks for v{expected}", rank, action)
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            forward, backward = (homes.get((type_, stage, microbatch)) for type_ in ("F", "B"))
+            if forward is None:
+                raise Misplaced(Rule.MISSING, f"no rank has {stage}F{microbatch}", backward)
+            if backward != forward:
+                raise Misplaced(Rule.MISSING, f"{stage}B{microbatch} has to be where {stage}F{microbatch} is", forward)
+    _check_counts(schedule, only=_AUTHORED)
+
+
+def check_communication(schedule: Schedule) -> tuple[tuple[Reduction, ...], ...]:
+    """Refuse missing, repeated or strange transfers and reductions; returns each rank's chain.
+
+    Raises:
+        Misplaced: the first one found.
+    """
+    return _check_counts(schedule, only=frozenset(ActionType) - _AUTHORED)
+
+
+def _check_counts(schedule: Schedule, only: frozenset[ActionType]) -> tuple[tuple[Reduction, ...], ...]:
+    used = {action.reduction for _, action in _each(schedule)}
+    chains = []
+    for rank, program in enumerate(schedule.programs):
+        chain = tuple(kind for kind in Reduction if kind in used and rank in members(schedule, kind, rank))
+        missing = {action for action in _needed(schedule, rank, chain) if action.type in only}
+        seen = set()
+        for action in program.steady:
+            bare = _bare(action)
+            if action.type not in only:
+                continue
+            if bare in seen:
+                raise Misplaced(Rule.DUPLICATE, f"rank {rank} has {bare} twice", rank, action)
+            if bare not in missing:
+                raise Misplaced(Rule.FOREIGN, f"rank {rank} has no use for {bare}", rank, action)
+            missing.remove(bare)
+            seen.add(bare)
+        if missing:
+            raise Misplaced(Rule.MISSING, f"rank {rank} lacks {', '.join(sorted(map(str, missing)))}", rank)
+        chains.append(chain)
+    return tuple(chains)
+
+
+def _needed(schedule: Schedule, rank: int, chain: tuple[Reduction, ...]) -> Iterator[Action]:
+    """What ``rank`` has to do per batch, given where forwards are."""
+    forwards = [action for action in schedule.programs[rank].steady if action.type is ActionType.FORWARD]
+    for stage, microbatch in {(action.stage, action.microbatch) for action in forwards}:
+        yield from (Action(type_, stage, microbatch) for type_ in COMPUTE)
+        transfers = (Action(type_, stage, microbatch) for type_ in TRANSFERS)
+        yield from (transfer for transfer in transfers if schedule.peer_of(transfer) not in (None, rank))
+    ends = (0, schedule.stages - 1)
+    for stage in {action.stage for action in forwards}:
+        yield Action(ActionType.UPDATE, stage)
+        for kind in chain:
+            if kind is not Reduction.EMBEDDING or stage in ends:
+                yield Action(ActionType.REDUCE_WAIT, stage, reduction=kind)
+    # A rank starts a reduction once for all its stages; `_bare` leaves out which of them names it.
+    yield from (_bare(Action(ActionType.REDUCE_START, 0, reduction=kind)) for kind in chain)
+
+
+def _bare(action: Action) -> Action:
+    """What is unique within a call."""
+    stage = 0 if action.type is ActionType.REDUCE_START else action.stage
+    return Action(action.type, stage, action.microbatch, reduction=action.reduction)
+
+
+def _each(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    return ((rank, action) for rank, program in enumerate(schedule.programs) for action in program.steady)

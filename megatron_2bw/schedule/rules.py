@@ -1,0 +1,250 @@
+"""The rules that one rank's actions have to keep, in the order in which it runs them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from enum import StrEnum
+
+from megatron_2bw.schedule.action import Action, ActionType, Reduction
+from megatron_2bw.schedule.program import Schedule
+
+
+class Rule(StrEnum):
+    """What a schedule can do wrong; error messages start with it."""
+
+    DECLARATION = "bad declaration"
+    """The schedule's own bounds do not fit its Programs."""
+    MISSING = "missing action"
+    """Every rank does each thing that its stages need once per batch."""
+    DUPLICATE = "duplicate action"
+    """... and only once."""
+    FOREIGN = "action out of place"
+    """... and nothing else."""
+    BATCH = "batch out of range"
+    """Only updates and reductions may name a batch from before the run, where they do nothing."""
+    VERSION = "wrong weight version"
+    """F and B of batch t compute with W(t - delay)."""
+    NOT_CREATED = "version not created yet"
+    """... which its update has created: otherwise the update comes too late."""
+    OVERWRITTEN = "version overwritten"
+    """... and no later update has written into its place."""
+    NO_INPUT = "input missing"
+    """Inputs are computed on this rank or their receive is posted."""
+    NO_FORWARD = "backward before its forward"
+    """A backward follows its own forward."""
+    NOTHING_TO_SEND = "send out of place"
+    """A send follows the action that made the tensor, and an activation's comes before its backward."""
+    IN_FLIGHT = "too many in flight"
+    """Forwards without backward stay within ``Schedule.in_flight``."""
+    UPDATE_EARLY = "update too early"
+    """An update follows the last backward of its batch."""
+    UPDATE_ORDER = "update out of order"
+    """Updates come batch by batch."""
+    START_EARLY = "reduction started too early"
+    """Reductions start after the last backward of their batch."""
+    START_LATE = "reduction started too late"
+    """Gradients are captured before the next batch's first backward adds to them."""
+    CAPTURE = "captured gradients overwritten"
+    """There is one buffer for captured gradients, free again when their update is done."""
+    CHAIN = "reduction order"
+    """Every rank starts a batch's reductions in the order of the chain, so all members agree."""
+    WAIT_EARLY = "reduction waited for too early"
+    """A reduction is waited for after its start."""
+    WAIT_LATE = "reduction waited for too late"
+    """An update follows the wait for every reduction of its batch."""
+    LEFT_OVER = "left over after the last call"
+    """A drain leaves nothing behind."""
+    TRANSFER_ORDER = "transfers in different order"
+    """Channels are first in, first out: both sides list the same transfers in the same order."""
+    BOUNDARY = "transfers in flight"
+    """At the end of a call at most one tensor per stage boundary is on its way or not used yet."""
+    DEADLOCK = "deadlock"
+    """All ranks come to the end of every run."""
+
+
+class RuleBroken(Exception):
+    """A rule and what breaks it; the caller knows where."""
+
+    def __init__(self, rule: Rule, detail: str) -> None:
+        super().__init__(f"{rule}: {detail}")
+        self.rule = rule
+        self.detail = detail
+
+
+class RankRules:
+    """Follows one rank through its calls, with every batch and version counted from the start.
+
+    Args:
+        schedule: lowered, with each action once per call.
+        rank: whom to follow.
+        chain: reductions that this rank takes part in, in order.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, chain: tuple[Reduction, ...]) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self._chain = chain
+        self._slots = schedule.weight_versions[rank]
+        self._first = 0
+        actions = schedule.programs[rank].steady
+        self._backwards = Counter(action.stage for action in actions if action.type is ActionType.BACKWARD)
+        self._newest = dict.fromkeys(self._backwards, 0)
+        self._left: dict[tuple[int, int], int] = {}
+        """Backwards of a (stage, batch) still to come."""
+        self._open: set[tuple[int, int | None, int]] = set()
+        self._inputs: set[tuple[ActionType, int, int | None, int]] = set()
+        """Of a forward or backward: receives posted and results of this rank's other stages."""
+        self._to_send: set[Action] = set()
+        self._started: dict[int, list[Reduction]] = {}
+        self._waited: dict[int, set[Reduction]] = {}
+        self._handlers: dict[ActionType, Callable[[Action], None]] = {
+            ActionType.FORWARD: self._forward,
+            ActionType.BACKWARD: self._backward,
+            ActionType.SEND_FORWARD: self._send,
+            ActionType.SEND_BACKWARD: self._send,
+            ActionType.RECV_FORWARD: self._receive,
+            ActionType.RECV_BACKWARD: self._receive,
+            ActionType.REDUCE_START: self._reduce_start,
+            ActionType.REDUCE_WAIT: self._reduce_wait,
+            ActionType.UPDATE: self._update,
+        }
+
+    def begin(self, first: int) -> None:
+        """A run starts with batch ``first``."""
+        self._first = first
+
+    def step(self, action: Action) -> None:
+        """Run ``action``.
+
+        Raises:
+            RuleBroken: by this action, given all before it.
+        """
+        if action.batch < self._first:
+            if action.type in (ActionType.UPDATE, ActionType.REDUCE_START, ActionType.REDUCE_WAIT):
+                return
+            raise RuleBroken(Rule.BATCH, f"batch {action.batch} comes before the first batch, {self._first}")
+        self._handlers[action.type](action)
+
+    def end(self, batches: int) -> None:
+        """A run has ended after batch ``batches - 1``.
+
+        Raises:
+            RuleBroken: something is left over.
+        """
+        for what, left in (
+            ("no backward", {f"F{microbatch} of stage {stage}" for stage, microbatch, _ in self._open}),
+            ("no use of", {f"the input of {stage}{type_}{microbatch}" for type_, stage, microbatch, _ in self._inputs}),
+            ("no", {str(send) for send in self._to_send}),
+        ):
+            if left:
+                raise RuleBroken(Rule.LEFT_OVER, f"{what} {', '.join(sorted(left))}")
+        for stage, newest in self._newest.items():
+            if newest < batches:
+                raise RuleBroken(Rule.LEFT_OVER, f"stage {stage} has no update for batch {newest}")
+
+    def _forward(self, action: Action) -> None:
+        self._check_version(action)
+        if action.stage > 0:
+            self._take(action)
+        self._open.add((action.stage, action.microbatch, action.batch))
+        bound = self._schedule.in_flight[self._rank]
+        if len(self._open) > bound:
+            raise RuleBroken(
+                Rule.IN_FLIGHT, f"{len(self._open)} forwards without their backward; rank {self._rank} declares {bound}"
+            )
+        if action.stage < self._schedule.stages - 1:
+            self._give(action, ActionType.SEND_FORWARD, towards=1)
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch, batch = action.stage, action.microbatch, action.batch
+        if (stage, microbatch, batch) not in self._open:
+            raise RuleBroken(Rule.NO_FORWARD, f"there is no forward of microbatch {microbatch} of batch {batch} before it")
+        self._check_version(action)
+        unsent = Action(ActionType.SEND_FORWARD, stage, microbatch, batch)
+        if unsent in self._to_send:
+            raise RuleBroken(Rule.NOTHING_TO_SEND, f"{stage}SEND_F{microbatch} comes after the backward that frees its tensor")
+        if stage < self._schedule.stages - 1:
+            self._take(action)
+        before = batch - 1
+        if self._chain and before >= self._first and before not in self._started:
+            raise RuleBroken(
+                Rule.START_LATE, f"gradients of batch {before} must be captured before batch {batch} adds to them"
+            )
+        self._open.remove((stage, microbatch, batch))
+        self._left[stage, batch] = self._left.get((stage, batch), self._backwards[stage]) - 1
+        if stage > 0:
+            self._give(action, ActionType.SEND_BACKWARD, towards=-1)
+
+    def _check_version(self, action: Action) -> None:
+        version, newest = max(action.version, 0), self._newest[action.stage]
+        if version > newest:
+            raise RuleBroken(
+                Rule.NOT_CREATED, f"it needs W({version}), the newest is W({newest}): UPDATE of batch {newest} is too late"
+            )
+        if version <= newest - self._slots:
+            raise RuleBroken(
+                Rule.OVERWRITTEN,
+                f"it needs W({version}), but the update that made W({newest}) was too early: "
+                f"rank {self._rank} declares {self._slots} weight version{'s' if self._slots > 1 else ''}",
+            )
+
+    def _take(self, consumer: Action) -> None:
+        key = consumer.type, consumer.stage, consumer.microbatch, consumer.batch
+        if key not in self._inputs:
+            raise RuleBroken(Rule.NO_INPUT, f"{consumer.stage}RECV_{consumer.type}{consumer.microbatch} is not posted before it")
+        self._inputs.remove(key)
+
+    def _give(self, producer: Action, send: ActionType, *, towards: int) -> None:
+        stage, microbatch, batch = producer.stage, producer.microbatch, producer.batch
+        if self._schedule.rank_of(stage + towards, microbatch) == self._rank:
+            self._inputs.add((producer.type, stage + towards, microbatch, batch))
+        else:
+            self._to_send.add(Action(send, stage, microbatch, batch))
+
+    def _send(self, action: Action) -> None:
+        if action not in self._to_send:
+            raise RuleBroken(Rule.NOTHING_TO_SEND, f"its tensor, of batch {action.batch}, is not there")
+        self._to_send.remove(action)
+
+    def _receive(self, action: Action) -> None:
+        consumer = ActionType.FORWARD if action.type is ActionType.RECV_FORWARD else ActionType.BACKWARD
+        self._inputs.add((consumer, action.stage, action.microbatch, action.batch))
+
+    def _backwards_left(self, batch: int, stage: int | None = None) -> int:
+        return sum(
+            self._left.get((s, batch), count) for s, count in self._backwards.items() if stage is None or s == stage
+        )
+
+    def _reduce_start(self, action: Action) -> None:
+        batch = action.batch
+        left = self._backwards_left(batch)
+        if left:
+            raise RuleBroken(Rule.START_EARLY, f"backwards of batch {batch} still to come: {left}")
+        if min(self._newest.values()) < batch:
+            raise RuleBroken(
+                Rule.CAPTURE, f"batch {batch} overwrites the gradients of batch {batch - 1}, whose UPDATE is still to come"
+            )
+        started = self._started.setdefault(batch, [])
+        expected = self._chain[len(started)]
+        if action.reduction is not expected:
+            chain = ", ".join(self._chain)
+            raise RuleBroken(Rule.CHAIN, f"{expected} of batch {batch} has to start first; the chain is {chain}")
+        started.append(action.reduction)
+
+    def _reduce_wait(self, action: Action) -> None:
+        if action.reduction not in self._started.get(action.batch, ()):
+            raise RuleBroken(Rule.WAIT_EARLY, f"{action.reduction} of batch {action.batch} has not been started")
+        self._waited.setdefault(action.batch, set()).add(action.reduction)
+
+    def _update(self, action: Action) -> None:
+        stage, batch = action.stage, action.batch
+        left = self._backwards_left(batch, stage)
+        if left:
+            raise RuleBroken(Rule.UPDATE_EARLY, f"backwards of batch {batch} still to come on stage {stage}: {left}")
+        missing = [kind for kind in self._chain if kind not in self._waited.get(batch, ())]
+        if missing:
+            raise RuleBroken(Rule.WAIT_LATE, f"the wait for {', '.join(missing)} of batch {batch} has to come before it")
+        if batch != self._newest[stage]:
+            raise RuleBroken(Rule.UPDATE_ORDER, f"it updates batch {batch}, the next one to update is {self._newest[stage]}")
+        self._newest[stage] = batch + 1

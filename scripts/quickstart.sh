@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Pretrain a small GPT with PipeDream-2BW on the sources of Python's standard library.
+#
+#   scripts/quickstart.sh                                   about five minutes the first time, two after that
+#   scripts/quickstart.sh --train-iters 50                  any flag of Megatron or megatron_2bw, last one wins
+#   scripts/quickstart.sh --pipeline-schedule 1f1b-flush    to compare
+#
+# Needs Python >= 3.12; everything else goes into .venv/ and quickstart/. Two processes on the CPU, or one per GPU
+# where there are two GPUs or more.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$ROOT/scripts/lib/python.sh"
+WORK="$ROOT/quickstart"
+DATA="$WORK/data"
+STAGES=2
+MICROBATCHES=2
+MICROBATCH_SIZE=4
+
+ensure_venv requirements.txt
+PYTHON="$VENV/bin/python"
+"$PYTHON" "$ROOT/examples/prepare_corpus.py" --output "$DATA" 2> >(grep -v "No CUDA runtime" >&2)
+
+ranks=$STAGES
+gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null)
+if [ "$gpus" -ge "$STAGES" ]; then
+    ranks=$((gpus / STAGES * STAGES))
+else
+    export CUDA_VISIBLE_DEVICES=""
+    export OMP_NUM_THREADS=1
+fi
+
+model=(
+    --num-layers 5 --hidden-size 192 --num-attention-heads 6
+    --seq-length 128 --max-position-embeddings 128
+    # The output layer costs about as much as a transformer layer: 3 layers, then 2 and the output layer.
+    --account-for-loss-in-pipeline-split
+    --attention-dropout 0 --hidden-dropout 0
+    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+)
+parallel=(
+    --pipeline-model-parallel-size $STAGES
+    --micro-batch-size $MICROBATCH_SIZE
+    --global-batch-size $((ranks / STAGES * MICROBATCHES * MICROBATCH_SIZE))
+    --pipeline-schedule 2bw
+)
+training=(
+    --train-iters 240 --seed 1234
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 24
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --log-interval 1 --eval-interval 60 --eval-iters 5
+)
+data=(
+    --data-path "$DATA/corpus_document" --split 95,5,0 --data-cache-path "$DATA/cache"
+    --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$DATA/tokenizer.model"
+    --no-create-attention-mask-in-dataloader --num-workers 0
+    --save "$WORK/checkpoint" --save-interval 1000000
+)
+trace="$WORK/timeline.json"
+rm -f "$trace"
+outputs=(--pipeline-trace "$trace")
+case " $* " in
+*"--pipeline-schedule megatron "* | *"--pipeline-schedule=megatron "*) outputs=() ;; # Nothing of ours to record.
+esac
+
+echo "training on $ranks processes, full log in $WORK/train.log"
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m megatron_2bw \
+    "$ROOT/examples/pretrain_gpt.py" "${model[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "$@" \
+    2>&1 | "$PYTHON" "$ROOT/scripts/training_log.py" follow "$WORK/train.log"
+
+echo
+"$PYTHON" "$ROOT/scripts/training_log.py" summary "$WORK/train.log" \
+    ${outputs[@]:+--trace "$trace"} --checkpoint "$WORK/checkpoint"

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Lint and test. Arguments go to pytest: scripts/test.sh tests/schedule -k bounds
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$ROOT/scripts/lib/python.sh"
+ensure_venv requirements-test.txt
+cd "$ROOT"
+
+"$VENV/bin/ruff" check .
+"$VENV/bin/ruff" format --check .
+"$VENV/bin/python" -m pytest "$@"

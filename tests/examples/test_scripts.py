@@ -1,0 +1,81 @@
+"""The shell scripts: their syntax, and how they look for a Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = ("scripts/quickstart.sh", "scripts/test.sh", ".ci/run", "scripts/lib/python.sh")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_syntax(root, script):
+    subprocess.run(["bash", "-n", root / script], check=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS[:-1])
+def test_executable(root, script):
+    assert os.access(root / script, os.X_OK)
+
+
+def find_python(root: Path, path: Path, pyenv_root: Path) -> subprocess.CompletedProcess[str]:
+    command = f'ROOT="{root}"; source "{root}/scripts/lib/python.sh"; find_python'
+    environment = {"PATH": f"{path}:/bin:/usr/bin", "PYENV_ROOT": str(pyenv_root), "HOME": "/nonexistent"}
+    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+
+
+def fake_python(path: Path, version: str, *, works: bool = True) -> None:
+    """A command that answers as a Python of that version would, or fails as a pyenv shim does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check = f"""
+import sys
+code = sys.argv[2].replace("import ensurepip, sys, venv", "import sys").replace("sys.version_info[:2]", "({version})")
+exec(code.replace("sys.executable", "{str(path)!r}"))
+"""
+    body = f"exec {sys.executable} - \"$@\" <<'CODE'\n{check}\nCODE" if works else "echo not installed >&2; exit 127"
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Hides the machine's own Pythons behind old ones."""
+    on_path = tmp_path / "bin"
+    for name in ("python3.12", "python3.13", "python3.14", "python3", "python"):
+        fake_python(on_path / name, "3, 11")
+    return on_path, tmp_path / "pyenv"
+
+
+def test_takes_the_path_first(root, places):
+    on_path, pyenv = places
+    fake_python(on_path / "python3", "3, 12")
+    fake_python(pyenv / "versions/3.12.1/bin/python", "3, 12")
+    assert find_python(root, on_path, pyenv).stdout.strip() == str(on_path / "python3")
+
+
+def test_passes_over_a_shim_that_does_not_run(root, places):
+    on_path, pyenv = places
+    fake_python(on_path / "python3.12", "3, 12", works=False)
+    fake_python(pyenv / "versions/3.11.9/bin/python", "3, 11")
+    fake_python(pyenv / "versions/3.13.0/bin/python", "3, 13")
+    assert find_python(root, on_path, pyenv).stdout.strip() == str(pyenv / "versions/3.13.0/bin/python")
+
+
+def test_prefers_a_version_with_wheels(root, places):
+    on_path, pyenv = places
+    fake_python(on_path / "python3", "3, 14")
+    assert find_python(root, on_path, pyenv).stdout.strip() == str(on_path / "python3")
+    fake_python(pyenv / "versions/3.12.1/bin/python", "3, 12")
+    assert find_python(root, on_path, pyenv).stdout.strip() == str(pyenv / "versions/3.12.1/bin/python")
+
+
+def test_says_what_to_do_where_there_is_none(root, places):
+    result = find_python(root, *places)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "no Python >= 3.12" in result.stderr
+    assert "pyenv install 3.12" in result.stderr

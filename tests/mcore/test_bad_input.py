@@ -1,0 +1,76 @@
+"""What cannot work is refused in plain words, with exit code 2, before any process meets another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from .case import Case, Fault
+from .harness import Ended, launch
+from .worker import through_launcher
+
+TWO_BW = Case(schedule="2bw", stages=2, microbatches=2)
+FLUSH = replace(TWO_BW, schedule="1f1b-flush")
+
+
+def _on_all(case: Case, kind: str, symbol: str) -> tuple[Fault, ...]:
+    return tuple(Fault(kind=kind, rank=rank, text=symbol) for rank in range(case.ranks))
+
+
+REFUSED: dict[str, tuple[Case, list[str]]] = {
+    "unknown schedule": (
+        replace(TWO_BW, schedule="3bw"),
+        ["--pipeline-schedule", "'3bw'", "'2bw'", "'1f1b-flush'", "'gpipe'", "'megatron'"],
+    ),
+    "too few microbatches": (replace(TWO_BW, stages=4, microbatches=2), ["2 microbatches", "4 stages", "at least 3"]),
+    "one stage": (replace(TWO_BW, stages=1), ["--pipeline-model-parallel-size", "at least 2"]),
+    "virtual stages by layers": (
+        replace(TWO_BW, flags=("--num-layers-per-virtual-pipeline-stage", "1")),
+        ["--num-layers-per-virtual-pipeline-stage", "2bw", "--pipeline-schedule megatron"],
+    ),
+    "virtual stages by number": (
+        replace(TWO_BW, flags=("--num-virtual-stages-per-pipeline-rank", "2")),
+        ["--num-virtual-stages-per-pipeline-rank", "2bw", "--pipeline-schedule megatron"],
+    ),
+    "CUDA graphs": (
+        replace(TWO_BW, flags=("--cuda-graph-impl", "local")),
+        ["--cuda-graph-impl", "2bw", "--pipeline-schedule megatron"],
+    ),
+    "CUDA graphs with a flush": (
+        replace(FLUSH, flags=("--cuda-graph-impl", "local")),
+        ["--cuda-graph-impl", "1f1b-flush", "--pipeline-schedule megatron"],
+    ),
+    "fp8": (replace(TWO_BW, flags=("--fp8-format", "hybrid")), ["--fp8-format", "2bw", "1f1b-flush"]),
+    "precision-aware optimizer": (
+        replace(TWO_BW, flags=("--use-precision-aware-optimizer",)),
+        ["--use-precision-aware-optimizer", "2bw", "1f1b-flush"],
+    ),
+    "Megatron-FSDP": (replace(TWO_BW, flags=("--use-megatron-fsdp",)), ["--use-megatron-fsdp", "2bw", "leave the flag"]),
+    "rerun mode": (
+        replace(TWO_BW, flags=("--rerun-mode", "report_stats")),
+        ["--rerun-mode", "2bw", "disabled"],
+    ),
+    "symbol that is gone": (
+        replace(TWO_BW, faults=_on_all(TWO_BW, "missing symbol", "megatron.training.training.evaluate")),
+        ["megatron.training.training.evaluate", "missing", "0.19.2"],
+    ),
+    "symbol that changed": (
+        replace(TWO_BW, faults=_on_all(TWO_BW, "changed symbol", "megatron.training.training.save_checkpoint_and_time")),
+        ["megatron.training.training.save_checkpoint_and_time", "optimizer", "0.19.2"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "fragments"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused_before_training(case: Case, fragments: list[str], tmp_path: Path) -> None:
+    ended = launch(through_launcher, case, case.ranks, tmp_path, timeout_s=30.0)
+    assert ended.exit_codes == [2] * case.ranks, ended.tails()
+    message = _message(ended)
+    assert [fragment for fragment in fragments if fragment not in message] == [], message
+
+
+def _message(ended: Ended) -> str:
+    """What the first rank says last, a user's last line of the screen."""
+    return ended.outputs[0].strip().splitlines()[-1]

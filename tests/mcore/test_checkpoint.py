@@ -1,0 +1,81 @@
+"""Checkpoints of a 2BW run: the newest weights, in a form that Megatron without us opens and continues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from .case import EVALUATION_ITERATIONS, Case, Fault
+from .compare import differing
+from .harness import Results, run
+from .oracle import oracle
+
+CASE = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=18)
+INTERVAL = 6
+FORMATS = ["torch", "torch_dist"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished 2BW run with checkpoints every ``INTERVAL`` batches."""
+
+    results: Results
+    folder: Path
+    format: str
+
+    def opened(self, iteration: int) -> tuple[str, ...]:
+        """Flags that continue from ``iteration``."""
+        return ("--load", str(self.folder), "--ckpt-step", str(iteration), "--ckpt-format", self.format)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+    folder = tmp_path_factory.mktemp(request.param)
+    yield Saved(run(_saving(CASE, folder, request.param)), folder, request.param)
+
+
+def _saving(case: Case, folder: Path, format_: str) -> Case:
+    return replace(case, flags=("--save", str(folder), "--save-interval", str(INTERVAL), "--ckpt-format", format_))
+
+
+def test_saving_changes_no_number_of_the_training(saved: Saved) -> None:
+    assert differing(saved.results, run(CASE)) == []
+
+
+@pytest.mark.parametrize("iteration", [INTERVAL, CASE.batches])
+def test_checkpoint_holds_the_newest_weights(saved: Saved, iteration: int) -> None:
+    """Megatron without the extension opens it; validation loss and weights are the oracle's at W(t+1)."""
+    evaluating = ("--skip-train", "--eval-iters", str(EVALUATION_ITERATIONS), "--no-load-optim", "--no-load-rng")
+    opened = run(replace(CASE, schedule=None, flags=(*saved.opened(iteration), *evaluating)))
+    expected = oracle(replace(CASE, batches=iteration), delay=1, evaluate_every=iteration)
+    assert torch.equal(opened.validation_losses, expected.validation_losses)
+    assert all(torch.equal(opened.final[name], expected.final[name]) for name in expected.final)
+
+
+def test_checkpoint_holds_the_optimizers_state(saved: Saved) -> None:
+    """Megatron without the extension continues from it with ordinary training."""
+    continued = run(replace(CASE, schedule=None, flags=saved.opened(INTERVAL)))
+    expected = oracle(CASE, delay=1, delayed_batches=INTERVAL)
+    assert torch.equal(continued.losses, expected.losses[:, INTERVAL:])
+    assert continued.rates == expected.rates[INTERVAL:]
+    assert all(torch.equal(continued.final[name], expected.final[name]) for name in expected.final)
+
+
+def test_an_exit_at_an_interval_finishes_the_last_update(tmp_path: Path) -> None:
+    stopped = _saving(CASE, tmp_path, "torch")
+    found = run(replace(stopped, flags=(*stopped.flags, "--exit-interval", "9")))
+    assert differing(found, oracle(replace(CASE, batches=9), delay=1), norms=False) == []
+
+
+def test_an_exit_by_signal_finishes_the_last_update(tmp_path: Path) -> None:
+    """Nobody knew that this call would be the last: forwards of the next batch are dropped."""
+    stopped = _saving(CASE, tmp_path, "torch")
+    signal = Fault(kind="signal before forward", rank=0, call=7)
+    found = run(replace(stopped, flags=(*stopped.flags, "--exit-signal-handler"), faults=(signal,)))
+    finished = found.losses.shape[1]
+    assert finished < CASE.batches
+    assert differing(found, oracle(replace(CASE, batches=finished), delay=1), norms=False) == []

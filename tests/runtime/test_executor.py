@@ -1,0 +1,29 @@
+"""2bw on a toy model equals delay-1 training in one process, to the last bit."""
+
+import pytest
+import torch
+
+from tests.runtime.toy import expected, train
+
+
+def _assert_equal(actual, wanted):
+    assert actual[0] == wanted[0]
+    assert len(actual[1]) == len(wanted[1])
+    for have, want in zip(actual[1], wanted[1], strict=True):
+        assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 2), (2, 4), (3, 2), (4, 3), (4, 4), (4, 8)])
+def test_equals_the_loop(stages, microbatches):
+    _assert_equal(train(stages, microbatches, 12), expected(stages, microbatches, 12))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 2), (4, 3), (4, 4)])
+def test_many_batches_with_random_waits(stages, microbatches):
+    """A wrong rule hangs or differs only now and then: hundreds of boundaries with ranks out of step."""
+    wanted = expected(stages, microbatches, 150)
+    _assert_equal(train(stages, microbatches, 150, jitter_s=0.002), wanted)
+
+
+def test_a_drain_between_batches_changes_nothing():
+    _assert_equal(train(2, 2, 10, drains=(0, 4, 5)), expected(2, 2, 10))

@@ -1,0 +1,135 @@
+"""The executor's parts by themselves."""
+
+import threading
+
+import pytest
+import torch
+
+from megatron_2bw.runtime.background import Background
+from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.update import PendingUpdate
+from megatron_2bw.runtime.weights import WeightVersions
+from megatron_2bw.schedule.action import Reduction
+
+CPU = torch.device("cpu")
+
+
+def _parameter(*values):
+    parameter = torch.nn.Parameter(torch.tensor(values))
+    parameter.main_grad = torch.zeros_like(parameter)
+    return parameter
+
+
+def _increase(parameter):
+    with torch.no_grad():
+        parameter += 1
+
+
+def test_versions_live_for_two_updates_and_no_longer():
+    weight = _parameter(0.0)
+    versions = WeightVersions([weight])
+    for newest in (1, 2, 3):
+        with versions.update():
+            _increase(weight)
+        for version in (newest - 1, newest):
+            versions.use(version)
+            assert weight.item() == version
+        for gone in (newest - 2, newest + 1):
+            if gone < 0:  # Before the first batch there are only the initial weights.
+                continue
+            with pytest.raises(RuntimeError, match=rf"W\({gone}\) is not alive"):
+                versions.use(gone)
+
+
+def test_negative_versions_are_the_initial_weights():
+    weight = _parameter(3.0)
+    versions = WeightVersions([weight])
+    versions.use(-1)
+    assert weight.item() == 3.0
+
+
+def test_an_update_that_changes_nothing_repeats_the_newest_version():
+    weight = _parameter(0.0)
+    versions = WeightVersions([weight])
+    with versions.update():
+        _increase(weight)
+    with versions.update():
+        pass
+    versions.use(2)
+    assert weight.item() == 1.0
+
+
+def test_backward_after_an_update_uses_the_version_of_its_forward():
+    weight = _parameter(2.0)
+    versions = WeightVersions([weight])
+    value = torch.tensor([5.0], requires_grad=True)
+    output = value * weight
+    with versions.update():  # In place: autograd must not see a change of what it saved.
+        _increase(weight)
+    versions.use(0)
+    output.backward()
+    assert value.grad.item() == 2.0
+
+
+def test_captured_gradients_mirror_shape_and_place():
+    buffer = torch.arange(6.0)
+    first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, 2))
+    first.main_grad, second.main_grad = buffer[:2], buffer[2:].view(2, 2)
+    captured = CapturedGradients([buffer], [first, second])
+    captured.capture()
+    buffer.zero_()
+    with captured.as_main_grad():
+        assert first.main_grad.tolist() == [0.0, 1.0]
+        assert second.main_grad.tolist() == [[2.0, 3.0], [4.0, 5.0]]
+    assert second.main_grad.data_ptr() == buffer[2:].data_ptr()
+
+
+def test_background_runs_in_order_and_does_not_block_the_caller():
+    background = Background(CPU, "test")
+    gate, order = threading.Event(), []
+
+    def first():
+        gate.wait(10)
+        order.append(1)
+
+    waiting = background.submit(first)
+    following = background.submit(lambda: order.append(2))
+    assert not waiting.done()
+    assert not following.done()
+    gate.set()
+    background.result(following)
+    assert order == [1, 2]
+
+
+def test_background_raises_where_the_result_is_wanted():
+    background = Background(CPU, "test")
+
+    def fail():
+        raise ValueError("peer lost")
+
+    with pytest.raises(ValueError, match="peer lost"):
+        background.result(background.submit(fail))
+    assert background.result(background.submit(lambda: 3)) == 3
+
+
+def _pending(weight):
+    captured = CapturedGradients([weight.main_grad], [weight])
+    return PendingUpdate(WeightVersions([weight]), captured, {Reduction.GRADIENTS: lambda: None})
+
+
+def test_a_pending_update_keeps_its_gradients_while_the_next_batch_accumulates():
+    weight = _parameter(1.0)
+    pending = _pending(weight)
+    weight.main_grad += 4
+    pending.reduce_start(Reduction.GRADIENTS, 0)
+    weight.main_grad += 100
+    with pending.apply(), torch.no_grad():
+        weight -= weight.main_grad
+    assert (weight.item(), weight.main_grad.item(), pending.batch) == (-3.0, 104.0, None)
+
+
+def test_capturing_over_a_pending_batch_is_refused():
+    pending = _pending(_parameter(1.0))
+    pending.reduce_start(Reduction.GRADIENTS, 0)
+    with pytest.raises(RuntimeError, match="batch 1 cannot be captured: the update of batch 0 is pending"):
+        pending.reduce_start(Reduction.GRADIENTS, 1)

@@ -1,0 +1,157 @@
+"""A small pipeline of two-layer stages with delayed updates, and the loop that it must equal."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_2bw.runtime.executor import Executor
+from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.links import Boundary, Links
+from megatron_2bw.runtime.update import PendingUpdate
+from megatron_2bw.runtime.weights import WeightVersions
+from megatron_2bw.schedule.action import Action, Reduction
+from megatron_2bw.schedule.lowering import lower
+from megatron_2bw.schedule.registry import build
+
+WIDTH, ROWS, RATE = 5, 3, 0.1
+REDUCTIONS = (Reduction.GRADIENTS, Reduction.NORM)
+
+
+def layers(stage: int) -> torch.nn.Module:
+    """Two layers whose backward reads the weight in both of autograd's ways (saved view, attribute)."""
+    generator = torch.Generator().manual_seed(stage)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH), torch.nn.Tanh())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def data(batch: int, microbatch: int) -> torch.Tensor:
+    """Input of one microbatch, (ROWS, WIDTH)."""
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * batch + microbatch))
+
+
+def expected(stages: int, microbatches: int, batches: int) -> tuple[list[float], list[torch.Tensor]]:
+    """Delay-1 training in one process: losses in order, and the final weights."""
+    model = torch.nn.Sequential(*(layers(stage) for stage in range(stages)))
+    parameters = list(model.parameters())
+    versions = [[parameter.detach().clone() for parameter in parameters]]
+    losses = []
+    for batch in range(batches):
+        _load(parameters, versions[max(batch - 1, 0)])
+        for microbatch in range(microbatches):
+            loss = model(data(batch, microbatch)).pow(2).mean()
+            losses.append(loss.item())
+            loss.backward()
+        versions.append([newest - RATE * p.grad for newest, p in zip(versions[batch], parameters, strict=True)])
+        model.zero_grad()
+    return losses, versions[-1]
+
+
+def _load(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value.clone()
+
+
+class ToyStage:
+    """A stage as the executor wants it; ``jitter_s`` adds random waits around every action."""
+
+    def __init__(self, rank: int, stages: int, jitter_s: float) -> None:
+        self.boundary = Boundary(shape=(ROWS, WIDTH), dtype=torch.float32, device=torch.device("cpu"))
+        self.model = layers(rank)
+        self.losses: list[float] = []
+        self._is_last = rank == stages - 1
+        self._jitter_s, self._random = jitter_s, random.Random(rank)
+        parameters = list(self.model.parameters())
+        self._buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        grads = self._buffer.split([parameter.numel() for parameter in parameters])
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.main_grad = grad.view(parameter.shape)
+            parameter.register_post_accumulate_grad_hook(_accumulate)
+        everyone = dist.new_group(list(range(stages)))
+        self.versions = WeightVersions(parameters)
+        captured = CapturedGradients([self._buffer], parameters)
+        links = {
+            Reduction.GRADIENTS: lambda: self._wait(),
+            Reduction.NORM: lambda: dist.all_reduce(captured.buffers[0].norm() ** 2, group=everyone),
+        }
+        self.pending = PendingUpdate(self.versions, captured, links)
+
+    def _wait(self) -> None:
+        time.sleep(self._jitter_s * self._random.random())
+
+    def use_weights(self, version: int) -> None:
+        self._wait()
+        self.versions.use(version)
+
+    def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+        output = self.model(data(action.batch, action.microbatch) if received is None else received)
+        if not self._is_last:
+            return output
+        loss = output.pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def backward(
+        self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        torch.autograd.backward(output, grad)
+        return None if received is None else received.grad
+
+    def sent(self, output: torch.Tensor) -> None:
+        self._wait()
+
+    def reduce_start(self, action: Action) -> None:
+        self.pending.reduce_start(action.reduction, action.batch)
+        if action.reduction is Reduction.GRADIENTS:
+            self._buffer.zero_()
+
+    def reduce_wait(self, action: Action) -> None:
+        self.pending.reduce_wait(action.reduction, action.batch)
+
+    def update(self, action: Action) -> None:
+        if action.batch == self.pending.batch:
+            with self.pending.apply(), torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter -= RATE * parameter.main_grad
+
+
+def _accumulate(parameter: torch.nn.Parameter) -> None:
+    parameter.main_grad += parameter.grad
+    parameter.grad = None
+
+
+def train(
+    stages: int, microbatches: int, batches: int, *, drains: tuple[int, ...] = (), jitter_s: float = 0.0
+) -> tuple[list[float], list[torch.Tensor]]:
+    """The same with one process per stage under 2bw, draining after the batches in ``drains`` as well."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (stages, microbatches, batches, drains, jitter_s, folder), nprocs=stages)
+        results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(stages)]
+    return results[-1]["losses"], [weight for result in results for weight in result["weights"]]
+
+
+def _rank(
+    rank: int, stages: int, microbatches: int, batches: int, drains: tuple[int, ...], jitter_s: float, folder: str
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=stages)
+    schedule = lower(build("2bw", stages=stages, microbatches=microbatches), REDUCTIONS)
+    stage = ToyStage(rank, stages, jitter_s)
+    ranks = list(range(stages))
+    links = Links(forward_group=dist.new_group(ranks), backward_group=dist.new_group(ranks), ranks=ranks)
+    executor = Executor(schedule, rank, stage, links)
+    for batch in range(batches):
+        executor.run(batch, last=batch == batches - 1 or batch in drains)
+    weights = [parameter.detach() for parameter in stage.model.parameters()]
+    torch.save({"losses": stage.losses, "weights": weights}, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
