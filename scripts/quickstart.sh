@@ -19,7 +19,7 @@ MICROBATCH_SIZE=4
 
 ensure_venv requirements.txt
 PYTHON="$VENV/bin/python"
-"$PYTHON" "$ROOT/examples/prepare_corpus.py" --output "$DATA" 2> >(grep -v "No CUDA runtime" >&2)
+"$PYTHON" -W ignore "$ROOT/examples/prepare_corpus.py" --output "$DATA" 2> >(grep -v "No CUDA runtime" >&2)
 
 ranks=$STAGES
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null)
@@ -45,10 +45,10 @@ parallel=(
     --pipeline-schedule 2bw
 )
 training=(
-    --train-iters 240 --seed 1234
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 24
+    --train-iters 200 --seed 1234
+    --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.2
     --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
-    --log-interval 1 --eval-interval 60 --eval-iters 5
+    --log-interval 1 --eval-interval 20 --eval-iters 5
 )
 data=(
     --data-path "$DATA/corpus_document" --split 95,5,0 --data-cache-path "$DATA/cache"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from megatron.core.utils import get_model_config, log_single_rank
+from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_timers
+from megatron.training.utils import print_rank_0
 
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
@@ -21,8 +21,6 @@ from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.registry import build, canonical_name
 from megatron_2bw.schedule.validate import validate
-
-logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -98,7 +96,12 @@ class Session:
         args = get_args()
         # Without a barrier of all ranks around every log line; see `Timer.set_barrier_group`.
         get_timers()("interval-time", log_level=0).set_barrier_group(groups.create_lonely_group())
-        get_model_config(call.model).batch_p2p_sync = False
+        if self.is_delayed:
+            get_model_config(call.model).batch_p2p_sync = False
+            print_rank_0(
+                f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {self.schedule_name}: "
+                "a transfer of evaluation would wait for every stream of the device"
+            )
         reductions = [Reduction.GRADIENTS, Reduction.NORM]
         if not args.untie_embeddings_and_output_weights:
             reductions.insert(1, Reduction.EMBEDDING)
@@ -118,7 +121,6 @@ class Session:
             self.recorder = Recorder(self._stage.boundary.device)
         rank = self._transfers.ranks.index(args.rank)
         self.executor = Executor(schedule, rank, self._stage, links, self.recorder)
-        log_single_rank(logger, logging.INFO, f"pipeline schedule {schedule.name}, {schedule.stages} stages")
 
     @staticmethod
     def _is_last_batch() -> bool:

@@ -308,3 +308,21 @@ MAPPED: tuple[Mapped, ...] = (
         change=_set("barrier_with_L1_time", False),
     ),
 )
+
+
+def table() -> str:
+    """Every row as a Markdown table."""
+    lines = ["| flag | schedules | what happens | why |", "|---|---|---|---|"]
+    for row in MAPPED:
+        lines.append(f"| `{row.flag}` | {_names(row.schedules)} | set to {row.becomes}, with a notice | {row.reason} |")
+    for row in REFUSED:
+        lines.append(f"| `{row.flag}` | {_names(row.schedules)} | refused: {row.remedy} | {row.reason} |")
+    return "\n".join(lines)
+
+
+def _names(schedules: frozenset[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(schedules))
+
+
+if __name__ == "__main__":
+    print(table())

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron_2bw.mcore.groups import TransferGroups
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import ActionType
-from megatron_2bw.schedule.draw import chrome_trace
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.timeline import Event
+from megatron_2bw.schedule.timeline import Event, Timeline
+from megatron_2bw.schedule.trace import chrome_trace
 
 
 def write_trace(path: str, schedule: Schedule, recorder: Recorder, groups: TransferGroups) -> None:
@@ -28,7 +28,7 @@ def write_trace(path: str, schedule: Schedule, recorder: Recorder, groups: Trans
     dist.gather_object(recorder.events(), events, dst=0, group=groups.forward)
     if not is_writer:
         return
-    trace = chrome_trace(events)
+    trace = chrome_trace(Timeline(events=tuple(map(tuple, events)), name=f"{schedule.name}, measured"))
     stages, microbatches = schedule.stages, schedule.microbatches
     trace["otherData"] = {
         "schedule": schedule.name,

@@ -122,4 +122,4 @@ class Action(NamedTuple):
     def shifted(self, batches: int) -> Action:
         """The same action as seen from ``batches`` calls earlier (its batch and version grow)."""
         version = None if self.version is None else self.version + batches
-        return self._replace(batch=self.batch + batches, version=version)
+        return Action(self.type, self.stage, self.microbatch, self.batch + batches, version, self.reduction)

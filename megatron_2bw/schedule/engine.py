@@ -49,17 +49,20 @@ class Durations:
         for field in fields(self):
             value = getattr(self, field.name)
             if min(value if isinstance(value, tuple) else (value,), default=-1) < 0:
-                raise ValueError(f"{field.name} = {value}; durations are 0 or more, one for all stages or one per stage")
+                raise ValueError(f"{field.name} = {value}; give 0 or more, for all stages or per stage")
 
     def of_stage(self, type_: ActionType, stage: int, stages: int) -> Seconds:
         """Duration of a forward, backward or update of ``stage``."""
-        name = {ActionType.FORWARD: "forward_s", ActionType.BACKWARD: "backward_s", ActionType.UPDATE: "update_s"}[type_]
+        name = _FIELDS[type_]
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return value
         if len(value) != stages:
             raise ValueError(f"{name} has {len(value)} values for {stages} stages; give one per stage or a single one")
         return value[stage]
+
+
+_FIELDS = {ActionType.FORWARD: "forward_s", ActionType.BACKWARD: "backward_s", ActionType.UPDATE: "update_s"}
 
 
 class Blocked(NamedTuple):

@@ -15,6 +15,9 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     >>> from megatron_2bw.schedule.draw import grid
     >>> print(grid(gpipe(2, 2), batches=2))
+    rank 0  a0 a1 .  .  .  A0--- A1---|b0 b1 .  .  .  B0--- B1---|
+    rank 1  .  a0 a1 A0--- A1--- .  . |.  b0 b1 B0--- B1--- .  . |
+    a0 forward, A0 backward of microbatch 0 in batch a (b, c: the next ones); | update; . idle
     """
     indices = range(microbatches)
     return Schedule(

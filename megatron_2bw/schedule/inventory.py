@@ -35,7 +35,9 @@ def check_declaration(schedule: Schedule) -> None:
     ):
         if len(values) != count or min(values, default=0) < least:
             per = "stage" if name == "delay" else "rank"
-            raise Misplaced(Rule.DECLARATION, f"{name} = {values}; give one number from {least} up per {per}, {count} in all")
+            raise Misplaced(
+                Rule.DECLARATION, f"{name} = {values}; it takes {count} numbers, one per {per}, from {least} up"
+            )
 
 
 def check_compute(schedule: Schedule) -> None:

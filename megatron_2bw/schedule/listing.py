@@ -45,8 +45,6 @@ def listing(
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _column(
-    rank: int, actions: tuple[Action, ...], marks: Collection[tuple[int, Action | None]]
-) -> list[str]:
+def _column(rank: int, actions: tuple[Action, ...], marks: Collection[tuple[int, Action | None]]) -> list[str]:
     marked = {len(actions) - 1 - actions[::-1].index(action) for r, action in marks if r == rank and action in actions}
     return [f"{action}{MARK if index in marked else ''}" for index, action in enumerate(actions)]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
+from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Program, Schedule, programs_of
 
 DEFAULT_REDUCTIONS = (Reduction.GRADIENTS, Reduction.NORM)
@@ -62,8 +63,11 @@ def add_transfers(schedule: Schedule) -> Schedule:
     Sends follow the action that produced the tensor. A call posts exactly the receives of what its
     peers send in that call; what the next call uses first is therefore posted before the last
     compute action of this one and overlaps with it.
+
+    Raises:
+        ScheduleError: a tensor is used neither in the call that sends it nor in the next.
     """
-    sending = [tuple(_with_sends(schedule, program)) for program in schedule.programs]
+    sending = [tuple(_with_sends(schedule, rank, program)) for rank, program in enumerate(schedule.programs)]
     incoming: list[list[Action]] = [[] for _ in sending]
     for call in sending:
         for action in call:
@@ -73,15 +77,14 @@ def add_transfers(schedule: Schedule) -> Schedule:
     return replace(schedule, programs=programs_of(calls))
 
 
-def _with_sends(schedule: Schedule, program: Program) -> Iterable[Action]:
-    here = {action.stage: schedule.rank_of(action.stage, action.microbatch) for action in program.steady}
+def _with_sends(schedule: Schedule, rank: int, program: Program) -> Iterable[Action]:
     for action in program.steady:
         yield action
         if action.type not in COMPUTE:
             continue
         type_ = ActionType.SEND_FORWARD if action.type is ActionType.FORWARD else ActionType.SEND_BACKWARD
         send = Action(type_, action.stage, action.microbatch, action.batch)
-        if schedule.peer_of(send) not in (None, here[action.stage]):
+        if schedule.peer_of(send) not in (None, rank):
             yield send
 
 
@@ -99,7 +102,9 @@ def _with_receives(call: tuple[Action, ...], receives: list[Action]) -> Iterable
     posted: dict[int, list[Action]] = {}
     for receive in receives:
         type_ = ActionType.FORWARD if receive.type is ActionType.RECV_FORWARD else ActionType.BACKWARD
-        slot = slot_of[type_, receive.stage, receive.microbatch, receive.batch]
+        slot = slot_of.get((type_, receive.stage, receive.microbatch, receive.batch))
+        if slot is None:
+            raise ScheduleError(f"{receive} is received in a call in which, and in the next, no {type_} uses it")
         posted.setdefault(compute[min(slot, len(compute) - 1)], []).append(receive)
     for i, action in enumerate(call):
         yield from sorted(posted.get(i, ()), key=lambda receive: receive.type is ActionType.RECV_FORWARD)

@@ -17,6 +17,9 @@ def one_f_one_b_flush(stages: int, microbatches: int) -> Schedule:
 
     >>> from megatron_2bw.schedule.draw import grid
     >>> print(grid(one_f_one_b_flush(2, 2), batches=2))
+    rank 0  a0 a1 .  .  A0--- .  A1---|b0 b1 .  .  B0--- .  B1---|
+    rank 1  .  a0 A0--- a1 A1--- .  . |.  b0 B0--- b1 B1--- .  . |
+    a0 forward, A0 backward of microbatch 0 in batch a (b, c: the next ones); | update; . idle
     """
     warmup = [min(stages - 1 - stage, microbatches) for stage in range(stages)]
     return Schedule(

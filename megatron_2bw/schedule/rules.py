@@ -159,11 +159,11 @@ class RankRules:
     def _backward(self, action: Action) -> None:
         stage, microbatch, batch = action.stage, action.microbatch, action.batch
         if (stage, microbatch, batch) not in self._open:
-            raise RuleBroken(Rule.NO_FORWARD, f"there is no forward of microbatch {microbatch} of batch {batch} before it")
+            raise RuleBroken(Rule.NO_FORWARD, f"microbatch {microbatch} of batch {batch} has no forward before it")
         self._check_version(action)
         unsent = Action(ActionType.SEND_FORWARD, stage, microbatch, batch)
         if unsent in self._to_send:
-            raise RuleBroken(Rule.NOTHING_TO_SEND, f"{stage}SEND_F{microbatch} comes after the backward that frees its tensor")
+            raise RuleBroken(Rule.NOTHING_TO_SEND, f"{unsent} comes after this backward, which frees its tensor")
         if stage < self._schedule.stages - 1:
             self._take(action)
         before = batch - 1
@@ -180,7 +180,8 @@ class RankRules:
         version, newest = max(action.version, 0), self._newest[action.stage]
         if version > newest:
             raise RuleBroken(
-                Rule.NOT_CREATED, f"it needs W({version}), the newest is W({newest}): UPDATE of batch {newest} is too late"
+                Rule.NOT_CREATED,
+                f"it needs W({version}), the newest is W({newest}): the UPDATE of batch {newest} is late",
             )
         if version <= newest - self._slots:
             raise RuleBroken(
@@ -192,7 +193,8 @@ class RankRules:
     def _take(self, consumer: Action) -> None:
         key = consumer.type, consumer.stage, consumer.microbatch, consumer.batch
         if key not in self._inputs:
-            raise RuleBroken(Rule.NO_INPUT, f"{consumer.stage}RECV_{consumer.type}{consumer.microbatch} is not posted before it")
+            receive = f"{consumer.stage}RECV_{consumer.type}{consumer.microbatch}"
+            raise RuleBroken(Rule.NO_INPUT, f"{receive} of batch {consumer.batch} is not posted before it")
         self._inputs.remove(key)
 
     def _give(self, producer: Action, send: ActionType, *, towards: int) -> None:
@@ -223,7 +225,7 @@ class RankRules:
             raise RuleBroken(Rule.START_EARLY, f"backwards of batch {batch} still to come: {left}")
         if min(self._newest.values()) < batch:
             raise RuleBroken(
-                Rule.CAPTURE, f"batch {batch} overwrites the gradients of batch {batch - 1}, whose UPDATE is still to come"
+                Rule.CAPTURE, f"batch {batch} overwrites gradients of batch {batch - 1}, whose UPDATE is still to come"
             )
         started = self._started.setdefault(batch, [])
         expected = self._chain[len(started)]
@@ -234,7 +236,9 @@ class RankRules:
 
     def _reduce_wait(self, action: Action) -> None:
         if action.reduction not in self._started.get(action.batch, ()):
-            raise RuleBroken(Rule.WAIT_EARLY, f"{action.reduction} of batch {action.batch} has not been started")
+            detail = f"{action.reduction} of batch {action.batch} has not been started"
+            left = self._backwards_left(action.batch)
+            raise RuleBroken(Rule.WAIT_EARLY, f"{detail}; backwards of that batch still to come: {left}")
         self._waited.setdefault(action.batch, set()).add(action.reduction)
 
     def _update(self, action: Action) -> None:
@@ -244,7 +248,7 @@ class RankRules:
             raise RuleBroken(Rule.UPDATE_EARLY, f"backwards of batch {batch} still to come on stage {stage}: {left}")
         missing = [kind for kind in self._chain if kind not in self._waited.get(batch, ())]
         if missing:
-            raise RuleBroken(Rule.WAIT_LATE, f"the wait for {', '.join(missing)} of batch {batch} has to come before it")
+            raise RuleBroken(Rule.WAIT_LATE, f"waits for {', '.join(missing)} of batch {batch} have to come before it")
         if batch != self._newest[stage]:
-            raise RuleBroken(Rule.UPDATE_ORDER, f"it updates batch {batch}, the next one to update is {self._newest[stage]}")
+            raise RuleBroken(Rule.UPDATE_ORDER, f"it is for batch {batch}, the next one is for {self._newest[stage]}")
         self._newest[stage] = batch + 1

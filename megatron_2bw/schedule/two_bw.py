@@ -22,6 +22,9 @@ def two_bw(stages: int, microbatches: int) -> Schedule:
 
     >>> from megatron_2bw.schedule.draw import grid
     >>> print(grid(two_bw(2, 2), batches=3))
+    rank 0  a0 a1 .  .  A0--- b0 A1--- b1 B0---|c0 B1--- c1 C0---|.  C1---|
+    rank 1  .  a0 A0--- a1 A1--- b0 B0--- b1 B1---|c0 C0--- c1 C1---|.  . |
+    a0 forward, A0 backward of microbatch 0 in batch a (b, c: the next ones); | update; . idle
     """
     return Schedule(
         name="2bw",

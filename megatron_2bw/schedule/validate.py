@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable
-from itertools import zip_longest
-from typing import NamedTuple
-
-from megatron_2bw.schedule.action import COMPUTE, TRANSFERS, Action, ActionType, Reduction
+from megatron_2bw.schedule.action import Action, Reduction
 from megatron_2bw.schedule.calls import Phase, Span, lowered, phases_of, spans
-from megatron_2bw.schedule.engine import Blocked, Durations, Model, run
+from megatron_2bw.schedule.channels import Channels, Place, RuleBrokenAt
+from megatron_2bw.schedule.engine import Durations, Model, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.inventory import Misplaced, check_communication, check_compute, check_declaration
 from megatron_2bw.schedule.listing import listing
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import RankRules, Rule, RuleBroken
 
-_FORWARD_TRANSFERS = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
-_SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})
 _FREE = Durations(forward_s=0, backward_s=0)
 
 
 def validate(schedule: Schedule) -> None:
     """Prove that a schedule is correct, or say what is wrong with it.
 
-    Runs all ranks together: a run of one call, and runs one after the other with enough calls to
-    repeat themselves, each with its fill and its drain. ``Rule`` lists what is checked. Deadlocks are looked
-    for under every ``Model``. Where the schedule has only F, B and UPDATE, default reductions and
-    transfers are added first; otherwise it is taken as it is, with any subset of the reductions.
+    Runs all ranks together, three runs one after the other, each with its fill and its drain: one
+    with enough calls to repeat itself, one of a single call and one of two. ``Rule`` lists what is
+    checked; deadlocks are looked for under every ``Model``. Where the schedule has only F, B and
+    UPDATE, default reductions and transfers are added first; otherwise it is taken as it is, with
+    any subset of the reductions.
 
     Raises:
         ScheduleError: the rule, the rank, the call, the action and the values; ``grid`` marks the action.
@@ -37,8 +32,8 @@ def validate(schedule: Schedule) -> None:
     >>> try:
     ...     validate(build("2bw", stages=4, microbatches=2))
     ... except ScheduleError as error:
-    ...     print(error.message)
-    2bw (d=4, m=2): update too early: rank 0, steady call 0, 0UPDATE: backwards of batch 0 still to come on stage 0: 1
+    ...     print(error.message)  # doctest: +ELLIPSIS
+    2bw (d=4, m=2): reduction waited for too early: rank 0, steady of call 0, 0REDUCE_WAIT:grads: ...
     """
     try:
         check_declaration(schedule)
@@ -46,14 +41,76 @@ def validate(schedule: Schedule) -> None:
         schedule = lowered(schedule)
         chains = check_communication(schedule)
     except Misplaced as error:
-        raise _error(schedule, error, [(error.rank, error.action)]) from None
-    for runs in ((1,), (_calls_to_repeat(schedule), 1, 2)):
-        _check_ranks(schedule, chains, runs)
-        for model in Model:
-            _check_progress(schedule, runs, model)
+        where = "" if error.rank is None else f"rank {error.rank}"
+        if error.action is not None:
+            where += f", {error.action}"
+        raise _error(schedule, error, where, Phase.STEADY, [(error.rank, error.action)]) from None
+    runs = (_calls_to_repeat(schedule), 1, 2)
+    _check_ranks(schedule, chains, runs)
+    _check_progress(schedule, runs)
 
 
 def _calls_to_repeat(schedule: Schedule) -> int:
     """Calls after which nothing new happens: what a call does reaches this many calls back and ahead."""
     batches = [action.batch for program in schedule.programs for action in program.steady]
     return 2 + max(batches) - min(batches) + max(schedule.delay)
+
+
+def _check_ranks(schedule: Schedule, chains: tuple[tuple[Reduction, ...], ...], runs: tuple[int, ...]) -> None:
+    """Follow each rank alone, then compare what they send with what they receive."""
+    channels = Channels(schedule)
+    for rank, program in enumerate(schedule.programs):
+        phases = phases_of(program)
+        rules = RankRules(schedule, rank, chains[rank])
+        for span in spans(runs):
+            place = Place(rank, span, None)
+            try:
+                if span.phase is Phase.FILL:
+                    rules.begin(span.first)
+                for action in phases[span.phase]:
+                    place = Place(rank, span, action)
+                    rules.step(action.shifted(span.call))
+                    channels.note(place)
+                if span.phase is Phase.DRAIN:
+                    place = Place(rank, span, None)
+                    rules.end(span.call + 1)
+            except RuleBroken as error:
+                raise _error_at(schedule, error, place) from None
+    try:
+        channels.check()
+    except RuleBrokenAt as error:
+        raise _error_at(schedule, error, error.place) from None
+
+
+def _check_progress(schedule: Schedule, runs: tuple[int, ...]) -> None:
+    """Look for deadlocks; what gets through the queue, which waits for more, gets through on the host."""
+    blocked, model = run(schedule, runs, _FREE, model=Model.IN_ORDER_QUEUE).blocked, Model.IN_ORDER_QUEUE
+    if not blocked:
+        return
+    on_host = run(schedule, runs, _FREE, model=Model.HOST).blocked
+    if on_host:
+        blocked, model = on_host, Model.HOST
+    places = (f"rank {rank} in {_call(span)} at {action}" for rank, span, action in blocked)
+    error = RuleBroken(Rule.DEADLOCK, f"all wait for each other: {', '.join(places)}")
+    phase = blocked[0].span.phase
+    marks = [(rank, action) for rank, span, action in blocked if span.phase is phase]
+    raise _error(schedule, error, f"with {model}", phase, marks)
+
+
+def _error_at(schedule: Schedule, error: RuleBroken, place: Place) -> ScheduleError:
+    where = f"rank {place.rank}, {_call(place.span)}"
+    if place.action is not None:
+        where += f", {place.action}"
+    return _error(schedule, error, where, place.span.phase, [(place.rank, place.action)])
+
+
+def _error(
+    schedule: Schedule, error: RuleBroken, where: str, phase: Phase, marks: list[tuple[int, Action | None]]
+) -> ScheduleError:
+    name = f"{schedule.name} (d={schedule.stages}, m={schedule.microbatches})"
+    message = ": ".join(part for part in (name, error.rule, where, error.detail) if part)
+    return ScheduleError(message, listing(schedule, phase, marks))
+
+
+def _call(span: Span) -> str:
+    return f"{span.phase} of call {span.call}"

@@ -70,9 +70,9 @@ class Case:
             *"--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-eps 1e-3".split(),
             *"--lr 5e-3 --min-lr 5e-4 --lr-warmup-init 1e-3 --lr-warmup-iters 4".split(),
             *"--lr-decay-style cosine --lr-decay-iters 30".split(),
-            *"--num-workers 0 --eval-iters 0 --eval-interval 1000 --log-interval 1000 --distributed-timeout-minutes 2".split(),
-            *"--distributed-backend gloo --transformer-impl local --no-persist-layer-norm".split(),
-            *"--no-gradient-accumulation-fusion --no-masked-softmax-fusion".split(),
+            *"--num-workers 0 --eval-iters 0 --eval-interval 1000 --log-interval 1000".split(),
+            *"--distributed-timeout-minutes 2 --distributed-backend gloo --transformer-impl local".split(),
+            *"--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion".split(),
             *(("--pipeline-trace", os.devnull) if self.record_actions else ()),
             *(() if self.tied else ("--untie-embeddings-and-output-weights",)),
         ]

@@ -36,7 +36,7 @@ def deviation(found: Results, expected: Results) -> Deviation:
         losses=_largest_relative(found.losses, expected.losses),
         norms=_largest_relative(found.norms, expected.norms),
         weights=max(
-            (tensor.double() - expected.final[name].double()).norm().item() / expected.final[name].double().norm().item()
+            ((tensor.double() - expected.final[name].double()).norm() / expected.final[name].double().norm()).item()
             for name, tensor in _paired(found.final, expected.final)
         ),
     )

@@ -12,6 +12,9 @@ from typing import Any
 
 from .case import Case, Fault
 
+sleeps: list[tuple[float, float]] = []
+"""Start and end of every sleep of this rank, on the clock of the executor's recorder."""
+
 
 def before_install(case: Case, rank: int) -> None:
     """Faults that the extension must find when it is installed."""
@@ -25,10 +28,16 @@ def before_install(case: Case, rank: int) -> None:
 
 def before_training(case: Case, rank: int) -> None:
     """Faults inside the extension."""
-    if _of(case, rank, "sleep after backward") or _of(case, rank, "jitter"):
+    if _of(case, rank, "jitter"):
         from megatron_2bw.mcore.stage import MegatronStage
 
-        MegatronStage.backward = _after(MegatronStage.backward, _counted(case, rank, "sleep after backward"))
+        MegatronStage.backward = _after(MegatronStage.backward, _counted(case, rank))
+    if _of(case, rank, "sleep before reduction"):
+        from megatron_2bw.mcore.stage import DelayedStage
+
+        DelayedStage.reduce_start = _before_first_link(
+            DelayedStage.reduce_start, _counted(case, rank, "sleep before reduction")
+        )
     if _of(case, rank, "blocking step"):
         from megatron_2bw.mcore.optimizer import DelayedOptimizer
 
@@ -70,7 +79,9 @@ def _counted(case: Case, rank: int, *kinds: str) -> Callable[[], None]:
             raise RuntimeError(fault.text)
         if fault.kind == "signal before forward":
             os.kill(os.getpid(), signal.SIGTERM)
+        start_s = time.perf_counter()
         time.sleep(fault.seconds)
+        sleeps.append((start_s, time.perf_counter()))
 
     return strike
 
@@ -80,6 +91,17 @@ def _after(function: Callable[..., Any], strike: Callable[[], None]) -> Callable
         result = function(*args, **kwargs)
         strike()
         return result
+
+    return wrapper
+
+
+def _before_first_link(reduce_start: Callable[..., Any], strike: Callable[[], None]) -> Callable[..., Any]:
+    """Strikes when a batch's last backward is done and sent, once per batch."""
+
+    def wrapper(self: Any, action: Any) -> Any:
+        if action.reduction == "grads":
+            strike()
+        return reduce_start(self, action)
 
     return wrapper
 

@@ -36,7 +36,7 @@ class Ended:
         """The ends of all outputs, for a test's message."""
         return "\n".join(
             f"--- rank {rank}, exit code {code}\n{text[-_TAIL_CHARACTERS:]}"
-            for rank, (code, text) in enumerate(zip(self.exit_codes, self.outputs))
+            for rank, (code, text) in enumerate(zip(self.exit_codes, self.outputs, strict=True))
         )
 
 
@@ -56,7 +56,9 @@ class Results:
     final: dict[str, torch.Tensor]
     """By global name."""
     actions: list[list[tuple[str, float, float]]]
-    """Per rank."""
+    """Per rank: text form of the action, start and end in seconds."""
+    sleeps: list[list[tuple[float, float]]]
+    """Per rank: start and end in seconds."""
 
 
 @functools.cache
@@ -78,15 +80,11 @@ def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: floa
         return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def launch(
-    target: Callable[..., None], case: Case, ranks: int, folder: Path, timeout_s: float = TIMEOUT_S
-) -> Ended:
+def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, timeout_s: float = TIMEOUT_S) -> Ended:
     """Start one process per rank, wait for all and kill what still runs at the timeout."""
     start_s = time.monotonic()
     port = _free_port()
-    processes = [
-        _context().Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)
-    ]
+    processes = [_context().Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:
@@ -114,6 +112,7 @@ def merge(records: list[Any], stages: int, microbatches: int) -> Results:
         initial=_union(record.initial for record in records),
         final=_union(record.final for record in records),
         actions=[record.actions for record in records],
+        sleeps=[record.sleeps for record in records],
     )
 
 

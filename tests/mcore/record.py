@@ -29,6 +29,8 @@ class RankRecord:
     final: dict[str, torch.Tensor] = field(default_factory=dict)
     actions: list[tuple[str, float, float]] = field(default_factory=list)
     """Text form, start and end in seconds of the machine's clock."""
+    sleeps: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end, same clock."""
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -52,7 +54,7 @@ def record_actions(record: RankRecord) -> None:
     """Keep what the executor's recorder saw; ``--pipeline-trace`` switches it on."""
     from megatron_2bw.mcore import session
 
-    def keep(path: Any, schedule: Any, recorder: Any, ranks: Any) -> None:
+    def keep(path: Any, schedule: Any, recorder: Any, *rest: Any) -> None:
         record.actions += [(str(action), start_s, end_s) for action, start_s, end_s in recorder.events()]
 
     session.write_trace = keep

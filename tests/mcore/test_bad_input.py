@@ -15,8 +15,8 @@ TWO_BW = Case(schedule="2bw", stages=2, microbatches=2)
 FLUSH = replace(TWO_BW, schedule="1f1b-flush")
 
 
-def _on_all(case: Case, kind: str, symbol: str) -> tuple[Fault, ...]:
-    return tuple(Fault(kind=kind, rank=rank, text=symbol) for rank in range(case.ranks))
+def _without_symbol(kind: str, symbol: str) -> Case:
+    return replace(TWO_BW, faults=tuple(Fault(kind=kind, rank=rank, text=symbol) for rank in range(TWO_BW.ranks)))
 
 
 REFUSED: dict[str, tuple[Case, list[str]]] = {
@@ -47,17 +47,20 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         replace(TWO_BW, flags=("--use-precision-aware-optimizer",)),
         ["--use-precision-aware-optimizer", "2bw", "1f1b-flush"],
     ),
-    "Megatron-FSDP": (replace(TWO_BW, flags=("--use-megatron-fsdp",)), ["--use-megatron-fsdp", "2bw", "leave the flag"]),
+    "Megatron-FSDP": (
+        replace(TWO_BW, flags=("--use-megatron-fsdp",)),
+        ["--use-megatron-fsdp", "2bw", "leave the flag out"],
+    ),
     "rerun mode": (
         replace(TWO_BW, flags=("--rerun-mode", "report_stats")),
         ["--rerun-mode", "2bw", "disabled"],
     ),
     "symbol that is gone": (
-        replace(TWO_BW, faults=_on_all(TWO_BW, "missing symbol", "megatron.training.training.evaluate")),
+        _without_symbol("missing symbol", "megatron.training.training.evaluate"),
         ["megatron.training.training.evaluate", "missing", "0.19.2"],
     ),
     "symbol that changed": (
-        replace(TWO_BW, faults=_on_all(TWO_BW, "changed symbol", "megatron.training.training.save_checkpoint_and_time")),
+        _without_symbol("changed symbol", "megatron.training.training.save_checkpoint_and_time"),
         ["megatron.training.training.save_checkpoint_and_time", "optimizer", "0.19.2"],
     ),
 }

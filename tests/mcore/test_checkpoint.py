@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,9 +32,9 @@ class Saved:
 
 
 @pytest.fixture(scope="module", params=FORMATS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp(request.param)
-    yield Saved(run(_saving(CASE, folder, request.param)), folder, request.param)
+    return Saved(run(_saving(CASE, folder, request.param)), folder, request.param)
 
 
 def _saving(case: Case, folder: Path, format_: str) -> Case:

@@ -139,4 +139,5 @@ def _write(record: Any, model: Any, path: Path) -> None:
     record.stage = parallel_state.get_pipeline_model_parallel_rank()
     record.replica = parallel_state.get_data_parallel_rank()
     record.final = weights(model)
+    record.sleeps = faults.sleeps
     torch.save(record, path)
