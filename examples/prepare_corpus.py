@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the three results")
     parser.add_argument("--max-bytes", type=int, default=6_000_000, help="bound on the corpus (default %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=2048, help="pieces of the tokenizer (default %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=2560, help="pieces of the tokenizer (default %(default)s)")
     parser.add_argument(
         "--library", type=Path, default=Path(sysconfig.get_path("stdlib")), help="where to look for *.py files"
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
-import traceback
 from pathlib import Path
 
 USAGE = "usage: torchrun --nproc-per-node N -m megatron_2bw SCRIPT [ARGS of SCRIPT ...]"
@@ -31,16 +29,8 @@ def main() -> None:
 
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)
-    try:
-        # `record` lets torchrun name the rank that failed first, not those that lost their peer.
-        record(runpy.run_path)(script, run_name="__main__")
-    except Exception:
-        traceback.print_exc()
-        print(f"megatron_2bw: rank {os.environ.get('RANK', '0')} failed with the error above", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Normal shutdown would wait for threads and groups that wait for this rank.
-        os._exit(1)
+    # `record` lets torchrun name the rank that failed first, not those that lost their peer.
+    record(runpy.run_path)(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # Pretrain a small GPT with PipeDream-2BW on the sources of Python's standard library.
 #
 #   scripts/quickstart.sh                                   about five minutes the first time, two after that
-#   scripts/quickstart.sh --train-iters 50                  any flag of Megatron or megatron_2bw, last one wins
+#   scripts/quickstart.sh --train-iters 50                  any flag of Megatron or megatron_2bw; the last one wins
 #   scripts/quickstart.sh --pipeline-schedule 1f1b-flush    to compare
 #
 # Needs Python >= 3.12; everything else goes into .venv/ and quickstart/. Two processes on the CPU, or one per GPU
@@ -31,7 +31,7 @@ else
 fi
 
 model=(
-    --num-layers 5 --hidden-size 192 --num-attention-heads 6
+    --num-layers 5 --hidden-size 128 --num-attention-heads 4
     --seq-length 128 --max-position-embeddings 128
     # The output layer costs about as much as a transformer layer: 3 layers, then 2 and the output layer.
     --account-for-loss-in-pipeline-split
@@ -45,10 +45,10 @@ parallel=(
     --pipeline-schedule 2bw
 )
 training=(
-    --train-iters 200 --seed 1234
-    --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.2
+    --train-iters 280 --seed 1234
+    --lr 5e-4 --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-fraction 0.2
     --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
-    --log-interval 1 --eval-interval 20 --eval-iters 5
+    --log-interval 1 --eval-interval 40 --eval-iters 5
 )
 data=(
     --data-path "$DATA/corpus_document" --split 95,5,0 --data-cache-path "$DATA/cache"
@@ -66,7 +66,10 @@ esac
 echo "training on $ranks processes, full log in $WORK/train.log"
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m megatron_2bw \
     "$ROOT/examples/pretrain_gpt.py" "${model[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "$@" \
-    2>&1 | "$PYTHON" "$ROOT/scripts/training_log.py" follow "$WORK/train.log"
+    2>&1 | "$PYTHON" "$ROOT/scripts/training_log.py" follow "$WORK/train.log" || {
+    echo "error: training failed; its whole output is in $WORK/train.log" >&2
+    exit 1
+}
 
 echo
 "$PYTHON" "$ROOT/scripts/training_log.py" summary "$WORK/train.log" \

@@ -22,9 +22,15 @@ ITERATION = re.compile(
     r"iteration +(?P<iteration>\d+)/ +(?P<last>\d+) .*elapsed time per iteration \(ms\): (?P<time_ms>[\d.]+)"
     r".*lm loss: (?P<loss>\S+)"
 )
-VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+) \| lm loss value: (?P<loss>\S+)")
+VALIDATION = re.compile(
+    r"validation loss at iteration (?P<iteration>\d+)(?P<at_end> on validation set)? \| lm loss value: (?P<loss>\S+)"
+)
 SHOWN = re.compile(r"^megatron_2bw: |(saving|successfully saved|successfully loaded) .*checkpoint|^ERROR")
-FAILURE = re.compile(r"Traceback \(most recent call last\)|^\S*: error: ")
+TRACEBACK = "Traceback (most recent call last)"
+REFUSAL = re.compile(r"^\S+: error: ")
+"""A message for the user that stands alone; argparse prints all of Megatron's flags around it."""
+LAUNCHER_REPORT = re.compile(r"torch/distributed/elastic/.*failed \(exitcode")
+"""torchrun names the rank that failed, then repeats what it said."""
 LAST_LOSSES = 10
 """The last training loss is the mean of this many, because one batch's loss is noisy."""
 
@@ -51,12 +57,14 @@ def summarize(log: Iterable[str], trace: dict[str, Any] | None = None) -> Summar
     Raises:
         ValueError: the log holds no training iteration.
     """
-    rows, validation = [], []
+    rows: list[tuple[int, float, float]] = []
+    validation: dict[int, float] = {}
     for line in log:
         if match := ITERATION.search(line):
             rows.append((int(match["iteration"]), float(match["time_ms"]), float(match["loss"])))
         elif match := VALIDATION.search(line):
-            validation.append(float(match["loss"]))
+            # Where a run ends with an evaluation, Megatron evaluates once more on other samples.
+            validation.setdefault(int(match["iteration"]), float(match["loss"]))
     if not rows:
         raise ValueError("the log holds no training iteration; did training start, with --log-interval small enough?")
     losses = [loss for _, _, loss in rows]
@@ -64,7 +72,7 @@ def summarize(log: Iterable[str], trace: dict[str, Any] | None = None) -> Summar
         iterations=rows[-1][0],
         first_loss=losses[0],
         last_loss=statistics.fmean(losses[-LAST_LOSSES:]),
-        validation_losses=tuple(validation),
+        validation_losses=tuple(validation.values()),
         iteration_time_s=statistics.median(time_ms for _, time_ms, _ in rows) / 1e3,
         pipeline=trace["otherData"] if trace else None,
     )
@@ -76,9 +84,9 @@ def render(summary: Summary, places: dict[str, Path]) -> str:
         ("iterations", f"{summary.iterations}"),
         ("training loss", f"{summary.first_loss:.3f} -> {summary.last_loss:.3f}"),
     ]
-    if summary.validation_losses:
-        first, last = summary.validation_losses[0], summary.validation_losses[-1]
-        rows.append(("validation loss", f"{first:.3f} -> {last:.3f}"))
+    if losses := summary.validation_losses:
+        first = f"{losses[0]:.3f} -> " if len(losses) > 1 else ""
+        rows.append(("validation loss", f"{first}{losses[-1]:.3f}"))
     rows.append(("iteration time", f"{summary.iteration_time_s * 1e3:.1f} ms (median)"))
     if pipeline := summary.pipeline:
         layout = f"{pipeline['stages']} stages, {pipeline['microbatches']} microbatches per batch"
@@ -91,18 +99,21 @@ def render(summary: Summary, places: dict[str, Path]) -> str:
 
 
 def follow(lines: Iterable[str], log: TextIO, *, every: int) -> None:
-    """Copy all lines to ``log`` and print those that matter; after a failure, all of them."""
-    failed = False
+    """Copy all lines to ``log`` and print those that matter; of a rank that fails, its whole traceback."""
+    failing = told = False
     for line in lines:
         log.write(line)
-        failed = failed or bool(FAILURE.search(line))
-        shown = line.rstrip() if failed or SHOWN.search(line) else _progress(line, every)
+        if told:
+            continue
+        told = bool(REFUSAL.search(line) or LAUNCHER_REPORT.search(line))
+        failing = failing or TRACEBACK in line
+        shown = line.rstrip() if told or failing or SHOWN.search(line) else _progress(line, every)
         if shown is not None:
             print(shown, flush=True)
 
 
 def _progress(line: str, every: int) -> str | None:
-    if match := VALIDATION.search(line):
+    if (match := VALIDATION.search(line)) and not match["at_end"]:
         return f"  validation loss {float(match['loss']):.4f}"
     if match := ITERATION.search(line):
         iteration, last = int(match["iteration"]), int(match["last"])

@@ -6,7 +6,11 @@ optimizers' classes; anything in ``megatron.core`` but what is imported from it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import sys
+from types import TracebackType
 from typing import Any
 
 from megatron_2bw.mcore import cpu_backend
@@ -22,6 +26,7 @@ def install() -> None:
     check(HOOKS)
     for hook in HOOKS:
         apply(hook)
+    sys.excepthook = _end_rank
 
 
 def uninstall() -> None:
@@ -31,7 +36,22 @@ def uninstall() -> None:
     for hook in HOOKS:
         revert(hook)
     cpu_backend.uninstall()
+    sys.excepthook = sys.__excepthook__
     Session.current = None
+
+
+def _end_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception and end at once.
+
+    Normal shutdown would wait for threads and process groups that wait for this rank.
+    """
+    # torch.distributed's own hook calls this one with standard error held back, to print it later.
+    with contextlib.redirect_stderr(sys.__stderr__):
+        sys.__excepthook__(kind, error, trace)
+        print(f"megatron_2bw: rank {os.environ.get('RANK', '0')} failed with the error above", file=sys.stderr)
+        sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _add_arguments(original: Any, parser: Any) -> Any:

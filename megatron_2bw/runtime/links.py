@@ -9,13 +9,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_2bw.runtime.errors import PeerLostError
 from megatron_2bw.schedule.action import Action, ActionType
 
 _TOWARDS_LAST = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
-
-
-class PeerLostError(RuntimeError):
-    """A transfer or reduction failed because another rank is gone; the cause is in that rank's output."""
 
 
 class _Transfer(NamedTuple):

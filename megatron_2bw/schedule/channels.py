@@ -20,8 +20,8 @@ class Place(NamedTuple):
 
     rank: int
     span: Span
-    action: Action
-    """As written in the Program."""
+    action: Action | None
+    """As written in the Program; None for the rank as such."""
 
 
 class RuleBrokenAt(RuleBroken):

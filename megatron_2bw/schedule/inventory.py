@@ -10,6 +10,7 @@ from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import Rule, RuleBroken
 
 _AUTHORED = COMPUTE | {ActionType.UPDATE}
+_COMMUNICATION = frozenset(ActionType) - _AUTHORED
 
 
 class Misplaced(RuleBroken):
@@ -41,11 +42,18 @@ def check_declaration(schedule: Schedule) -> None:
 
 
 def check_compute(schedule: Schedule) -> None:
-    """Refuse missing, repeated or strange F, B and UPDATE, and versions that are not the declared ones.
+    """Refuse missing, repeated or strange F, B and UPDATE, versions that are not the declared ones, and inputs
+    that come from a later call or from long before.
 
     Raises:
         Misplaced: the first one found.
     """
+    _check_homes_and_versions(schedule)
+    _check_counts(schedule, only=_AUTHORED)
+    _check_inputs(schedule)
+
+
+def _check_homes_and_versions(schedule: Schedule) -> None:
     homes: dict[tuple[ActionType, int, int | None], int] = {}
     for rank, action in _each(schedule):
         if not 0 <= action.stage < schedule.stages:
@@ -54,6 +62,8 @@ def check_compute(schedule: Schedule) -> None:
             raise Misplaced(Rule.FOREIGN, f"microbatches are 0 to {schedule.microbatches - 1}", rank, action)
         if action.type not in COMPUTE:
             continue
+        if action.batch < 0:
+            raise Misplaced(Rule.BATCH, f"the first call would run batch {action.batch}", rank, action)
         if homes.setdefault((action.type, action.stage, action.microbatch), rank) != rank:
             raise Misplaced(Rule.DUPLICATE, f"another rank does {_bare(action)} too", rank, action)
         expected = action.batch - schedule.delay[action.stage]
@@ -64,10 +74,26 @@ def check_compute(schedule: Schedule) -> None:
         for microbatch in range(schedule.microbatches):
             forward, backward = (homes.get((type_, stage, microbatch)) for type_ in ("F", "B"))
             if forward is None:
-                raise Misplaced(Rule.MISSING, f"no rank has {stage}F{microbatch}", backward)
+                host = next((rank for rank, action in _each(schedule) if action.stage == stage), backward)
+                raise Misplaced(Rule.MISSING, f"no rank has {stage}F{microbatch}", host)
             if backward != forward:
                 raise Misplaced(Rule.MISSING, f"{stage}B{microbatch} has to be where {stage}F{microbatch} is", forward)
-    _check_counts(schedule, only=_AUTHORED)
+
+
+def _check_inputs(schedule: Schedule) -> None:
+    computes = {
+        (action.type, action.stage, action.microbatch): (rank, action)
+        for rank, action in _each(schedule)
+        if action.type in COMPUTE
+    }
+    for (type_, stage, microbatch), (rank, user) in computes.items():
+        made_by = type_, stage + (-1 if type_ is ActionType.FORWARD else 1), microbatch
+        other, maker = computes.get(made_by, (rank, user))
+        calls = maker.batch - user.batch
+        if calls < 0:
+            raise Misplaced(Rule.NO_INPUT, f"{maker} makes it in a later call", rank, user)
+        if calls > 1 and other != rank:
+            raise Misplaced(Rule.BOUNDARY, f"{maker} makes its input {calls} calls before", rank, user)
 
 
 def check_communication(schedule: Schedule) -> tuple[tuple[Reduction, ...], ...]:
@@ -76,7 +102,7 @@ def check_communication(schedule: Schedule) -> tuple[tuple[Reduction, ...], ...]
     Raises:
         Misplaced: the first one found.
     """
-    return _check_counts(schedule, only=frozenset(ActionType) - _AUTHORED)
+    return _check_counts(schedule, only=_COMMUNICATION)
 
 
 def _check_counts(schedule: Schedule, only: frozenset[ActionType]) -> tuple[tuple[Reduction, ...], ...]:

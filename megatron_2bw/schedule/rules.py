@@ -39,8 +39,6 @@ class Rule(StrEnum):
     """Forwards without backward stay within ``Schedule.in_flight``."""
     UPDATE_EARLY = "update too early"
     """An update follows the last backward of its batch."""
-    UPDATE_ORDER = "update out of order"
-    """Updates come batch by batch."""
     START_EARLY = "reduction started too early"
     """Reductions start after the last backward of their batch."""
     START_LATE = "reduction started too late"
@@ -133,8 +131,8 @@ class RankRules:
             RuleBroken: something is left over.
         """
         for what, left in (
-            ("no backward", {f"F{microbatch} of stage {stage}" for stage, microbatch, _ in self._open}),
-            ("no use of", {f"the input of {stage}{type_}{microbatch}" for type_, stage, microbatch, _ in self._inputs}),
+            ("no backward for", {f"{stage}F{microbatch}" for stage, microbatch, _ in self._open}),
+            ("no use of the input of", {f"{stage}{type_}{microbatch}" for type_, stage, microbatch, _ in self._inputs}),
             ("no", {str(send) for send in self._to_send}),
         ):
             if left:
@@ -167,7 +165,7 @@ class RankRules:
         if stage < self._schedule.stages - 1:
             self._take(action)
         before = batch - 1
-        if self._chain and before >= self._first and before not in self._started:
+        if before >= self._first and before not in self._started and self._newest[stage] < batch:
             raise RuleBroken(
                 Rule.START_LATE, f"gradients of batch {before} must be captured before batch {batch} adds to them"
             )
@@ -249,6 +247,5 @@ class RankRules:
         missing = [kind for kind in self._chain if kind not in self._waited.get(batch, ())]
         if missing:
             raise RuleBroken(Rule.WAIT_LATE, f"waits for {', '.join(missing)} of batch {batch} have to come before it")
-        if batch != self._newest[stage]:
-            raise RuleBroken(Rule.UPDATE_ORDER, f"it is for batch {batch}, the next one is for {self._newest[stage]}")
+        # Updates come batch by batch: a batch cannot get here before the update of the one before it.
         self._newest[stage] = batch + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import Action, ActionType
@@ -11,7 +10,7 @@ from megatron_2bw.schedule.calls import lowered
 from megatron_2bw.schedule.engine import Durations, Seconds, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.timeline import Event, Timeline, work_s
+from megatron_2bw.schedule.timeline import Event, Timeline, ratio, work_s
 
 __all__ = ["Durations", "SteadyState", "simulate", "steady_state"]
 
@@ -82,11 +81,7 @@ def steady_state(schedule: Schedule, durations: Durations) -> SteadyState:
         for event in events
         if event.action.type is ActionType.BACKWARD and event.action.stage == 0
     }
-    period_s = _ratio(ends_s[settle + window] - ends_s[settle], window)
-    work_per_batch_s = _ratio(work_s(timeline), len(ends_s))
+    period_s = ratio(ends_s[settle + window] - ends_s[settle], window)
+    work_per_batch_s = ratio(work_s(timeline), len(ends_s))
     total_s = len(timeline.events) * period_s
     return SteadyState(period_s, (total_s - work_per_batch_s) / total_s if total_s else 0)
-
-
-def _ratio(value: Seconds, count: int) -> Seconds:
-    return Fraction(value, count) if isinstance(value, int) else value / count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ class Timeline:
     """Events of all ranks, on one clock.
 
     >>> F, B = Action.parse("0F0v-1"), Action.parse("0B0v-1")
-    >>> Timeline(events=([Event(F, 0, 1), Event(B, 1, 3)], [Event(F._replace(stage=1), 1, 2)])).bubble_ratio
-    0.3333333333333333
+    >>> Timeline(events=((Event(F, 0, 1), Event(B, 1, 3)), (Event(F._replace(stage=1), 1, 2),))).bubble_ratio
+    Fraction(1, 3)
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -57,7 +58,7 @@ class Timeline:
         An update is work, not bubble; waiting for a transfer or a reduction is bubble.
         """
         total_s = len(self.events) * self.makespan_s
-        return (total_s - work_s(self)) / total_s if total_s else 0
+        return ratio(total_s - work_s(self), total_s) if total_s else 0
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -77,6 +78,11 @@ class Timeline:
 def work_s(timeline: Timeline) -> Seconds:
     """Time spent in F, B and UPDATE, summed over ranks."""
     return sum(e.end_s - e.start_s for events in timeline.events for e in events if e.action.type in _WORK)
+
+
+def ratio(part: Seconds, whole: Seconds) -> Fraction | float:
+    """``part / whole``, exact if both are."""
+    return Fraction(part, whole) if isinstance(part, int) and isinstance(whole, int) else part / whole
 
 
 def _peak_in_flight(events: tuple[Event, ...]) -> int:

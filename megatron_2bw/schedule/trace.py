@@ -18,6 +18,7 @@ def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
     and an arrow for every tensor that passes from stage to stage. Times count from the
     Timeline's first event, in microseconds.
 
+    >>> from megatron_2bw.schedule.timeline import Event
     >>> event = Event(Action.parse("0F0v0"), 2, 5)
     >>> chrome_trace(Timeline(events=((event,),), name="one"))["traceEvents"][-1]["dur"]
     3000000.0

@@ -51,7 +51,7 @@ ensure_venv() {
     if [ -e "$stamp" ]; then
         return 0
     fi
-    if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
+    if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
         python="$(find_python)" || return 1
         echo "making .venv with $("$python" --version)"
         "$python" -m venv --clear "$VENV"

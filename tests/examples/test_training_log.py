@@ -17,6 +17,7 @@ ITERATION = (
 )
 VALIDATION = " validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: 2.4E+02 | \n"
 AT_END = " validation loss at iteration 30 on validation set | lm loss value: 1.0E+00 | lm loss PPL: 2.7E+00 | \n"
+REPORT = "E1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: {exitcode}) local_rank: {rank}"
 TRACE = {
     "traceEvents": [],
     "otherData": {
@@ -55,6 +56,11 @@ def test_summary_reads_losses_times_and_bubble(training_log):
     assert summary.validation_losses == pytest.approx((4.6, 3.1))
     assert summary.iteration_time_s == pytest.approx(24.5e-3)
     assert summary.pipeline == TRACE["otherData"]
+
+
+def test_summary_of_a_short_run_takes_the_evaluation_at_its_end(training_log):
+    log = [*lines()[:5], AT_END]
+    assert training_log.summarize(log).validation_losses == (1.0,)
 
 
 def test_summary_of_a_run_without_trace_and_validation(training_log):
@@ -106,10 +112,33 @@ def test_follow_shows_progress_and_hides_noise(training_log, capsys):
     assert log.getvalue().splitlines()[1:] == [line.rstrip("\n") for line in lines()]
 
 
-@pytest.mark.parametrize(
-    "first", ["[rank1]: Traceback (most recent call last):\n", "pretrain_gpt.py: error: unrecognized arguments: --x\n"]
-)
-def test_follow_shows_everything_after_a_failure(training_log, capsys, first):
-    after = ["[rank1]:   File 'a.py', line 1\n", "[rank1]: ValueError: too few layers\n"]
-    training_log.follow(["noise\n", first, *after], io.StringIO(), every=10)
-    assert capsys.readouterr().out == "".join([first, *after])
+def shown(training_log, capsys, lines: list[str]) -> list[str]:
+    log = io.StringIO()
+    training_log.follow([line + "\n" for line in lines], log, every=10)
+    assert log.getvalue().splitlines() == lines
+    return capsys.readouterr().out.splitlines()
+
+
+def test_follow_shows_a_failure_once(training_log, capsys):
+    first = ["[rank1]: Traceback (most recent call last):", "[rank1]:   File 'a.py'", "[rank1]: ValueError: too few"]
+    report = (
+        "E1120 14:16:35 1 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 1"
+    )
+    repeated = ["Traceback (most recent call last):", "ChildFailedError:", "ValueError: too few"]
+    assert shown(training_log, capsys, ["noise", *first, report, *repeated]) == [*first, report]
+
+
+def test_follow_shows_a_killed_rank(training_log, capsys):
+    report = (
+        "E1120 14:16:35 1 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 0"
+    )
+    assert shown(training_log, capsys, ["noise", report, "Traceback (most recent call last):"]) == [report]
+
+
+@pytest.mark.parametrize("message", ["megatron_2bw: error: 1 microbatch", "pretrain_gpt.py: error: no such flag: --x"])
+def test_follow_shows_a_refusal_alone(training_log, capsys, message):
+    around = ["usage: pretrain_gpt.py [-h]", "                       [--sequence-parallel]"]
+    report = (
+        "E1120 14:16:35 1 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0"
+    )
+    assert shown(training_log, capsys, [*around, message, *around, report, "Traceback (most recent"]) == [message]

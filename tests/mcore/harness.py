@@ -9,8 +9,10 @@ import socket
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,8 @@ def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, ti
     for process in processes:
         process.kill()
         process.join()
-    outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
+    outputs = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
     return Ended(exit_codes=codes, outputs=outputs, seconds=time.monotonic() - start_s)
 
 
@@ -140,14 +143,23 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Of every rank: one thread, nothing compiled, no GPU."""
+
+
+def import_path() -> str:
+    """A PYTHONPATH on which this package can be found."""
+    root = Path(__file__).parents[len(__package__.split("."))]
+    return os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @functools.cache
 def _context() -> Any:
     """Ranks are forked from a process that has imported torch and Megatron, which takes seconds."""
-    root = Path(__file__).parents[len(__package__.split("."))]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.preload"])
+    with unittest.mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": import_path()}):
+        forkserver.ensure_running()
     return context
 
 
@@ -155,4 +167,9 @@ def _child(target: Callable[..., None], case: Case, rank: int, port: int, folder
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
-    target(case, rank, port, folder)
+    try:
+        target(case, rank, port, folder)
+    except Exception:
+        # A forked process would print it by itself; a rank ends as Python ends a program.
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)

@@ -9,7 +9,7 @@ import pytest
 
 from .case import Case, Fault
 from .harness import Ended, launch
-from .worker import through_launcher
+from .worker import main, through_launcher
 
 TWO_BW = Case(schedule="2bw", stages=2, microbatches=2)
 FLUSH = replace(TWO_BW, schedule="1f1b-flush")
@@ -72,6 +72,15 @@ def test_refused_before_training(case: Case, fragments: list[str], tmp_path: Pat
     assert ended.exit_codes == [2] * case.ranks, ended.tails()
     message = _message(ended)
     assert [fragment for fragment in fragments if fragment not in message] == [], message
+
+
+def test_a_default_in_the_way_is_changed_with_a_notice(tmp_path: Path) -> None:
+    ended = launch(main, replace(TWO_BW, batches=2), TWO_BW.ranks, tmp_path)
+    assert ended.exit_codes == [0] * TWO_BW.ranks, ended.tails()
+    (notice,) = [line for line in ended.outputs[0].splitlines() if "--rerun-mode" in line]
+    assert notice.startswith("megatron_2bw: ")
+    assert "disabled" in notice
+    assert "--rerun-mode" not in ended.outputs[1]
 
 
 def _message(ended: Ended) -> str:

@@ -70,9 +70,10 @@ def test_an_exit_at_an_interval_finishes_the_last_update(tmp_path: Path) -> None
     assert differing(found, oracle(replace(CASE, batches=9), delay=1), norms=False) == []
 
 
-def test_an_exit_by_signal_finishes_the_last_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saving", [True, False])
+def test_an_exit_by_signal_finishes_the_last_update(saving: bool, tmp_path: Path) -> None:
     """Nobody knew that this call would be the last: forwards of the next batch are dropped."""
-    stopped = _saving(CASE, tmp_path, "torch")
+    stopped = _saving(CASE, tmp_path, "torch") if saving else CASE
     signal = Fault(kind="signal before forward", rank=0, call=7)
     found = run(replace(stopped, flags=(*stopped.flags, "--exit-signal-handler"), faults=(signal,)))
     finished = found.losses.shape[1]

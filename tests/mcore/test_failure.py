@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from .case import Case, Fault
-from .harness import launch
+from .harness import ENVIRONMENT, import_path, launch
 from .worker import through_launcher, write_case
 
 MESSAGE = "the coolant of this test has leaked"
@@ -38,13 +37,10 @@ def test_torchrun_ends_with_the_message(tmp_path: Path) -> None:
     script = Path(__file__).with_name("script.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "megatron_2bw", script, __package__, write_case(case, tmp_path), tmp_path]
-    root = Path(__file__).parents[len(__package__.split("."))]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    start_s = time.monotonic()
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": import_path()}
     ended = subprocess.run(
-        [str(word) for word in command], env=environment, capture_output=True, text=True, timeout=60.0
+        [str(word) for word in command], env=environment, capture_output=True, text=True, timeout=120.0
     )
     assert ended.returncode != 0
     assert MESSAGE in ended.stderr
     assert "rank 1 failed" in ended.stderr
-    assert time.monotonic() - start_s < 60.0

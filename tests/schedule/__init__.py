@@ -1,0 +1,1 @@
+"""Schedules as data: pure Python, tested without torch."""

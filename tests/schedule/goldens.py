@@ -1,0 +1,39 @@
+"""Text pictures kept in ``tests/golden``; ``python -m tests.schedule.goldens`` writes them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_2bw.schedule.action import Reduction
+from megatron_2bw.schedule.calls import Phase
+from megatron_2bw.schedule.draw import grid
+from megatron_2bw.schedule.listing import listing
+from megatron_2bw.schedule.lowering import lower
+from megatron_2bw.schedule.registry import SCHEDULES, build
+
+FOLDER = Path(__file__).parents[1] / "golden"
+SIZES = ((2, 2), (4, 3), (4, 4), (4, 8))
+
+
+def goldens() -> dict[str, str]:
+    """Contents by file name."""
+    files = {}
+    for name in SCHEDULES:
+        for stages, microbatches in SIZES:
+            schedule = build(name, stages=stages, microbatches=microbatches)
+            files[f"grid-{name}-d{stages}-m{microbatches}.txt"] = grid(schedule, batches=3)
+        schedule = lower(build(name, stages=3, microbatches=3), tuple(Reduction))
+        files[f"programs-{name}-d3-m3.txt"] = "\n\n".join(listing(schedule, phase) for phase in Phase)
+    return {file: f"{text}\n" for file, text in files.items()}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.txt"):
+        old.unlink()
+    for file, text in goldens().items():
+        (FOLDER / file).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Who imports whom: schedules need no torch, the runtime no Megatron."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron_2bw"
+
+
+def modules_of(folder: str) -> list[str]:
+    return sorted(f"megatron_2bw.{folder}.{file.stem}" for file in (PACKAGE / folder).glob("[!_]*.py"))
+
+
+def loaded_by(modules: list[str], unwanted: tuple[str, ...]) -> list[str]:
+    """Which of the ``unwanted`` packages a fresh interpreter has loaded after importing ``modules``."""
+    code = f"import sys, {', '.join(modules)}; print(*sorted({set(unwanted)!r} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    return result.stdout.split()
+
+
+LAYERS = {
+    "schedule": (modules_of("schedule"), ("torch", "numpy", "megatron")),
+    "cli": (["megatron_2bw.cli"], ("torch", "numpy", "megatron")),
+    "package": (["megatron_2bw"], ("torch", "numpy", "megatron")),
+    "runtime": (modules_of("runtime"), ("megatron",)),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_does_not_load_what_is_above_it(layer: str):
+    modules, unwanted = LAYERS[layer]
+    assert modules
+    assert loaded_by(modules, unwanted) == []
+
+
+def test_the_check_sees_what_is_loaded():
+    assert loaded_by(["json", "xml"], ("json", "xml", "torch")) == ["json", "xml"]

@@ -1,0 +1,252 @@
+"""The validator accepts what works, refuses the rest, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_2bw.schedule.action import Reduction
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.listing import MARK
+from megatron_2bw.schedule.lowering import lower
+from megatron_2bw.schedule.program import Program, Schedule
+from megatron_2bw.schedule.registry import SCHEDULES, build
+from megatron_2bw.schedule.rules import RankRules, Rule, RuleBroken
+from megatron_2bw.schedule.validate import validate
+
+from . import others
+from .mutations import CHAINS, with_actions
+
+
+def is_valid(schedule: Schedule) -> bool:
+    try:
+        validate(schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_stages_up_to_8_and_microbatches_up_to_16(name: str):
+    """2BW needs m >= d-1, which no line of the code says."""
+    for stages in range(1, 9):
+        least = stages - 1 if name == "2bw" else 1
+        for microbatches in range(1, 17):
+            schedule = lower(build(name, stages=stages, microbatches=microbatches), tuple(Reduction))
+            assert is_valid(schedule) == (microbatches >= least), f"{name}, d={stages}, m={microbatches}"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("chain", [(Reduction.NORM,), *CHAINS], ids=lambda chain: "+".join(chain))
+def test_any_part_of_the_chain_of_reductions(name: str, chain: tuple[Reduction, ...]):
+    for stages, microbatches in ((1, 1), (1, 3), (2, 1), (2, 2), (4, 3), (4, 8)):
+        validate(lower(build(name, stages=stages, microbatches=microbatches), chain))
+
+
+def test_without_reductions_only_a_flush_leaves_gradients_alone():
+    validate(lower(build("1f1b-flush", stages=3, microbatches=3), ()))
+    assert not is_valid(lower(build("2bw", stages=3, microbatches=3), ()))
+
+
+def test_bounds_are_tight():
+    for name in SCHEDULES:
+        schedule = build(name, stages=4, microbatches=6)
+        for rank in range(4):
+            for field in ("in_flight", "weight_versions"):
+                bounds = getattr(schedule, field)
+                less = tuple(bound - (index == rank) for index, bound in enumerate(bounds))
+                assert not is_valid(replace(schedule, **{field: less})), f"{name}, {field} = {less}"
+
+
+@pytest.mark.parametrize("delay", [2, 9])
+def test_room_for_more_versions(delay: int):
+    validate(others.delayed(3, 4, delay=delay, weight_versions=delay + 1))
+    with pytest.raises(ScheduleError, match=Rule.OVERWRITTEN):
+        validate(others.delayed(3, 4, delay=delay, weight_versions=delay))
+
+
+def test_room_for_two_stages_on_a_rank():
+    validate(others.two_stages_per_rank(4, 3))
+    with pytest.raises(ScheduleError, match=Rule.IN_FLIGHT):
+        validate(others.two_stages_per_rank(4, 3, in_flight=5))
+
+
+def test_one_tensor_per_boundary_at_the_end_of_a_call():
+    with pytest.raises(ScheduleError, match=Rule.BOUNDARY) as caught:
+        validate(others.further_ahead(2, 3))
+    assert "rank 1, steady of call 0, 1RECV_F1@1: another one is still between stages 0 and 1" in caught.value.message
+
+
+def test_a_drain_can_stop_forwards_that_are_one_batch_ahead_but_not_two():
+    with pytest.raises(ScheduleError, match=Rule.LEFT_OVER) as caught:
+        validate(others.two_batches_ahead())
+    assert "no backward for 0F0" in caught.value.message
+    assert f"rank 0{MARK}" in caught.value.grid
+
+
+def test_the_end_of_a_run_leaves_nothing():
+    """What no derived drain forgets, checked on actions given by hand."""
+    schedule = lower(build("1f1b-flush", stages=2, microbatches=1), ())
+    cases = {"0F0v0 0SEND_F0 0RECV_B0": "no backward for 0F0", "0F0v0 0SEND_F0 0RECV_B0 0B0v0": "stage 0 has no update"}
+    for text, detail in cases.items():
+        rules = RankRules(schedule, 0, ())
+        for action in Program.parse(text).steady:
+            rules.step(action)
+        with pytest.raises(RuleBroken, match=f"{Rule.LEFT_OVER}: {detail}"):
+            rules.end(1)
+    rules = RankRules(schedule, 1, ())
+    for action in Program.parse("1RECV_F0 1F0v0 1B0v0 1UPDATE").steady:
+        rules.step(action)
+    with pytest.raises(RuleBroken, match=f"{Rule.LEFT_OVER}: no 1SEND_B0"):
+        rules.end(1)
+
+
+def test_where_an_update_may_be():
+    validate(others.two_bw_update_at_batch_end(4, 4))
+    validate(others.two_bw_update_before_next_backward(4, 4))
+
+
+def edited(name: str, edits: dict[str, list[str] | str]) -> Schedule:
+    """A lowered schedule of 2 stages and 2 microbatches with actions replaced, moved or removed.
+
+    ``{"A": []}`` drops A, ``{"A": ["A", "A"]}`` repeats it, and ``{"A": "before B"}`` or ``"after B"`` moves it.
+    """
+    schedule = lower(build(name, stages=2, microbatches=2), tuple(Reduction))
+    for word, edit in edits.items():
+        rank = int(word[0])
+        words = str(schedule.programs[rank]).split()
+        index = words.index(word)
+        if isinstance(edit, str):
+            where, other = edit.split()
+            words.remove(word)
+            words.insert(words.index(other) + (where == "after"), word)
+        else:
+            words[index : index + 1] = edit
+        schedule = with_actions(schedule, rank, Program.parse(" ".join(words)).steady)
+    return schedule
+
+
+NAMED: dict[str, tuple[str, dict[str, list[str] | str], Rule, str]] = {
+    "forward dropped": ("2bw", {"1F0v-1": []}, Rule.MISSING, "no rank has 1F0"),
+    "backward dropped": ("gpipe", {"1B1v0": []}, Rule.MISSING, "1B1 has to be where 1F1 is"),
+    "update dropped": ("gpipe", {"1UPDATE": []}, Rule.MISSING, "rank 1 lacks 1UPDATE"),
+    "send dropped": ("gpipe", {"1SEND_B0": []}, Rule.MISSING, "rank 1 lacks 1SEND_B0"),
+    "receive dropped": ("2bw", {"1RECV_F1": []}, Rule.MISSING, "rank 1 lacks 1RECV_F1"),
+    "wait dropped": ("2bw", {"1REDUCE_WAIT:norm@-1": []}, Rule.MISSING, "lacks 1REDUCE_WAIT:norm"),
+    "reduction dropped": (
+        "2bw",
+        {"1REDUCE_WAIT:norm@-1": [], "1REDUCE_START:norm": []},
+        Rule.MISSING,
+        "REDUCE_START:norm, 1REDUCE_WAIT:norm",
+    ),
+    "forward twice": ("2bw", {"1F0v-1": ["1F0v-1", "1F0v-1"]}, Rule.DUPLICATE, "rank 1, 1F0v-1: rank 1 has 1F0 twice"),
+    "update twice": ("2bw", {"1UPDATE@-1": ["1UPDATE@-1", "1UPDATE"]}, Rule.DUPLICATE, "1UPDATE twice"),
+    "forward on two ranks": ("gpipe", {"1F0v0": ["0F0v0", "1F0v0"]}, Rule.DUPLICATE, "another rank does 0F0 too"),
+    "receive from nowhere": ("gpipe", {"1F0v0": ["1RECV_B0", "1F0v0"]}, Rule.FOREIGN, "has no use for 1RECV_B0"),
+    "stage 2 of 2": ("gpipe", {"1F0v0": ["2F0v0"]}, Rule.FOREIGN, "stages are 0 to 1"),
+    "microbatch 2 of 2": ("gpipe", {"1F0v0": ["1F2v0"]}, Rule.FOREIGN, "microbatches are 0 to 1"),
+    "newer weights": ("2bw", {"1F0v-1": ["1F0v0"]}, Rule.VERSION, "version is v0, the declared delay asks for v-1"),
+    "two versions": ("2bw", {"1B1v-1": ["1B1v0"]}, Rule.VERSION, "rank 1, 1B1v0: version is v0"),
+    "no version": ("2bw", {"1B1v-1": ["1B1"]}, Rule.VERSION, "version is none"),
+    "last batch's backward": ("gpipe", {"1B0v0": ["1B0@-1v-1"]}, Rule.BATCH, "first call would run batch -1"),
+    "last batch's transfer": ("gpipe", {"1SEND_B0": ["1SEND_B0@-1"]}, Rule.BATCH, "1SEND_B0@-1: batch -1 comes before"),
+    "forward a batch ahead": (
+        "gpipe",
+        {"1F0v0": ["1F0@1v1"]},
+        Rule.NO_INPUT,
+        "1F0@1v1: 0F0v0 makes it in a later call",
+    ),
+    "forward two batches behind": (
+        "gpipe",
+        {"0F0v0": ["0F0@2v2"]},
+        Rule.BOUNDARY,
+        "1F0v0: 0F0@2v2 makes its input 2 calls before",
+    ),
+    "backward first": ("2bw", {"1B0v-1": "before 1F0v-1"}, Rule.NO_FORWARD, "microbatch 0 of batch 0 has no forward"),
+    "receive after its use": ("2bw", {"1RECV_F1": "after 1F1v-1"}, Rule.NO_INPUT, "1RECV_F1 of batch 0 is not posted"),
+    "send before its backward": ("2bw", {"1SEND_B1": "before 1B1v-1"}, Rule.NOTHING_TO_SEND, "is not there"),
+    "sent after its own backward": (
+        "gpipe",
+        {"0SEND_F0": "after 0B0v0"},
+        Rule.NOTHING_TO_SEND,
+        "rank 0, steady of call 0, 0B0v0: 0SEND_F0 comes after this backward, which frees its tensor",
+    ),
+    "update a batch early": ("2bw", {"1UPDATE@-1": ["1UPDATE"]}, Rule.WAIT_LATE, "of batch 0 have to come before it"),
+    "update before the last backward": ("gpipe", {"1UPDATE": "before 1B1v0"}, Rule.UPDATE_EARLY, "on stage 1: 1"),
+    "update after first use": ("2bw", {"1UPDATE@-1": "after 1REDUCE_START:grads"}, Rule.CAPTURE, "batch 0"),
+    "update two batches late": ("gpipe", {"1UPDATE": ["1UPDATE@-1"]}, Rule.NOT_CREATED, "it needs W(1), the newest is"),
+    "started before the last backward": ("2bw", {"1REDUCE_START:grads": "before 1B1v-1"}, Rule.START_EARLY, ": 1"),
+    "started in another order": (
+        "2bw",
+        {"1REDUCE_START:norm": "after 1REDUCE_START:found_inf"},
+        Rule.CHAIN,
+        "norm of batch 0 has to start first; the chain is grads, embedding, norm, found_inf",
+    ),
+    "waited too early": (
+        "gpipe",
+        {"1REDUCE_WAIT:norm": "before 1REDUCE_START:norm"},
+        Rule.WAIT_EARLY,
+        "norm of batch 0 has not been started",
+    ),
+    "waited too late": ("gpipe", {"1REDUCE_WAIT:grads": "after 1UPDATE"}, Rule.WAIT_LATE, "waits for grads of batch 0"),
+    "receives in another order": (
+        "gpipe",
+        {"1RECV_F1": "before 1RECV_F0"},
+        Rule.TRANSFER_ORDER,
+        "rank 0 sends 0SEND_F0 in call 0 where rank 1 expects 1RECV_F1 in call 0",
+    ),
+    "sent after the peer needs it": (
+        "gpipe",
+        {"0SEND_F1": "after 0B0v0"},
+        Rule.DEADLOCK,
+        "with buffered sends: all wait for each other: "
+        "rank 0 in steady of call 0 at 0B0v0, rank 1 in steady of call 0 at 1F1v0",
+    ),
+    "two receives posted before a send": (
+        "gpipe",
+        {"0RECV_B1": "after 0RECV_B0"},
+        Rule.DEADLOCK,
+        "with one in-order hardware queue: all wait for each other: "
+        "rank 0 in steady of call 0 at 0RECV_B1, rank 1 in steady of call 0 at 1F1v0",
+    ),
+    "captured after the next backward": (
+        "2bw",
+        {f"0REDUCE_START:{kind}": [f"0REDUCE_START:{kind}@-1"] for kind in Reduction},
+        Rule.START_LATE,
+        "rank 0, steady of call 1, 0B0v-1: gradients of batch 0 must be captured",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_named(case: str):
+    name, edits, rule, detail = NAMED[case]
+    with pytest.raises(ScheduleError) as caught:
+        validate(edited(name, edits))
+    message, grid = caught.value.message, caught.value.grid
+    assert f"{name} (d=2, m=2): {rule}: " in message
+    assert detail in message
+    assert "\n" not in message
+    assert MARK in grid
+
+
+def test_the_marked_action_is_the_one_named():
+    with pytest.raises(ScheduleError) as caught:
+        validate(edited("gpipe", {"1UPDATE": "before 1B1v0"}))
+    assert "rank 1, steady of call 0, 1UPDATE:" in caught.value.message
+    (marked,) = (line for line in caught.value.grid.splitlines() if MARK in line)
+    assert f"1UPDATE{MARK}" in marked
+
+
+def test_declared_bounds_must_fit_the_programs():
+    schedule = build("2bw", stages=2, microbatches=2)
+    for change, detail in (
+        ({"delay": (1,)}, "delay = (1,); it takes 2 numbers, one per stage, from 0 up"),
+        ({"delay": (1, -1)}, "delay = (1, -1); it takes 2 numbers, one per stage, from 0 up"),
+        ({"weight_versions": (2, 0)}, "weight_versions = (2, 0); it takes 2 numbers, one per rank, from 1 up"),
+        ({"in_flight": (2, 1, 1)}, "in_flight = (2, 1, 1); it takes 2 numbers, one per rank, from 1 up"),
+    ):
+        with pytest.raises(ScheduleError) as caught:
+            validate(replace(schedule, **change))
+        assert f"{Rule.DECLARATION}: {detail}" in caught.value.message
