@@ -87,7 +87,7 @@ def _show(args: argparse.Namespace) -> int:
     for schedule, timeline, bubble in zip(schedules, timelines, bubbles, strict=True):
         print("\n".join(_shown(schedule, timeline, bubble, args)), end="\n\n")
     if args.svg:
-        title = f"{args.batches} batches of {args.microbatches} microbatches on {args.stages} stages"
+        title = f"{_batches(args)} of {_microbatches(args)} on {_stages(args)}"
         notes = [_endless(timeline, bubble) for timeline, bubble in zip(timelines, bubbles, strict=True)]
         args.svg.write_text(svg(*timelines, title=title, notes=notes), encoding="utf-8")
     if args.trace:
@@ -98,7 +98,7 @@ def _show(args: argparse.Namespace) -> int:
 def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args: argparse.Namespace) -> Iterable[str]:
     unit_s = min(args.forward_time, args.backward_time)
     forward, backward = (min(round(t / unit_s), _MOST_SLOTS) for t in (args.forward_time, args.backward_time))
-    yield f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, {args.batches} batches"
+    yield f"{schedule.name}: {_stages(args)}, {_microbatches(args)}, {_batches(args)}"
     yield grid(schedule, batches=args.batches, forward_slots=forward, backward_slots=backward)
     if Fraction(forward, backward) != args.forward_time / args.backward_time:
         yield f"(drawn with a backward of {backward} and a forward of {forward} slots; the numbers are exact)"
@@ -147,7 +147,7 @@ def _list(args: argparse.Namespace) -> int:
         print(f"  {inspect.getdoc(builder).splitlines()[0].replace('``', '')}")
         schedule = builder(args.stages, args.microbatches)
         if _refusal(schedule):
-            print(f"  does not work for {args.stages} stages and {args.microbatches} microbatches\n")
+            print(f"  does not work for {_stages(args)} and {_microbatches(args)}\n")
             continue
         timeline = simulate(schedule, durations, 2 * args.stages)
         print(f"  bubble {_percent(steady_state(schedule, durations).bubble_ratio)}")
@@ -157,7 +157,7 @@ def _list(args: argparse.Namespace) -> int:
             ("delay per stage", schedule.delay),
         )
         print("\n".join(f"  {row}" for row in rows), end="\n\n")
-    print(f"Simulated with {args.stages} stages and {args.microbatches} microbatches in an endless run, backward twice")
+    print(f"Simulated with {_stages(args)} and {_microbatches(args)} in an endless run, backward twice")
     print("as long as forward, transfers and updates free. Delay: batch t computes with W(max(t - delay, 0)).")
     return 0
 
@@ -209,6 +209,18 @@ def _table(*rows: tuple[str, Iterable[object]]) -> list[str]:
         f"{head:<{width}}  {' '.join(f'{cell:>{column}}' for cell in row)}"
         for head, row in zip(heads, cells, strict=True)
     ]
+
+
+def _stages(args: argparse.Namespace) -> str:
+    return f"{args.stages} stage{'s' * (args.stages > 1)}"
+
+
+def _microbatches(args: argparse.Namespace) -> str:
+    return f"{args.microbatches} microbatch{'es' * (args.microbatches > 1)}"
+
+
+def _batches(args: argparse.Namespace) -> str:
+    return f"{args.batches} batch{'es' * (args.batches > 1)}"
 
 
 def _names() -> list[str]:

@@ -7,10 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_2bw.mcore import cpu_backend
-from megatron_2bw.mcore.support import MAPPED, REFUSED
+from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
 from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.lowering import lower
@@ -44,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def parsed(megatron_parsing: Callable[[], Any]) -> Any:
+    """Parse; exit with code 2 where our arguments would be lost without a word."""
+    args = megatron_parsing()
+    given = [word for word in sys.argv[1:] if word.startswith("--pipeline-schedule")]
+    if getattr(args, "pipeline_schedule", None) is None and given:
+        _exit(ArgumentError(f"{given[0]} does not work with --yaml-cfg, which replaces all other flags; use flags"))
+    return args
+
+
 def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
     """Check and adapt ``args`` around Megatron's own validation; exit with code 2 on a refusal."""
     try:
@@ -57,6 +67,8 @@ def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
         _print_once(notices)
         result = megatron_validation()
         if schedule != MEGATRON:
+            _refuse(args, canonical_name(schedule))  # Again: Megatron derives some values from others.
+            _check_trace(args)
             check_layout(
                 canonical_name(schedule),
                 stages=args.pipeline_model_parallel_size,
@@ -106,12 +118,27 @@ def _refuse(args: Any, schedule: str) -> None:
 
 
 def _map(args: Any, schedule: str) -> list[str]:
-    notices = []
+    notices = [
+        f"{row.flag} costs speed under --pipeline-schedule {schedule}: {row.reason}"
+        for row in SLOWED
+        if schedule in row.schedules and row.is_set(args)
+    ]
     for row in MAPPED:
         if schedule in row.schedules and row.is_set(args):
             row.change(args)
             notices.append(f"{row.flag} is {row.becomes} under --pipeline-schedule {schedule}: {row.reason}")
     return notices
+
+
+def _check_trace(args: Any) -> None:
+    if args.pipeline_trace is None:
+        return
+    try:
+        file = Path(args.pipeline_trace)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError as error:
+        raise ArgumentError(f"--pipeline-trace {args.pipeline_trace} cannot be written: {error.strerror}") from error
 
 
 def _refuse_trace(args: Any) -> None:

@@ -6,15 +6,11 @@ optimizers' classes; anything in ``megatron.core`` but what is imported from it 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import sys
-from types import TracebackType
 from typing import Any
 
 from megatron_2bw.mcore import cpu_backend
-from megatron_2bw.mcore.symbols import Hook, apply, check, revert
+from megatron_2bw.mcore.symbols import Hook, Used, apply, check, revert
 
 
 def install() -> None:
@@ -23,10 +19,9 @@ def install() -> None:
         cpu_backend.install()
     else:
         cpu_backend.install_dataset_helpers()
-    check(HOOKS)
+    check(HOOKS + USED)
     for hook in HOOKS:
         apply(hook)
-    sys.excepthook = _end_rank
 
 
 def uninstall() -> None:
@@ -36,28 +31,19 @@ def uninstall() -> None:
     for hook in HOOKS:
         revert(hook)
     cpu_backend.uninstall()
-    sys.excepthook = sys.__excepthook__
-    Session.current = None
-
-
-def _end_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception and end at once.
-
-    Normal shutdown would wait for threads and process groups that wait for this rank.
-    """
-    # torch.distributed's own hook calls this one with standard error held back, to print it later.
-    with contextlib.redirect_stderr(sys.__stderr__):
-        sys.__excepthook__(kind, error, trace)
-        print(f"megatron_2bw: rank {os.environ.get('RANK', '0')} failed with the error above", file=sys.stderr)
-        sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(1)
+    Session.end_current()
 
 
 def _add_arguments(original: Any, parser: Any) -> Any:
     from megatron_2bw.mcore.arguments import add_arguments
 
     return add_arguments(original(parser))
+
+
+def _parse_arguments(original: Any, *args: Any, **keywords: Any) -> Any:
+    from megatron_2bw.mcore.arguments import parsed
+
+    return parsed(functools.partial(original, *args, **keywords))
 
 
 def _validate_arguments(original: Any, args: Any, *rest: Any, **keywords: Any) -> Any:
@@ -120,6 +106,7 @@ def _session() -> Any:
 
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -128,6 +115,12 @@ HOOKS: tuple[Hook, ...] = (
         wrapper=_add_arguments,
         parameters=("parser",),
         why="offers --pipeline-schedule",
+    ),
+    Hook(
+        module=_ARGUMENTS,
+        name="parse_args",
+        wrapper=_parse_arguments,
+        why="a YAML file would replace our arguments together with Megatron's",
     ),
     Hook(
         module=_ARGUMENTS,
@@ -186,3 +179,24 @@ HOOKS: tuple[Hook, ...] = (
     ),
 )
 """Every binding that `install` replaces."""
+
+_OPTIMIZER = "megatron.core.optimizer"
+
+USED: tuple[Used, ...] = (
+    Used(module=_SCHEDULES, name="forward_step", parameters=("current_microbatch", "is_last_stage", "cp_group_size")),
+    Used(module=_SCHEDULES, name="backward_step", parameters=("input_tensor", "output_tensor", "output_tensor_grad")),
+    Used(module=_SCHEDULES, name="get_tensor_shapes", parameters=("tp_group", "cp_group", "decoder_seq_length")),
+    Used(module=_SCHEDULES, name="deallocate_output_tensor", parameters=("out", "deallocate_pipeline_outputs")),
+    Used(module=f"{_OPTIMIZER}.clip_grads", name="multi_tensor_applier"),
+    Used(module=f"{_OPTIMIZER}.clip_grads", name="l2_norm_impl"),
+    Used(module=f"{_OPTIMIZER}.optimizer", name="SEPARATE_GRAD_NORM_GROUPS"),
+    Used(module=f"{_OPTIMIZER}.optimizer", name="ChainedOptimizer.get_grad_norm"),
+    Used(
+        module=f"{_OPTIMIZER}.optimizer", name="ChainedOptimizer.has_grad_norm_group", parameters=("grad_norm_group",)
+    ),
+    Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_grads_for_grad_norm"),
+    Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.prepare_grads"),
+    Used(module="megatron.core.timers", name="Timer.set_barrier_group", parameters=("barrier_group",)),
+    Used(module="megatron.core.distributed", name="finalize_model_grads"),
+)
+"""Every symbol of Megatron that `install` leaves alone and a run relies on."""

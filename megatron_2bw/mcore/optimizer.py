@@ -66,6 +66,8 @@ class DelayedOptimizer:
             inner.has_grad_norm_group(name)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Ours, and not set yet.
+            raise AttributeError(name)
         return getattr(self._inner, name)
 
     def step(self) -> tuple[bool, float | None, int | None]:

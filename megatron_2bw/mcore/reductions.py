@@ -10,6 +10,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_2bw.mcore.groups import UpdateGroups
+from megatron_2bw.runtime.errors import needs_peers
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.schedule.action import Reduction
 
@@ -53,12 +54,14 @@ class GradientReductions:
             if scaling != 1.0:
                 buffer *= scaling
             if self._groups.gradients is not None:
-                dist.all_reduce(buffer, op=self._operation, group=self._groups.gradients)
+                with needs_peers("the sum of gradients over replicas"):
+                    dist.all_reduce(buffer, op=self._operation, group=self._groups.gradients)
 
     def sum_tied_embedding(self) -> None:
         """Sum of the tied weight's gradients on the first and the last stage."""
         if self._tied is not None:
-            dist.all_reduce(self._tied, group=self._groups.embedding)
+            with needs_peers("the sum of the tied embedding's gradients"):
+                dist.all_reduce(self._tied, group=self._groups.embedding)
 
     def global_norm(self) -> float:
         """L2 norm of the whole model's gradient."""
@@ -67,7 +70,8 @@ class GradientReductions:
             overflow = torch.zeros(1, dtype=torch.int, device=self._for_norm[0].device)
             norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [self._for_norm], False)
             squared = (norm**2.0).reshape(1).cpu()
-        dist.all_reduce(squared, group=self._groups.scalars)
+        with needs_peers("the global gradient norm"):
+            dist.all_reduce(squared, group=self._groups.scalars)
         return squared.item() ** 0.5
 
     def _tied_gradient(self, model: torch.nn.Module) -> torch.Tensor:

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from megatron.core.utils import get_model_config
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_args, get_timers
 from megatron.training.utils import print_rank_0
 
 from megatron_2bw.mcore import groups
+from megatron_2bw.mcore.failure import end_at_once_on_errors
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
 from megatron_2bw.mcore.trace import write_trace
@@ -44,7 +47,9 @@ class Session:
         self._stage: DelayedStage | FlushedStage | None = None
         self._transfers: groups.TransferGroups | None = None
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        self._tied = False
         self._batch = 0
+        self._undo = end_at_once_on_errors()
 
     def delay(self, inner: Any, model_chunks: list[Any]) -> Any:
         """Wrap Megatron's optimizer where the schedule delays updates."""
@@ -52,9 +57,10 @@ class Session:
             return inner
         (model,) = model_chunks
         args = get_args()
-        update_groups = groups.create_update_groups(
-            self._timeout, tied_embeddings=not args.untie_embeddings_and_output_weights
-        )
+        # The model decides, as in Megatron; the flag is only what scripts usually build it from.
+        gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+        self._tied = bool(getattr(gpt, "share_embeddings_and_output_weights", False))
+        update_groups = groups.create_update_groups(self._timeout, tied_embeddings=self._tied)
         self.optimizer = DelayedOptimizer(
             inner, model, update_groups, check_for_nan=args.check_for_nan_in_loss_and_grad
         )
@@ -67,6 +73,11 @@ class Session:
         call = Call.of(keywords)
         if self.executor is None:
             self._start(call)
+        if call.num_microbatches != self.executor.schedule.microbatches:
+            raise RuntimeError(
+                f"the number of microbatches changed from {self.executor.schedule.microbatches} to "
+                f"{call.num_microbatches}; a run under --pipeline-schedule {self.schedule_name} keeps one number"
+            )
         timers = self._stage.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=False)
@@ -90,20 +101,36 @@ class Session:
             path = get_args().pipeline_trace
             if path is not None:
                 write_trace(path, self.executor.schedule, self.recorder, self._transfers)
-        Session.current = None
+            self._stage.config.batch_p2p_sync = self._batch_p2p_sync
+        self.end_current()
+
+    @classmethod
+    def end_current(cls) -> None:
+        """Forget the run of this process, if there is one."""
+        if cls.current is not None:
+            cls.current._undo()
+        cls.current = None
 
     def _start(self, call: Call) -> None:
         args = get_args()
         # Without a barrier of all ranks around every log line; see `Timer.set_barrier_group`.
         get_timers()("interval-time", log_level=0).set_barrier_group(groups.create_lonely_group())
+        config = get_model_config(call.model)
+        self._batch_p2p_sync = config.batch_p2p_sync
         if self.is_delayed:
-            get_model_config(call.model).batch_p2p_sync = False
-            print_rank_0(
-                f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {self.schedule_name}: "
-                "a transfer of evaluation would wait for every stream of the device"
-            )
+            if config.finalize_model_grads_func is not finalize_model_grads:
+                raise RuntimeError(
+                    "config.finalize_model_grads_func is not Megatron's own, and 2bw does not call it: it reduces a "
+                    "captured copy; use --pipeline-schedule 1f1b-flush, or leave the function unset"
+                )
+            config.batch_p2p_sync = False
+            if torch.cuda.is_available():
+                print_rank_0(
+                    f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {self.schedule_name}: "
+                    "a transfer of evaluation would wait for every stream of the device"
+                )
         reductions = [Reduction.GRADIENTS, Reduction.NORM]
-        if not args.untie_embeddings_and_output_weights:
+        if self._tied:
             reductions.insert(1, Reduction.EMBEDDING)
         schedule = lower(
             build(self.schedule_name, stages=args.pipeline_model_parallel_size, microbatches=call.num_microbatches),
@@ -127,4 +154,5 @@ class Session:
         # Exits by signal or duration are not known here; `close` drops what ran ahead then.
         args = get_args()
         done = args.curr_iteration + 1
-        return done >= args.train_iters or bool(args.exit_interval and done % args.exit_interval == 0)
+        leaves = bool(args.exit_interval and done % args.exit_interval == 0)
+        return leaves or done >= args.train_iters or done in (args.phase_transition_iterations or ())

@@ -1,4 +1,4 @@
-"""What our schedules do with Megatron's flags: refuse with a reason, or map with a notice.
+"""What our schedules do with Megatron's flags: refuse, map, or warn of the cost.
 
 One table drives the checks before training and the documentation. Flags that are in no row work.
 """
@@ -22,6 +22,13 @@ def _given(*names: str) -> Callable[[Any], bool]:
     return lambda args: any(getattr(args, name, None) not in (None, False, "none", 0, [], "") for name in names)
 
 
+_VIRTUAL = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "virtual_pipeline_model_parallel_size",  # Derived, from a pipeline layout for one.
+)
+
+
 def _above(name: str, limit: float) -> Callable[[Any], bool]:
     return lambda args: (getattr(args, name, None) or limit) > limit
 
@@ -39,6 +46,16 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slowed:
+    """A flag that works and makes all ranks meet, with a one-line notice."""
+
+    flag: str
+    is_set: Callable[[Any], bool]
+    schedules: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mapped:
     """A flag that gets another value, with a one-line notice."""
 
@@ -53,14 +70,14 @@ class Mapped:
 REFUSED: tuple[Refused, ...] = (
     Refused(
         flag="--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
-        is_set=_given("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+        is_set=_given(*_VIRTUAL),
         schedules=DELAYED,
         reason="interleaving shrinks a bubble, and 2bw leaves none",
         remedy="leave the flag out, or use --pipeline-schedule megatron for the interleaved schedule",
     ),
     Refused(
         flag="--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
-        is_set=_given("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+        is_set=_given(*_VIRTUAL),
         schedules=FLUSHED,
         reason="it selects Megatron's interleaved schedule",
         remedy=_USE_MEGATRON,
@@ -69,7 +86,7 @@ REFUSED: tuple[Refused, ...] = (
         flag="--cuda-graph-impl",
         is_set=_given("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"),
         schedules=OURS,
-        reason="a captured graph holds the order of Megatron's schedule and the addresses of one weight version",
+        reason="a captured graph holds the order of Megatron's schedule",
         remedy=_USE_MEGATRON,
     ),
     Refused(
@@ -104,7 +121,7 @@ REFUSED: tuple[Refused, ...] = (
         flag="--use-megatron-fsdp / --use-torch-fsdp2",
         is_set=_given("use_megatron_fsdp", "use_torch_fsdp2"),
         schedules=OURS,
-        reason="sharded parameters are gathered and freed around every use, at one version",
+        reason="its parameters are gathered and freed around every use, in the order of Megatron's schedule",
         remedy="leave the flag out",
     ),
     Refused(
@@ -167,7 +184,7 @@ REFUSED: tuple[Refused, ...] = (
         flag="--rampup-batch-size / --step-batch-size-schedule",
         is_set=_given("rampup_batch_size", "step_batch_size_schedule"),
         schedules=OURS,
-        reason="the number of microbatches would change while forwards of the next batch are under way",
+        reason="a run of this release keeps one number of microbatches",
         remedy=_USE_MEGATRON,
     ),
     Refused(
@@ -220,11 +237,66 @@ REFUSED: tuple[Refused, ...] = (
         remedy=_USE_FLUSH,
     ),
     Refused(
-        flag="--save-params-interval / --save-wgrads-interval",
-        is_set=_given("save_params_interval", "save_wgrads_interval"),
+        flag="--save-params-interval and the like for activations, gradients and tokens per expert",
+        is_set=_given(
+            "save_params_interval",
+            "save_activations_interval",
+            "save_wgrads_interval",
+            "save_dgrads_interval",
+            "save_tokens_per_expert_interval",
+        ),
         schedules=DELAYED,
-        reason="it would save weights and gradients of different batches",
+        reason="what it saves after a call belongs to several batches",
         remedy=_USE_FLUSH,
+    ),
+    Refused(
+        flag="--check-for-large-grads",
+        is_set=_given("check_for_large_grads"),
+        schedules=DELAYED,
+        reason="it looks at gradients when Megatron reduces them, and 2bw reduces a copy",
+        remedy=_USE_FLUSH,
+    ),
+    Refused(
+        flag="--tensor-parallel-num-weight-shards",
+        is_set=_above("gtp_weight_remat_size", 1),
+        schedules=DELAYED,
+        reason="its gradients need a reduction that 2bw does not have",
+        remedy=_USE_FLUSH,
+    ),
+    Refused(
+        flag="--adlr-autoresume",
+        is_set=_given("adlr_autoresume"),
+        schedules=DELAYED,
+        reason="it saves while an update is pending",
+        remedy="leave the flag out",
+    ),
+    Refused(
+        flag="--dataloader-save",
+        is_set=_given("dataloader_save"),
+        schedules=DELAYED,
+        reason="the first stage has read ahead into the next batch when it saves",
+        remedy=_USE_FLUSH,
+    ),
+    Refused(
+        flag="--inprocess-restart",
+        is_set=_given("inprocess_restart"),
+        schedules=OURS,
+        reason="process groups of the failed run would survive the restart",
+        remedy="leave the flag out",
+    ),
+    Refused(
+        flag="--freeze-all-layers",
+        is_set=_given("freeze_all_layers"),
+        schedules=DELAYED,
+        reason="there is nothing to update",
+        remedy=_USE_FLUSH,
+    ),
+    Refused(
+        flag="--timing-log-level 2",
+        is_set=_above("timing_log_level", 1),
+        schedules=OURS,
+        reason="its timers wait for the whole device, where a receive posted early may depend on a later send",
+        remedy="use --timing-log-level 1 and --pipeline-trace FILE",
     ),
     Refused(
         flag="--num-microbatches-with-partial-activation-checkpoints",
@@ -237,7 +309,7 @@ REFUSED: tuple[Refused, ...] = (
         flag="--fine-grained-activation-offloading",
         is_set=_given("fine_grained_activation_offloading"),
         schedules=OURS,
-        reason="its state is reset at the end of every batch, when forwards of the next one are under way",
+        reason="Megatron's schedule resets its state",
         remedy=_USE_MEGATRON,
     ),
     Refused(
@@ -310,11 +382,29 @@ MAPPED: tuple[Mapped, ...] = (
 )
 
 
+SLOWED: tuple[Slowed, ...] = (
+    Slowed(
+        flag="--exit-signal-handler",
+        is_set=_given("exit_signal_handler"),
+        schedules=DELAYED,
+        reason="all ranks ask each other for signals after every batch",
+    ),
+    Slowed(
+        flag="--exit-duration-in-mins",
+        is_set=_given("exit_duration_in_mins"),
+        schedules=DELAYED,
+        reason="all ranks compare their clocks after every batch",
+    ),
+)
+
+
 def table() -> str:
     """Every row as a Markdown table."""
     lines = ["| flag | schedules | what happens | why |", "|---|---|---|---|"]
     for row in MAPPED:
         lines.append(f"| `{row.flag}` | {_names(row.schedules)} | set to {row.becomes}, with a notice | {row.reason} |")
+    for row in SLOWED:
+        lines.append(f"| `{row.flag}` | {_names(row.schedules)} | works, costs speed | {row.reason} |")
     for row in REFUSED:
         lines.append(f"| `{row.flag}` | {_names(row.schedules)} | refused: {row.remedy} | {row.reason} |")
     return "\n".join(lines)

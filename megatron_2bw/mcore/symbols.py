@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +18,26 @@ class UnsupportedMegatronError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hook:
+class Used:
+    """A symbol that we rely on."""
+
+    module: str
+    name: str
+    """Of a module's attribute, or of a class's, as ``Class.attribute``."""
+    parameters: tuple[str, ...] = ()
+    """Parameters that we rely on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hook(Used):
     """One replaced binding.
 
     Modules import functions by name, so what matters is where a name is looked up, not where it is
     defined.
     """
 
-    module: str
-    name: str
     wrapper: Callable[..., Any]
     """Called as ``wrapper(original, *args, **kwargs)`` in place of the original."""
-    parameters: tuple[str, ...] = ()
-    """Parameters that the wrapper relies on."""
     why: str
     """What breaks without this hook."""
 
@@ -41,20 +49,20 @@ def megatron_version() -> str:
     return __version__
 
 
-def check(hooks: tuple[Hook, ...]) -> None:
-    """Refuse a Megatron in which one of ``hooks`` has nothing to hold on to.
+def check(symbols: Iterable[Used]) -> None:
+    """Refuse a Megatron that lacks one of ``symbols``.
 
     Raises:
         UnsupportedMegatronError: names the symbol, what is wrong with it and the versions.
     """
-    for hook in hooks:
-        symbol = f"{hook.module}.{hook.name}"
+    for used in symbols:
+        symbol = f"{used.module}.{used.name}"
         try:
-            target = getattr(importlib.import_module(hook.module), hook.name)
+            target = operator.attrgetter(used.name)(importlib.import_module(used.module))
         except (ImportError, AttributeError) as error:
             raise _unsupported(symbol, f"is missing ({error})") from error
-        parameters = inspect.signature(target).parameters
-        missing = [name for name in hook.parameters if name not in parameters]
+        parameters = inspect.signature(target).parameters if used.parameters else {}
+        missing = [name for name in used.parameters if name not in parameters]
         if missing:
             raise _unsupported(symbol, f"no longer takes {', '.join(missing)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch.distributed as dist
 
 from megatron_2bw.mcore.groups import TransferGroups
 from megatron_2bw.runtime.recorder import Recorder
-from megatron_2bw.schedule.action import ActionType
+from megatron_2bw.schedule.action import COMPUTE, ActionType
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.timeline import Event, Timeline
 from megatron_2bw.schedule.trace import chrome_trace
+
+logger = logging.getLogger(__name__)
 
 
 def write_trace(path: str, schedule: Schedule, recorder: Recorder, groups: TransferGroups) -> None:
@@ -34,30 +37,35 @@ def write_trace(path: str, schedule: Schedule, recorder: Recorder, groups: Trans
         "schedule": schedule.name,
         "stages": stages,
         "microbatches": microbatches,
-        "batches": 1 + max(event.action.batch for event in events[0]),
-        "bubble": measured_bubble(events, microbatches),
+        "batches": 1 + max((event.action.batch for event in events[0]), default=-1),
+        "bubble": measured_bubble(events, schedule),
         "flush_bubble": (stages - 1) / (microbatches + stages - 1),
     }
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(trace))
+    try:
+        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+    except OSError as error:  # The checkpoint at the end of training matters more.
+        logger.warning("--pipeline-trace %s was not written: %s", path, error)
 
 
-def measured_bubble(events: list[list[Event]], microbatches: int) -> float:
-    """Share of time in which a stage neither computes nor updates, once the pipeline is full.
+def measured_bubble(events: list[list[Event]], schedule: Schedule) -> float:
+    """Share of time in which a stage has nothing to do, once the pipeline is full.
 
-    A batch lasts, at a stage, from the end of the last backward before it to the end of its own.
-    The median over batches leaves out those with an evaluation or a checkpoint; then the mean over
-    stages. 0 if there are fewer than four batches.
+    A batch lasts, at a stage, from the end of the last backward before it to the end of its own;
+    forwards, backwards and delayed updates are work. In a synchronous schedule all stages reduce
+    and update together, while nothing else can run: that counts as idle. The median over batches
+    leaves out those with an evaluation or a checkpoint; then the mean over stages. 0 for runs of
+    fewer than five batches.
     """
-    return statistics.fmean(_idle_share(stage, microbatches) for stage in events)
+    work = COMPUTE | {ActionType.UPDATE} if any(schedule.delay) else COMPUTE
+    return statistics.fmean(_idle_share(stage, schedule.microbatches, work) for stage in events)
 
 
-def _idle_share(events: list[Event], microbatches: int) -> float:
+def _idle_share(events: list[Event], microbatches: int, work: frozenset[ActionType]) -> float:
     shares: list[float] = []
     busy_s, began_s = 0.0, None
     for event in events:
-        busy_s += event.end_s - event.start_s
+        if event.action.type in work:
+            busy_s += event.end_s - event.start_s
         if event.action.type is ActionType.BACKWARD and event.action.microbatch == microbatches - 1:
             if began_s is not None:
                 shares.append(1 - busy_s / (event.end_s - began_s))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_2bw.runtime.errors import PeerLostError
+from megatron_2bw.runtime.errors import needs_peers
 from megatron_2bw.schedule.action import Action, ActionType
 
 _TOWARDS_LAST = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
@@ -25,13 +25,8 @@ class _Transfer(NamedTuple):
     """Global rank of the other end."""
 
     def wait(self) -> torch.Tensor:
-        try:
+        with needs_peers(_what(self.action, self.peer)):
             self.work.wait()
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"stage {self.action.stage} waited for {self.action} (batches counted from the start of the run) with "
-                f"rank {self.peer}, which is gone or too late: look for that rank's own error. ({error})"
-            ) from error
         return self.tensor
 
 
@@ -50,6 +45,9 @@ class Links:
 
     One group per direction keeps each direction first-in first-out, and keeps evaluation, which
     uses Megatron's own pipeline group, from meeting a transfer of a batch that runs ahead.
+
+    On a GPU nothing inside a call may wait for the whole device: a receive that is posted early may
+    depend on what this rank has yet to send.
 
     Args:
         forward_group: group of the pipeline's ranks for activations.
@@ -71,7 +69,8 @@ class Links:
     def post_receive(self, action: Action, peer: int, boundary: Boundary) -> None:
         """Start receiving into a fresh tensor; ``take`` waits for it."""
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
-        work = dist.irecv(tensor, src=self._ranks[peer], group=self._group(action))
+        with needs_peers(_what(action, self._ranks[peer])):
+            work = dist.irecv(tensor, src=self._ranks[peer], group=self._group(action))
         self._receives[action] = _Transfer(work, tensor, action, self._ranks[peer])
 
     def take(self, receive: Action) -> torch.Tensor:
@@ -88,7 +87,8 @@ class Links:
             while len(sends) >= self._UNFINISHED_SENDS:
                 sends.popleft().wait()
         payload = tensor.detach().contiguous()
-        work = dist.isend(payload, dst=self._ranks[peer], group=self._group(action))
+        with needs_peers(_what(action, self._ranks[peer])):
+            work = dist.isend(payload, dst=self._ranks[peer], group=self._group(action))
         sends.append(_Transfer(work, payload, action, self._ranks[peer]))
 
     def flush(self) -> None:
@@ -102,3 +102,7 @@ class Links:
 
     def _group(self, action: Action) -> dist.ProcessGroup:
         return self._forward_group if action.type in _TOWARDS_LAST else self._backward_group
+
+
+def _what(action: Action, peer: int) -> str:
+    return f"stage {action.stage}: {action} (batches counted from the start of the run), with rank {peer},"

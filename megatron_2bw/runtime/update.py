@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from megatron_2bw.runtime.background import Background
-from megatron_2bw.runtime.errors import PeerLostError
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Reduction
@@ -53,7 +52,7 @@ class PendingUpdate:
 
     def reduce_wait(self, reduction: Reduction, batch: int) -> object:
         """Block until the link is complete and return its result; None for a batch that is done."""
-        return self._result(reduction) if batch == self.batch else None
+        return self._background.result(self._chain[reduction]) if batch == self.batch else None
 
     @contextmanager
     def apply(self) -> Iterator[Mapping[Reduction, object]]:
@@ -62,17 +61,8 @@ class PendingUpdate:
         Yields:
             what the links returned.
         """
-        results = {reduction: self._result(reduction) for reduction in self._chain}
+        results = {reduction: self._background.result(future) for reduction, future in self._chain.items()}
         with self.weights.update(), self.captured.as_main_grad():
             yield results
         self._chain.clear()
         self.batch = None
-
-    def _result(self, reduction: Reduction) -> object:
-        try:
-            return self._background.result(self._chain[reduction])
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"the reduction {reduction} of batch {self.batch} (counted from the start of the run) failed; if a "
-                f"rank is gone or too late, look for that rank's own error. ({error})"
-            ) from error

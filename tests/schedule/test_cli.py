@@ -61,7 +61,7 @@ def test_schedules(capsys: pytest.CaptureFixture[str]):
     assert "1f1b-flush (also pipedream-flush, dapple)\n  Fill the pipeline, alternate one forward" in out
     assert "bubble 42.9%\n  peak activations per rank      4 4 4 4\n" in out
     _, out, _ = run(capsys, "schedules --stages 4 --microbatches 1")
-    assert "does not work for 4 stages and 1 microbatches" in out
+    assert "does not work for 4 stages and 1 microbatch\n" in out
 
 
 def test_validate_finds_the_bound(capsys: pytest.CaptureFixture[str]):

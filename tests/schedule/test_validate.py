@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.schedule.action import Reduction
+from megatron_2bw.schedule.action import ActionType, Reduction
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.listing import MARK
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Program, Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
-from megatron_2bw.schedule.rules import RankRules, Rule, RuleBroken
+from megatron_2bw.schedule.rules import Rule
 from megatron_2bw.schedule.validate import validate
 
 from . import others
+from .interpreter import is_right
 from .mutations import CHAINS, with_actions
 
 
@@ -85,21 +86,30 @@ def test_a_drain_can_stop_forwards_that_are_one_batch_ahead_but_not_two():
     assert f"rank 0{MARK}" in caught.value.grid
 
 
-def test_the_end_of_a_run_leaves_nothing():
-    """What no derived drain forgets, checked on actions given by hand."""
-    schedule = lower(build("1f1b-flush", stages=2, microbatches=1), ())
-    cases = {"0F0v0 0SEND_F0 0RECV_B0": "no backward for 0F0", "0F0v0 0SEND_F0 0RECV_B0 0B0v0": "stage 0 has no update"}
-    for text, detail in cases.items():
-        rules = RankRules(schedule, 0, ())
-        for action in Program.parse(text).steady:
-            rules.step(action)
-        with pytest.raises(RuleBroken, match=f"{Rule.LEFT_OVER}: {detail}"):
-            rules.end(1)
-    rules = RankRules(schedule, 1, ())
-    for action in Program.parse("1RECV_F0 1F0v0 1B0v0 1UPDATE").steady:
-        rules.step(action)
-    with pytest.raises(RuleBroken, match=f"{Rule.LEFT_OVER}: no 1SEND_B0"):
-        rules.end(1)
+@pytest.mark.parametrize(
+    ("forgotten", "detail"),
+    [
+        (ActionType.UPDATE, "rank 0, drain of call 1: stage 0 has no update for batch 1"),
+        (ActionType.SEND_BACKWARD, "rank 1, drain of call 1: no 1SEND_B0@1, 1SEND_B1@1"),
+    ],
+)
+def test_a_drain_that_forgets_something(monkeypatch: pytest.MonkeyPatch, forgotten: ActionType, detail: str):
+    schedule = lower(build("gpipe", stages=2, microbatches=2))
+    steady = Program.drain.fget
+    monkeypatch.setattr(Program, "drain", property(lambda self: tuple(a for a in steady(self) if a.type != forgotten)))
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule)
+    assert f"{Rule.LEFT_OVER}: {detail}" in caught.value.message
+
+
+def test_reductions_may_start_in_the_next_call():
+    """After a drain, which has done them all, the next run's first call must not start them again."""
+    schedule = lower(build("2bw", stages=2, microbatches=2), tuple(Reduction))
+    starts = [action for action in schedule.programs[0].steady if action.type is ActionType.REDUCE_START]
+    rest = [action for action in schedule.programs[0].steady if action not in starts]
+    late = with_actions(schedule, 0, [*(start._replace(batch=-1) for start in starts), *rest])
+    assert is_right(late, (3, 1, 2))
+    validate(late)
 
 
 def test_where_an_update_may_be():
