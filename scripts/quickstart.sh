@@ -63,9 +63,12 @@ case " $* " in
 *"--pipeline-schedule megatron "* | *"--pipeline-schedule=megatron "*) outputs=() ;; # Nothing of ours to record.
 esac
 
+arguments=("${model[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "$@")
+printf '%s\n' "${arguments[@]}" >"$WORK/arguments"
+
 echo "training on $ranks processes, full log in $WORK/train.log"
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m megatron_2bw \
-    "$ROOT/examples/pretrain_gpt.py" "${model[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${outputs[@]}" "$@" \
+    "$ROOT/examples/pretrain_gpt.py" "${arguments[@]}" \
     2>&1 | "$PYTHON" "$ROOT/scripts/training_log.py" follow "$WORK/train.log" || {
     echo "error: training failed; its whole output is in $WORK/train.log" >&2
     exit 1

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from megatron_2bw.schedule.validate import validate
 
 from megatron_2bw.runtime.executor import Executor
 from megatron_2bw.runtime.gradients import CapturedGradients
@@ -25,6 +24,7 @@ from megatron_2bw.schedule.action import Action, Reduction
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.timeline import Event
+from megatron_2bw.schedule.validate import validate
 
 REDUCTIONS = (Reduction.GRADIENTS, Reduction.EMBEDDING, Reduction.NORM)
 
