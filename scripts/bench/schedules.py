@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOG_INTERVAL = 4
 GPT = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 128 "
-    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --lr 1e-4 --clip-grad 1.0 "
     "--eval-iters 0 --eval-interval 100000 --pipeline-model-parallel-size 2"
 ).split()
@@ -126,7 +126,7 @@ def period_s(name: str, microbatches: int, durations: Durations) -> float:
 
 def report_gpt(results: dict[str, Measured]) -> list[str]:
     """Lines of part one."""
-    title = "Real GPT: PP=2, 8 layers, hidden 256, sequence 256, microbatch 4, fp32, clipping on, one thread per rank"
+    title = "Real GPT: PP=2, 8 layers, hidden 256, sequence 128, microbatch 4, fp32, clipping on, one thread per rank"
     lines = ["", title, ""]
     lines.append(f"{'arm':<40} {'ms/iteration':>12} {'min':>8} {'max':>8}")
     for label, result in results.items():
