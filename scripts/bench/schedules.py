@@ -133,7 +133,8 @@ def report_gpt(results: dict[str, Measured]) -> list[str]:
         times = [1000 * s for s in result.iteration_s]
         lines.append(f"{label:<40} {statistics.median(times):>12.1f} {min(times):>8.1f} {max(times):>8.1f}")
     lines.append("")
-    lines.append(f"{'2bw over 1f1b':<26} {'measured':>9} {'bound':>7} {'share':>7}   F, B, update per stage (ms)")
+    head = f"{'2bw over 1f1b':<14} {'measured':>9} {'bound':>7} {'share':>7} {'simulated/measured 2bw time':>28}"
+    lines.append(f"{head}   F, B, update per stage (ms)")
     for m in (2, 4, 8):
         ours, stock = results[f"2bw, m={m}"], results[f"megatron 1f1b, m={m}"]
         durations = Durations(
@@ -144,7 +145,8 @@ def report_gpt(results: dict[str, Measured]) -> list[str]:
         spent = " / ".join(
             ", ".join(f"{1000 * ours.stage_s(kind)[stage]:.1f}" for kind in ("F", "B", "UPDATE")) for stage in (0, 1)
         )
-        lines.append(f"{f'm={m}':<26} {speed:>9.3f} {bound:>7.3f} {speed / bound:>7.3f}   {spent}")
+        own = period_s("2bw", m, durations) / ours.median_s()
+        lines.append(f"{f'm={m}':<14} {speed:>9.3f} {bound:>7.3f} {speed / bound:>7.3f} {own:>28.3f}   {spent}")
     return [*lines, *_other_ratios(results)]
 
 
