@@ -11,19 +11,17 @@ from fractions import Fraction
 from pathlib import Path
 
 from megatron_2bw import __version__
-from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.calls import Phase, lowered
 from megatron_2bw.schedule.draw import grid
 from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.feasible import enough_microbatches, refusal
 from megatron_2bw.schedule.listing import listing
-from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, build, canonical_name
 from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 from megatron_2bw.schedule.svg import svg
 from megatron_2bw.schedule.timeline import Timeline
 from megatron_2bw.schedule.trace import chrome_trace
-from megatron_2bw.schedule.validate import validate
 
 _MOST_SLOTS = 8
 
@@ -117,22 +115,13 @@ def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args
 def _valid(name: str, stages: int, microbatches: int) -> Schedule:
     """The schedule, or an error that says how many microbatches it needs."""
     schedule = build(name, stages=stages, microbatches=microbatches)
-    refusal = _refusal(schedule)
-    if refusal is None:
+    problem = refusal(schedule)
+    if problem is None:
         return schedule
-    for more in range(microbatches + 1, microbatches + 2 * stages):
-        if _refusal(build(name, stages=stages, microbatches=more)) is None:
-            refusal += f"; {name} works with {stages} stages from {more} microbatches on: raise --microbatches"
-            break
-    raise ScheduleError(refusal)
-
-
-def _refusal(schedule: Schedule) -> str | None:
-    try:
-        validate(lower(schedule, tuple(Reduction)))
-    except ScheduleError as error:
-        return error.message
-    return None
+    enough = enough_microbatches(name, stages=stages, microbatches=microbatches)
+    if enough is not None:
+        problem += f"; {name} works with {stages} stages from {enough} microbatches on: raise --microbatches"
+    raise ScheduleError(problem)
 
 
 def _endless(timeline: Timeline, steady_bubble: Fraction) -> str:
@@ -146,7 +135,7 @@ def _list(args: argparse.Namespace) -> int:
         print(f"{name} (also {', '.join(aliases)})" if aliases else name)
         print(f"  {inspect.getdoc(builder).splitlines()[0].replace('``', '')}")
         schedule = builder(args.stages, args.microbatches)
-        if _refusal(schedule):
+        if refusal(schedule):
             print(f"  does not work for {_stages(args)} and {_microbatches(args)}\n")
             continue
         timeline = simulate(schedule, durations, 2 * args.stages)
@@ -167,18 +156,18 @@ def _validate(args: argparse.Namespace) -> int:
     found_all = True
     for name in names:
         valid: set[tuple[int, int]] = set()
-        refusal = None
+        first = None
         for stages in range(1, args.max_stages + 1):
             for microbatches in range(1, args.max_microbatches + 1):
-                problem = _refusal(build(name, stages=stages, microbatches=microbatches))
-                refusal = refusal or problem
+                problem = refusal(build(name, stages=stages, microbatches=microbatches))
+                first = first or problem
                 if problem is None:
                     valid.add((stages, microbatches))
         pairs = args.max_stages * args.max_microbatches
         region = feasible_region(valid, args.max_stages, args.max_microbatches)
         print(f"{name}: {region} ({len(valid)} of {pairs} valid: d <= {args.max_stages}, m <= {args.max_microbatches})")
-        if refusal:
-            print(f"  first refusal: {refusal}")
+        if first:
+            print(f"  first refusal: {first}")
         found_all = found_all and bool(valid)
     return 0 if found_all else 1
 

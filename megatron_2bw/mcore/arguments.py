@@ -12,11 +12,8 @@ from typing import Any
 
 from megatron_2bw.mcore import cpu_backend
 from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
-from megatron_2bw.schedule.action import Reduction
-from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.lowering import lower
+from megatron_2bw.schedule.feasible import enough_microbatches, refusal
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, build, canonical_name
-from megatron_2bw.schedule.validate import validate
 
 MEGATRON = "megatron"
 
@@ -90,23 +87,15 @@ def check_layout(name: str, *, stages: int, microbatches: int) -> None:
             f"--pipeline-schedule {name} needs --pipeline-model-parallel-size of at least 2, got {stages}: "
             f"one stage has no bubble; use --pipeline-schedule {MEGATRON}"
         )
-    problem = _problem(name, stages, microbatches)
+    problem = refusal(build(name, stages=stages, microbatches=microbatches))
     if problem is None:
         return
-    enough = next(m for m in range(microbatches + 1, 2 * stages + microbatches) if _problem(name, stages, m) is None)
+    enough = enough_microbatches(name, stages=stages, microbatches=microbatches)
     raise ArgumentError(
         f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}; "
         f"it needs at least {enough}: raise --global-batch-size to {enough} x --micro-batch-size x data-parallel size, "
         f"lower --micro-batch-size, or use --pipeline-schedule 1f1b-flush"
     )
-
-
-def _problem(name: str, stages: int, microbatches: int) -> str | None:
-    try:
-        validate(lower(build(name, stages=stages, microbatches=microbatches), list(Reduction)))
-    except ScheduleError as error:
-        return error.message
-    return None
 
 
 def _refuse(args: Any, schedule: str) -> None:
