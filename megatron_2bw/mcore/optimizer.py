@@ -62,7 +62,7 @@ class DelayedOptimizer:
         # Both ask all ranks. The norm is known when Megatron's step wants it; the groups with a
         # norm of their own (multi-token prediction) never change and are asked for once, here.
         inner.get_grad_norm = lambda: self._norm
-        for name in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
+        for name in megatron_optimizer.SEPARATE_GRAD_NORM_GROUPS:
             inner.has_grad_norm_group(name)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,6 +1,6 @@
 """What our schedules do with Megatron's flags: refuse, map, or warn of the cost.
 
-One table drives the checks before training and the documentation. Flags that are in no row work.
+One table drives the checks before training and the documentation. A flag in no row goes to Megatron as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Refused:
 
     flag: str
     is_set: Callable[[Any], bool]
-    """Decides from the parsed arguments, before Megatron validates them."""
+    """Decides from the parsed arguments; asked before Megatron validates them, and again after."""
     schedules: frozenset[str]
     reason: str
     remedy: str

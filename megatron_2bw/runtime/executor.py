@@ -69,7 +69,7 @@ class Executor:
         self._links = links
         self._recorder = recorder
         self._in_flight: dict[tuple[int, int | None, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._results: dict[tuple[ActionType, int, int | None, int], torch.Tensor] = {}
+        self._results: dict[tuple[int, int | None, int], torch.Tensor] = {}
         self._filled = False
         self._steps: dict[ActionType, Callable[[Action], None]] = {
             ActionType.FORWARD: self._forward,

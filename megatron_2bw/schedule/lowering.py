@@ -47,7 +47,7 @@ def add_reductions(schedule: Schedule, reductions: Iterable[Reduction]) -> Sched
             yield action
             following = steady[i + 1] if i + 1 < len(steady) else None
             frees_buffer = following is not None and following.type is ActionType.UPDATE and following.batch < 0
-            if i >= final and action.batch < 1 and not frees_buffer and (i == final or action.batch < 0):
+            if i >= final and not frees_buffer and (i == final or action.batch < 0):
                 yield from (_reduce(ActionType.REDUCE_START, steady[final], kind) for kind in kinds(action.stage))
 
     return replace(schedule, programs=programs_of(call(program.steady) for program in schedule.programs))
