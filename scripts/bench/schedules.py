@@ -1,10 +1,11 @@
 """Compares pipeline schedules side by side, on a real GPT and on stages that wait.
 
-    python scripts/bench/schedules.py [--repetitions 5] [--iterations 24] [--output scripts/bench/results/schedules.txt]
+    python scripts/bench/schedules.py [--repetitions 4] [--iterations 24] [--output scripts/bench/results/schedules.txt]
 
-Part one trains a GPT at PP=2 on this machine, one thread per rank. Every repetition runs every arm
-once, in turn, so that all arms see the same drift of the machine; figures are medians over the
-repetitions of each run's median iteration time. Part two replaces computation by timed waits.
+Part one trains a GPT at PP=2 on this machine, one thread per rank. What is compared runs one right
+after the other, in the opposite order in the next repetition, because a machine drifts by more than
+the differences looked for; a ratio is the median over the repetitions. Part two replaces computation
+by timed waits.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from timed_stage import measure, steady_period_s
 
+from megatron_2bw.schedule.action import Action, ActionType
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.simulate import Durations, steady_state
+from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_INTERVAL = 4
+COMPUTED = (ActionType.FORWARD, ActionType.BACKWARD, ActionType.UPDATE)
 GPT = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 128 "
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --lr 1e-4 --clip-grad 1.0 "
     "--eval-iters 0 --eval-interval 100000 --pipeline-model-parallel-size 2"
 ).split()
+STAGES = 2
 SAMPLES_PER_MICROBATCH = 4
 
 
@@ -46,29 +50,31 @@ class Arm:
 
     label: str
     schedule: str
-    microbatches: int
+    microbatches: int = 2
     flags: tuple[str, ...] = ()
     log_interval: int = LOG_INTERVAL
 
 
-ARMS = (
-    *(
-        Arm(label=f"{label}, m={m}", schedule=schedule, microbatches=m)
-        for m in (2, 4, 8)
-        for label, schedule in (("megatron 1f1b", "megatron"), ("2bw", "2bw"))
-    ),
-    *(
-        Arm(
-            label=f"megatron interleaved, {chunks} chunks, m=2",
-            schedule="megatron",
-            microbatches=2,
-            flags=("--num-virtual-stages-per-pipeline-rank", str(chunks)),
-        )
-        for chunks in (2, 4)
-    ),
-    Arm(label="1f1b-flush, m=2", schedule="1f1b-flush", microbatches=2),
-    Arm(label="2bw, m=2, log every iteration", schedule="2bw", microbatches=2, log_interval=1),
+TWO_BW = Arm(label="2bw", schedule="2bw")
+MEGATRON = Arm(label="megatron 1f1b", schedule="megatron")
+FLUSH = Arm(label="1f1b-flush", schedule="1f1b-flush")
+CHATTY = Arm(label="2bw, log every iteration", schedule="2bw", log_interval=1)
+INTERLEAVED = tuple(
+    Arm(
+        label=f"megatron interleaved, {chunks} chunks",
+        schedule="megatron",
+        flags=("--num-virtual-stages-per-pipeline-rank", str(chunks)),
+    )
+    for chunks in (2, 4)
 )
+MICROBATCHES = (2, 4, 8)
+COMPARISONS: dict[str, tuple[Arm, ...]] = {
+    **{f"m={m}": (replace(MEGATRON, microbatches=m), replace(TWO_BW, microbatches=m)) for m in MICROBATCHES},
+    "interleaved": (INTERLEAVED[0], TWO_BW, INTERLEAVED[1]),
+    "flush": (MEGATRON, FLUSH),
+    "log": (TWO_BW, CHATTY),
+}
+"""What runs side by side, at m = 2 unless the name says otherwise."""
 
 
 @dataclass(slots=True)
@@ -76,14 +82,21 @@ class Measured:
     """What the runs of one arm showed; all times in seconds, one entry per repetition."""
 
     iteration_s: list[float] = field(default_factory=list)
-    stages: list[list[dict[str, float]]] = field(default_factory=list)
-    """Per stage: median duration of F, B and UPDATE."""
+    ran: list[dict[Action, float]] = field(default_factory=list)
+    """Duration of every forward, backward and update, for our schedules."""
 
     def median_s(self) -> float:
         return statistics.median(self.iteration_s)
 
-    def stage_s(self, kind: str) -> tuple[float, ...]:
-        return tuple(statistics.median(stage[kind] for stage in run) for run in zip(*self.stages, strict=True))
+    def stage_s(self, type_: ActionType) -> tuple[float, ...]:
+        """Duration on each stage: the median over a run, then over the repetitions."""
+        return tuple(
+            statistics.median(
+                statistics.median(s for action, s in run.items() if (action.type, action.stage) == (type_, stage))
+                for run in self.ran
+            )
+            for stage in range(STAGES)
+        )
 
 
 def run_arm(arm: Arm, iterations: int, result: Measured) -> None:
@@ -107,64 +120,109 @@ def run_arm(arm: Arm, iterations: int, result: Measured) -> None:
         settled = times_ms[1 + LOG_INTERVAL // arm.log_interval :]
         result.iteration_s.append(statistics.median(settled) / 1000)
         if trace.exists():
-            result.stages.append(_stage_durations(json.loads(trace.read_text())))
+            result.ran.append(_durations(json.loads(trace.read_text())))
 
 
-def _stage_durations(trace: dict) -> list[dict[str, float]]:
-    stages = [{"F": [], "B": [], "UPDATE": []} for _ in range(trace["otherData"]["stages"])]
-    for event in trace["traceEvents"]:
-        match = re.match(r"(\d+)(F|B|UPDATE)", event["name"]) if event["ph"] == "X" else None
-        if match:
-            stages[int(match[1])][match[2]].append(event["dur"] / 1e6)
-    return [{kind: statistics.median(values) if values else 0.0 for kind, values in stage.items()} for stage in stages]
+def _durations(trace: dict) -> dict[Action, float]:
+    """Seconds that every forward, backward and update took, from a trace file."""
+    return {
+        Action.parse(event["name"]): event["dur"] / 1e6
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and re.match(r"\d+(F|B|UPDATE)", event["name"])
+    }
 
 
 def period_s(name: str, microbatches: int, durations: Durations) -> float:
     """Simulated seconds per batch in the steady state, transfers and reductions free."""
-    return steady_state(build(name, stages=2, microbatches=microbatches), durations).period_s
+    return steady_state(build(name, stages=STAGES, microbatches=microbatches), durations).period_s
 
 
-def report_gpt(results: dict[str, Measured]) -> list[str]:
+def replayed_period_s(name: str, microbatches: int, ran: dict[Action, float]) -> float:
+    """The same, with every action as long as it was in a run: slow moments make the other stage wait."""
+    schedule = build(name, stages=STAGES, microbatches=microbatches)
+    batches = 1 + max(action.batch for action in ran)
+    taken = {action._replace(version=None): s for action, s in ran.items()}
+    delays = {
+        (rank, event.action): taken[event.action._replace(version=None)]
+        for rank, events in enumerate(simulate(schedule, Durations(forward_s=0, backward_s=0), batches).events)
+        for event in events
+    }
+    timeline = simulate(schedule, Durations(forward_s=0, backward_s=0), batches, delays=delays)
+    ends_s = [
+        max(e.end_s for e in timeline.events[0] if e.action.type is ActionType.BACKWARD and e.action.batch == batch)
+        for batch in (LOG_INTERVAL, batches - 1)
+    ]
+    return (ends_s[1] - ends_s[0]) / (batches - 1 - LOG_INTERVAL)
+
+
+Results = dict[str, dict[str, Measured]]
+"""By comparison and label of the arm."""
+
+
+def report_gpt(results: Results) -> list[str]:
     """Lines of part one."""
     title = "Real GPT: PP=2, 8 layers, hidden 256, sequence 128, microbatch 4, fp32, clipping on, one thread per rank"
     lines = ["", title, ""]
-    lines.append(f"{'arm':<40} {'ms/iteration':>12} {'min':>8} {'max':>8}")
-    for label, result in results.items():
-        times = [1000 * s for s in result.iteration_s]
-        lines.append(f"{label:<40} {statistics.median(times):>12.1f} {min(times):>8.1f} {max(times):>8.1f}")
-    lines.append("")
-    head = f"{'2bw over 1f1b':<14} {'measured':>9} {'bound':>7} {'share':>7} {'simulated/measured 2bw time':>28}"
-    lines.append(f"{head}   F, B, update per stage (ms)")
-    for m in (2, 4, 8):
-        ours, stock = results[f"2bw, m={m}"], results[f"megatron 1f1b, m={m}"]
+    lines.append(f"{'compared':<12} {'arm':<32} {'ms/iteration':>12} {'min':>8} {'max':>8}")
+    for comparison, arms in results.items():
+        for label, measured in arms.items():
+            times = [1000 * s for s in measured.iteration_s]
+            lines.append(
+                f"{comparison:<12} {label:<32} {statistics.median(times):>12.1f} {min(times):>8.1f} {max(times):>8.1f}"
+            )
+    return [*lines, *_bounds(results), *_other_ratios(results)]
+
+
+def _bounds(results: Results) -> list[str]:
+    lines = [
+        "",
+        "bound: simulated from the median F, B and update of each stage, transfers free",
+        "replayed: the same from every single F, B and update of the run, so with the waits that uneven ones cause",
+        "own: simulated over measured time per batch of the 2bw run itself",
+        "",
+        f"{'2bw over 1f1b':<14} {'measured':>9} {'min':>6} {'max':>6} {'bound':>7} {'share':>6} {'own':>6} "
+        f"{'replayed':>9} {'share':>6} {'own':>6}   F, B, update per stage (ms)",
+    ]
+    for m in MICROBATCHES:
+        stock, ours = results[f"m={m}"].values()
+        spent_s = {type_: ours.stage_s(type_) for type_ in COMPUTED}
         durations = Durations(
-            forward_s=ours.stage_s("F"), backward_s=ours.stage_s("B"), update_s=ours.stage_s("UPDATE")
+            forward_s=spent_s[ActionType.FORWARD],
+            backward_s=spent_s[ActionType.BACKWARD],
+            update_s=spent_s[ActionType.UPDATE],
         )
-        bound = period_s("1f1b-flush", m, durations) / period_s("2bw", m, durations)
-        speed = _paired_ratio(stock, ours)
-        spent = " / ".join(
-            ", ".join(f"{1000 * ours.stage_s(kind)[stage]:.1f}" for kind in ("F", "B", "UPDATE")) for stage in (0, 1)
+        mine_s = period_s("2bw", m, durations)
+        bound = period_s("1f1b-flush", m, durations) / mine_s
+        replayed_s = [replayed_period_s("2bw", m, ran) for ran in ours.ran]
+        replayed = statistics.median(
+            replayed_period_s("1f1b-flush", m, ran) / own_s for ran, own_s in zip(ours.ran, replayed_s, strict=True)
         )
-        own = period_s("2bw", m, durations) / ours.median_s()
-        lines.append(f"{f'm={m}':<14} {speed:>9.3f} {bound:>7.3f} {speed / bound:>7.3f} {own:>28.3f}   {spent}")
-    return [*lines, *_other_ratios(results)]
+        own = statistics.median(a / b for a, b in zip(replayed_s, ours.iteration_s, strict=True))
+        ratios = [a / b for a, b in zip(stock.iteration_s, ours.iteration_s, strict=True)]
+        speed = statistics.median(ratios)
+        spent = " / ".join(", ".join(f"{1000 * s[stage]:.1f}" for s in spent_s.values()) for stage in range(STAGES))
+        lines.append(
+            f"{f'm={m}':<14} {speed:>9.3f} {min(ratios):>6.3f} {max(ratios):>6.3f} {bound:>7.3f} {speed / bound:>6.3f} "
+            f"{mine_s / ours.median_s():>6.3f} {replayed:>9.3f} {speed / replayed:>6.3f} {own:>6.3f}   {spent}"
+        )
+    return lines
 
 
-def _other_ratios(results: dict[str, Measured]) -> list[str]:
-    ours, stock = results["2bw, m=2"], results["megatron 1f1b, m=2"]
-    stages = [f + b for f, b in zip(ours.stage_s("F"), ours.stage_s("B"), strict=True)]
-    interleaved = {label: result for label, result in results.items() if "interleaved" in label}
-    best = min(interleaved, key=lambda label: interleaved[label].median_s())
+def _other_ratios(results: Results) -> list[str]:
+    ours = results["m=2"]["2bw"]
+    stages = [f + b for f, b in zip(ours.stage_s(ActionType.FORWARD), ours.stage_s(ActionType.BACKWARD), strict=True)]
+    interleaved = results["interleaved"]
+    best = min((arm.label for arm in INTERLEAVED), key=lambda label: interleaved[label].median_s())
     rows = (
-        (f"2bw over {best}", _paired_ratio(interleaved[best], ours)),
-        ("1f1b-flush over megatron 1f1b, m=2", _paired_ratio(stock, results["1f1b-flush, m=2"])),
-        ("2bw logging every iteration over every 4th", _paired_ratio(ours, results["2bw, m=2, log every iteration"])),
-        ("slower over faster stage, 2bw, m=2", max(stages) / min(stages)),
+        (f"2bw over {best}", _ratio(interleaved[best], interleaved["2bw"])),
+        ("1f1b-flush over megatron 1f1b", _ratio(*results["flush"].values())),
+        ("2bw logging every iteration over every 4th", _ratio(*results["log"].values())),
+        ("slower over faster stage, 2bw", max(stages) / min(stages)),
     )
-    return ["", *(f"{label:<50} {ratio:.3f}" for label, ratio in rows)]
+    return ["", "at m = 2:", *(f"{label:<50} {ratio:.3f}" for label, ratio in rows)]
 
 
-def _paired_ratio(slow: Measured, fast: Measured) -> float:
+def _ratio(slow: Measured, fast: Measured) -> float:
     return statistics.median(a / b for a, b in zip(slow.iteration_s, fast.iteration_s, strict=True))
 
 
@@ -205,7 +263,7 @@ def header(options: argparse.Namespace) -> list[str]:
         f"{datetime.date.today().isoformat()}  python scripts/bench/schedules.py "
         f"--repetitions {options.repetitions} --iterations {options.iterations}",
         f"Python {platform.python_version()}, {packages}; {os.cpu_count()} cores, {platform.machine()}, no GPU",
-        f"medians of {options.repetitions} interleaved repetitions; ratios are medians of ratios within a repetition",
+        f"medians of {options.repetitions} repetitions; what is compared runs in turn, in alternating order",
     ]
 
 
@@ -217,16 +275,20 @@ def _free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=24, help="per run")
+    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=24, help="per run; at least 9")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    results = {arm.label: Measured() for arm in ARMS}
+    results = {name: {arm.label: Measured() for arm in arms} for name, arms in COMPARISONS.items()}
     for repetition in range(options.repetitions):
-        for arm in ARMS:
-            run_arm(arm, options.iterations, results[arm.label])
-            iteration_s = results[arm.label].iteration_s[-1]
-            print(f"{repetition + 1}/{options.repetitions} {arm.label}: {iteration_s:.3f} s", flush=True)
+        for name, arms in COMPARISONS.items():
+            for arm in arms if repetition % 2 == 0 else reversed(arms):
+                measured = results[name][arm.label]
+                run_arm(arm, options.iterations, measured)
+                print(
+                    f"{repetition + 1}/{options.repetitions} {name}, {arm.label}: {measured.iteration_s[-1]:.3f} s",
+                    flush=True,
+                )
     report = "\n".join([*header(options), *report_gpt(results), *report_timed(max(1, options.repetitions // 2)), ""])
     print(report)
     if options.output is not None:
