@@ -27,13 +27,11 @@ class Reduction(StrEnum):
     """What a batch still needs from other ranks before its update, in the order of the chain."""
 
     GRADIENTS = "grads"
-    """Gradients leave the accumulation buffer and are summed over data-parallel replicas."""
+    """Gradients leave the accumulation buffer and are summed over the ranks of the same stage."""
     EMBEDDING = "embedding"
     """Gradients of tied word embeddings are summed over the first and the last stage."""
     NORM = "norm"
-    """Squared gradient norms are summed over all stages."""
-    FOUND_INF = "found_inf"
-    """Overflow flags are combined over all stages."""
+    """Squared gradient norms and overflow flags are summed over all stages."""
 
 
 COMPUTE = frozenset({ActionType.FORWARD, ActionType.BACKWARD})

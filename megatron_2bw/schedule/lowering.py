@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.program import Program, Schedule, programs_of
+from megatron_2bw.schedule.program import GradientCopy, Program, Schedule, programs_of
 
 DEFAULT_REDUCTIONS = (Reduction.GRADIENTS, Reduction.NORM)
 
@@ -25,13 +25,36 @@ def lower(schedule: Schedule, reductions: Iterable[Reduction] = DEFAULT_REDUCTIO
     return add_transfers(add_reductions(schedule, reductions))
 
 
+def with_gradient_copy(schedule: Schedule, copy: GradientCopy) -> Schedule:
+    """Authored Programs that keep ``copy`` of finished gradients.
+
+    Without a copy, updates of earlier batches move before the call's first backward, at the latest.
+
+    >>> from megatron_2bw.schedule.registry import build
+    >>> print(with_gradient_copy(build("2bw", stages=2, microbatches=2), GradientCopy.NONE).programs[1])
+    1F0v-1 1UPDATE@-1 1B0v-1 1F1v-1 1B1v-1
+    """
+
+    def call(steady: tuple[Action, ...]) -> Iterable[Action]:
+        first = next(i for i, action in enumerate(steady) if action.type is ActionType.BACKWARD)
+        late = [a for a in steady[first:] if a.type is ActionType.UPDATE and a.batch < 0]
+        yield from (*steady[:first], *late)
+        yield from (action for action in steady[first:] if action not in late)
+
+    if copy is not GradientCopy.NONE:
+        return replace(schedule, gradient_copy=copy)
+    programs = programs_of(call(program.steady) for program in schedule.programs)
+    return replace(schedule, gradient_copy=copy, programs=programs)
+
+
 def add_reductions(schedule: Schedule, reductions: Iterable[Reduction]) -> Schedule:
     """Start a batch's reductions right after its last backward; wait for them right before its update.
 
     A start only says from where on the chain may run: each reduction begins when the one before it
     in ``reductions`` is complete, in the background. Where the previous batch's update follows the
     last backward, the starts come after that update, which frees the one buffer that holds
-    captured gradients.
+    captured gradients. Where only a shard is kept, the sum over replicas is waited for before the
+    call's first backward.
     """
     chain = tuple(reductions)
     last = schedule.stages - 1
@@ -41,9 +64,12 @@ def add_reductions(schedule: Schedule, reductions: Iterable[Reduction]) -> Sched
 
     def call(steady: tuple[Action, ...]) -> Iterable[Action]:
         final = max(i for i, action in enumerate(steady) if action.type is ActionType.BACKWARD)
+        early = _early_waits(steady) if schedule.gradient_copy is GradientCopy.SHARD and chain else {}
         for i, action in enumerate(steady):
+            yield from early.get(i, ())
             if action.type is ActionType.UPDATE:
-                yield from (_reduce(ActionType.REDUCE_WAIT, action, kind) for kind in kinds(action.stage))
+                waits = (_reduce(ActionType.REDUCE_WAIT, action, kind) for kind in kinds(action.stage))
+                yield from (wait for wait in waits if not any(wait in of for of in early.values()))
             yield action
             following = steady[i + 1] if i + 1 < len(steady) else None
             frees_buffer = following is not None and following.type is ActionType.UPDATE and following.batch < 0
@@ -51,6 +77,13 @@ def add_reductions(schedule: Schedule, reductions: Iterable[Reduction]) -> Sched
                 yield from (_reduce(ActionType.REDUCE_START, steady[final], kind) for kind in kinds(action.stage))
 
     return replace(schedule, programs=programs_of(call(program.steady) for program in schedule.programs))
+
+
+def _early_waits(steady: tuple[Action, ...]) -> dict[int, list[Action]]:
+    """Waits for the sum over replicas before the first backward, for updates that come after it."""
+    first = next(i for i, action in enumerate(steady) if action.type is ActionType.BACKWARD)
+    late = (action for action in steady[first:] if action.type is ActionType.UPDATE and action.batch < 0)
+    return {first: [_reduce(ActionType.REDUCE_WAIT, action, Reduction.GRADIENTS) for action in late]}
 
 
 def _reduce(type_: ActionType, of: Action, kind: Reduction) -> Action:

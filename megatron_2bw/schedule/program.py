@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 from megatron_2bw.schedule.action import Action, ActionType
@@ -57,6 +58,18 @@ class Program:
         )
 
 
+class GradientCopy(StrEnum):
+    """What is kept of a batch's gradients, apart from the buffer in which the next batch accumulates."""
+
+    WHOLE = "whole"
+    """All of them, copied right after the last backward."""
+    SHARD = "shard"
+    """This rank's shard, copied once it is summed over the replicas: that sum has to be complete before the
+    next batch's first backward."""
+    NONE = "none"
+    """Nothing: the update has to be complete before the next batch's first backward."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The Programs of all ranks of one pipeline and the bounds they promise to keep.
@@ -78,6 +91,7 @@ class Schedule:
     """Per rank: weight versions alive at once, at most."""
     in_flight: tuple[int, ...]
     """Per rank: forwards without their backward, at most."""
+    gradient_copy: GradientCopy = GradientCopy.WHOLE
 
     @cached_property
     def _homes(self) -> dict[tuple[int, int | None], int]:

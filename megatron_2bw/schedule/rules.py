@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from megatron_2bw.schedule.action import Action, ActionType, Reduction
-from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.program import GradientCopy, Schedule
 
 
 class Rule(StrEnum):
@@ -43,6 +43,8 @@ class Rule(StrEnum):
     """Reductions start after the last backward of their batch."""
     START_LATE = "reduction started too late"
     """Gradients are captured before the next batch's first backward adds to them."""
+    UNSAVED = "gradients overwritten"
+    """Where only a shard of them is kept, or nothing, that backward comes after their sum, or their update."""
     CAPTURE = "captured gradients overwritten"
     """There is one buffer for captured gradients, free again when their update is done."""
     CHAIN = "reduction order"
@@ -164,15 +166,27 @@ class RankRules:
             raise RuleBroken(Rule.NOTHING_TO_SEND, f"{unsent} comes after this backward, which frees its tensor")
         if stage < self._schedule.stages - 1:
             self._take(action)
-        before = batch - 1
-        if before >= self._first and before not in self._started and self._newest[stage] < batch:
-            raise RuleBroken(
-                Rule.START_LATE, f"gradients of batch {before} must be captured before batch {batch} adds to them"
-            )
+        self._check_saved(stage, batch)
         self._open.remove((stage, microbatch, batch))
         self._left[stage, batch] = self._left.get((stage, batch), self._backwards[stage]) - 1
         if stage > 0:
             self._give(action, ActionType.SEND_BACKWARD, towards=-1)
+
+    def _check_saved(self, stage: int, batch: int) -> None:
+        """Batch ``batch`` is about to add to the gradients of the batch before it."""
+        before = batch - 1
+        if before < self._first or self._newest[stage] >= batch:
+            return
+        if before not in self._started:
+            raise RuleBroken(
+                Rule.START_LATE, f"gradients of batch {before} must be captured before batch {batch} adds to them"
+            )
+        copy, waited = self._schedule.gradient_copy, self._waited.get(before, ())
+        if copy is GradientCopy.NONE or (copy is GradientCopy.SHARD and Reduction.GRADIENTS not in waited):
+            what = "the UPDATE" if copy is GradientCopy.NONE else "the wait for the sum over replicas"
+            raise RuleBroken(
+                Rule.UNSAVED, f"{what} of batch {before} must come before batch {batch} adds to the same buffer"
+            )
 
     def _check_version(self, action: Action) -> None:
         version, newest = max(action.version, 0), self._newest[action.stage]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from megatron_2bw.schedule.action import Action, ActionType, Reduction
-from megatron_2bw.schedule.program import Program, Schedule
+from megatron_2bw.schedule.program import GradientCopy, Program, Schedule
 
 MODULUS = 2**61 - 1
 
@@ -46,6 +46,7 @@ class Machine:
         self.schedule, self.queued = schedule, queued
         ranks = range(len(schedule.programs))
         self.runs = runs
+        self.in_place = schedule.gradient_copy is GradientCopy.NONE
         self.todo = [deque(script(program, runs)) for program in schedule.programs]
         self.first = [0 for _ in ranks]
         self.slots = [[mix("W0", rank)] * schedule.weight_versions[rank] for rank in ranks]
@@ -80,7 +81,7 @@ class Machine:
                     moved = True
                     if rng.random() < eager:
                         self.reduce_one()
-            if not moved and not self.reduce_one():
+            if not moved and not any(self.reduce_for(rank) for rank in order):
                 raise WrongError("hang")
         while self.reduce_one():
             pass
@@ -176,9 +177,12 @@ class Machine:
         return True
 
     def reduce_start(self, rank: int, action: Action) -> None:
-        if action.reduction is self.chain[0]:
-            self.captured[rank], self.accumulated[rank] = self.accumulated[rank], 0
+        if action.reduction is self.chain[0] and self.schedule.gradient_copy is GradientCopy.WHOLE:
+            self.capture(rank)
         self.background[rank].append((action.reduction, action.batch))
+
+    def capture(self, rank: int) -> None:
+        self.captured[rank], self.accumulated[rank] = self.accumulated[rank], 0
 
     def reduce_wait(self, rank: int, action: Action) -> bool:
         job = action.reduction, action.batch
@@ -190,8 +194,8 @@ class Machine:
         return True
 
     def update(self, rank: int, action: Action) -> None:
-        if not self.chain:  # Nothing else takes gradients out of the accumulator.
-            self.captured[rank], self.accumulated[rank] = self.accumulated[rank], 0
+        if not self.chain or self.in_place:  # Nothing else takes gradients out of the accumulator.
+            self.capture(rank)
         results = [self.collected[rank].pop(kind) for kind in self.chain if rank in self.group(rank, kind)]
         self.newest[rank] = mix("U", self.newest[rank], self.captured[rank], *results)
         self.slots[rank][(action.batch + 1) % len(self.slots[rank])] = self.newest[rank]
@@ -208,6 +212,18 @@ class Machine:
                 return True
         return False
 
+    def reduce_for(self, rank: int, asked: tuple[int, ...] = ()) -> bool:
+        """Carry out one reduction without which ``rank`` cannot go on, and no other; False if there is none."""
+        waits = asked or (self.todo[rank] and getattr(self.todo[rank][0][1], "type", None) is ActionType.REDUCE_WAIT)
+        if not waits or not self.background[rank] or rank in asked:
+            return False
+        group = self.group(rank, self.background[rank][0][0])
+        for peer in group:
+            if not self.background[peer] or self.group(peer, self.background[peer][0][0]) != group:
+                return self.reduce_for(peer, (*asked, rank))
+        self.reduce(group)
+        return True
+
     def group(self, rank: int, kind: Reduction) -> tuple[int, ...]:
         last = self.schedule.stages - 1
         everyone = tuple(range(self.schedule.stages))
@@ -215,10 +231,14 @@ class Machine:
 
     def reduce(self, group: tuple[int, ...]) -> None:
         jobs = [self.background[rank].popleft() for rank in group]
-        parts = [mix(kind.value, self.captured[rank]) for rank, (kind, _) in zip(group, jobs, strict=True)]
+        if self.schedule.gradient_copy is GradientCopy.SHARD and jobs[0][0] is self.chain[0]:
+            for rank in group:
+                self.capture(rank)
+        gradients = self.accumulated if self.in_place else self.captured
+        parts = [mix(kind.value, gradients[rank]) for rank, (kind, _) in zip(group, jobs, strict=True)]
         for rank, (kind, batch) in zip(group, jobs, strict=True):
             if kind in (Reduction.GRADIENTS, Reduction.EMBEDDING):
-                self.captured[rank] = mix(self.captured[rank], *parts)
+                gradients[rank] = mix(gradients[rank], *parts)
             self.reduced[rank][kind, batch] = mix(*parts)
 
     def end_of_call(self, rank: int, call: int) -> None:

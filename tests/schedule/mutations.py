@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
-from megatron_2bw.schedule.lowering import lower
-from megatron_2bw.schedule.program import Program, Schedule
+from megatron_2bw.schedule.lowering import lower, with_gradient_copy
+from megatron_2bw.schedule.program import GradientCopy, Program, Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
 
 CHAINS = (
     (Reduction.GRADIENTS,),
     (Reduction.GRADIENTS, Reduction.NORM),
-    (Reduction.GRADIENTS, Reduction.EMBEDDING, Reduction.NORM),
     tuple(Reduction),
 )
 ONCE_PER_BATCH = frozenset({ActionType.UPDATE, ActionType.REDUCE_START, ActionType.REDUCE_WAIT})
@@ -32,7 +31,8 @@ def random_schedule(rng: random.Random, *, most_stages: int = 4, most_microbatch
     name, stages = rng.choice(list(SCHEDULES)), rng.randint(2, most_stages)
     least = stages - 1 if name == "2bw" else 1
     microbatches = rng.randint(least, max(least, most_microbatches))
-    return lower(build(name, stages=stages, microbatches=microbatches), rng.choice(CHAINS))
+    schedule = build(name, stages=stages, microbatches=microbatches)
+    return lower(with_gradient_copy(schedule, rng.choice(list(GradientCopy))), rng.choice(CHAINS))
 
 
 def drop(rng: random.Random, actions: list[Action]) -> None:

@@ -18,7 +18,7 @@ from megatron_2bw.schedule.validate import validate
 from .interpreter import is_right
 from .mutations import ALWAYS_WRONG, SOMETIMES_WRONG, random_schedule, with_actions
 
-SEEDS_PER_KIND = 100
+SEEDS_PER_KIND = 120
 RUNS = (5, 1, 2)
 
 
@@ -65,7 +65,7 @@ def test_a_changed_program_is_refused_exactly_when_it_computes_something_else(au
             verdicts[kind, right] += 1
     # The test says something only if both verdicts occur.
     assert all(verdicts[kind, False] >= 20 for kind in SOMETIMES_WRONG)
-    assert all(verdicts[kind, True] >= 5 for kind in SOMETIMES_WRONG if kind != "batch")
+    assert all(verdicts[kind, True] >= 5 for kind in SOMETIMES_WRONG if kind != "batch"), verdicts
 
 
 def computes_the_right_thing(schedule: Schedule, seed: int) -> bool:
