@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 
 import torch
+
+from megatron_2bw.runtime.errors import PeerLostError
 
 
 class Background:
@@ -18,10 +20,16 @@ class Background:
     thread has a stream of its own.
 
     The thread is a daemon: a rank that fails must end, not wait for a reduction with its peers.
+
+    Args:
+        device: where the work runs.
+        name: of the thread.
+        timeout_s: how long ``result`` waits; None for as long as it takes.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
+    def __init__(self, device: torch.device, name: str, timeout_s: float | None = None) -> None:
         self._device = device
+        self._timeout_s = timeout_s
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: SimpleQueue[tuple[Future, Callable[[], object], object]] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
@@ -37,8 +45,11 @@ class Background:
         """Wait for ``future``; what it wrote on the GPU is visible to the caller's stream.
 
         Raises:
+            PeerLostError: it is not there in time, though every collective in it has a timeout of its own.
             Exception: whatever the function raised.
         """
+        if not wait([future], self._timeout_s).done:
+            raise PeerLostError(f"not complete after {self._timeout_s:.0f} s: this rank or a peer hangs in it")
         value = future.result()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_2bw.schedule.action import Action
+
 
 class PeerLostError(RuntimeError):
     """A transfer or reduction failed because another rank is gone or too late; its own output says why."""
+
+
+def place_of(action: Action) -> str:
+    """Where in a run ``action`` is, for messages."""
+    return f"stage {action.stage}: {action} (batches counted from the start of the run)"
 
 
 @contextmanager
@@ -23,3 +30,16 @@ def needs_peers(what: str) -> Iterator[None]:
         raise PeerLostError(
             f"{what} failed: a rank is gone or too late, so look for that rank's own error. ({error})"
         ) from error
+
+
+@contextmanager
+def waiting_in(what: str) -> Iterator[None]:
+    """Say that ``what`` was waited in, where a lost peer shows inside.
+
+    Raises:
+        PeerLostError: that of the body, with ``what`` in front.
+    """
+    try:
+        yield
+    except PeerLostError as error:
+        raise PeerLostError(f"{what}: {error}") from error

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.links import Boundary, Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action, ActionType
@@ -64,6 +65,8 @@ class Executor:
         self, schedule: Schedule, rank: int, worker: StageWorker, links: Links, recorder: Recorder | None = None
     ) -> None:
         self.schedule = schedule
+        self.at: Action | None = None
+        """What is running, counted from the start of the run; None between calls."""
         self._program = schedule.programs[rank]
         self._worker = worker
         self._links = links
@@ -90,6 +93,11 @@ class Executor:
         self._run(self._program.drain if last else self._program.steady, batch)
         self._filled = not last
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether forwards of the next batch have run."""
+        return self._filled
+
     def abandon(self) -> None:
         """Drop what ran ahead; the next call fills the pipeline again."""
         self._links.flush()
@@ -98,7 +106,9 @@ class Executor:
 
     def _run(self, actions: tuple[Action, ...], batch: int) -> None:
         for action in actions:
-            self._steps[action.type](action.shifted(batch))
+            self.at = action.shifted(batch)
+            self._steps[action.type](self.at)
+        self.at = None
 
     def _forward(self, action: Action) -> None:
         received = self._take(action, ActionType.RECV_FORWARD)
@@ -138,13 +148,15 @@ class Executor:
 
     def _reduce_wait(self, action: Action) -> None:
         if action.batch >= 0:
-            self._worker.reduce_wait(action)
+            with waiting_in(place_of(action)):
+                self._worker.reduce_wait(action)
 
     def _update(self, action: Action) -> None:
         if action.batch < 0:
             return
         start = self._mark()
-        self._worker.update(action)
+        with waiting_in(place_of(action)):
+            self._worker.update(action)
         self._note(action, start)
 
     def _mark(self) -> object:

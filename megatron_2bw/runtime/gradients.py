@@ -2,52 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 
+class Region(NamedTuple):
+    """A flat piece of an accumulation buffer, and what this rank needs of it for its update."""
+
+    whole: torch.Tensor
+    """What backward passes add to, all zero at the start of a batch."""
+    part: torch.Tensor
+    """A view of ``whole``: all of it, or the shard that this rank updates with."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.part.numel() < self.whole.numel()
+
+
 class CapturedGradients:
-    """One flat copy per gradient buffer, with a view per parameter that mirrors ``main_grad``.
+    """What is kept of the accumulated gradients of one batch, until its update.
 
     Args:
-        buffers: flat accumulation buffers, in the precision of ``main_grad``.
-        parameters: parameters whose ``main_grad`` is a view into one of the buffers.
+        regions: of the accumulation buffers, in the precision of ``main_grad``.
+        second_buffer: keep a copy of every part; otherwise the gradients stay where they are, and
+            the next batch must not add to them before the update.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._sources = tuple(buffers)
-        self.buffers = tuple(torch.zeros_like(buffer) for buffer in buffers)
-        pairs = zip(self._sources, self.buffers, strict=True)
-        self._by_storage = {source.untyped_storage().data_ptr(): (source, copy) for source, copy in pairs}
-        self._views = tuple((parameter, self.view_of(parameter)) for parameter in parameters)
-
-    def view_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The captured gradient of ``parameter``, in its shape."""
-        grad = parameter.main_grad
-        source, copy = self._by_storage[grad.untyped_storage().data_ptr()]
-        start = grad.storage_offset() - source.storage_offset()
-        return copy[start : start + grad.numel()].view(grad.shape)
-
-    def capture(self) -> None:
-        """Copy the accumulated gradients; the buffers may then be zeroed for the next batch."""
-        for source, copy in zip(self._sources, self.buffers, strict=True):
-            copy.copy_(source)
+    def __init__(self, regions: Iterable[Region], *, second_buffer: bool = True) -> None:
+        self.regions = tuple(regions)
+        self.has_second_buffer = second_buffer
+        self.kept = tuple(torch.zeros_like(part) if second_buffer else part for _, part in self.regions)
+        """One flat tensor per region, as large as its part."""
+        self._pieces: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for (_, part), kept in zip(self.regions, self.kept, strict=True):
+            self._pieces.setdefault(part.untyped_storage().data_ptr(), []).append((part, kept))
 
     @property
     def device(self) -> torch.device:
         """Where the gradients are."""
-        return self.buffers[0].device
+        return self.kept[0].device
 
-    @contextmanager
-    def as_main_grad(self) -> Iterator[None]:
-        """Inside, every parameter's ``main_grad`` is its captured gradient."""
-        accumulating = [parameter.main_grad for parameter, _ in self._views]
-        for parameter, view in self._views:
-            parameter.main_grad = view
-        try:
-            yield
-        finally:
-            for (parameter, _), grad in zip(self._views, accumulating, strict=True):
-                parameter.main_grad = grad
+    def capture(self) -> None:
+        """Keep the regions without shards; the next batch may accumulate there, from zero."""
+        self._keep(sharded=False)
+
+    def capture_shards(self) -> None:
+        """The same for regions of which this rank keeps a shard, once that shard is reduced."""
+        self._keep(sharded=True)
+
+    def release(self) -> None:
+        """After the update: the next batch accumulates from zero where nothing was copied."""
+        if not self.has_second_buffer:
+            for region in self.regions:
+                region.whole.zero_()
+
+    def within(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """The captured counterpart of ``grad``, flat, as far as this rank keeps it; None for nothing of it.
+
+        Args:
+            grad: a contiguous view of an accumulation buffer.
+        """
+        start = grad.storage_offset()
+        for part, kept in self._pieces.get(grad.untyped_storage().data_ptr(), ()):
+            first = max(start - part.storage_offset(), 0)
+            last = min(start + grad.numel() - part.storage_offset(), part.numel())
+            if first < last:
+                return kept[first:last]
+        return None
+
+    def view_of(self, grad: torch.Tensor) -> torch.Tensor:
+        """The captured counterpart of ``grad``, in its shape.
+
+        Raises:
+            ValueError: this rank keeps only a part of it, or nothing.
+        """
+        if grad.numel() == 0:
+            return grad
+        captured = self.within(grad)
+        if captured is None or captured.numel() != grad.numel():
+            raise ValueError(f"a gradient of shape {tuple(grad.shape)} is not captured as a whole")
+        return captured.view(grad.shape)
+
+    def _keep(self, *, sharded: bool) -> None:
+        if not self.has_second_buffer:
+            return
+        for region, kept in zip(self.regions, self.kept, strict=True):
+            if region.is_sharded is sharded:
+                kept.copy_(region.part)
+                region.whole.zero_()
+
+
+def whole_regions(buffers: Sequence[torch.Tensor]) -> list[Region]:
+    """Regions of buffers that are kept as they are, without shards."""
+    return [Region(buffer, buffer) for buffer in buffers]

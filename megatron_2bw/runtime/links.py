@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_2bw.runtime.errors import needs_peers
+from megatron_2bw.runtime.errors import needs_peers, place_of
 from megatron_2bw.schedule.action import Action, ActionType
 
 _TOWARDS_LAST = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
@@ -105,4 +105,4 @@ class Links:
 
 
 def _what(action: Action, peer: int) -> str:
-    return f"stage {action.stage}: {action} (batches counted from the start of the run), with rank {peer},"
+    return f"{place_of(action)}, with rank {peer},"

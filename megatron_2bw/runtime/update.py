@@ -24,10 +24,15 @@ class PendingUpdate:
         weights: the versions to update.
         captured: where the gradients of the batch are kept.
         links: for each reduction, a blocking function.
+        timeout_s: how long to wait for one of them; None for as long as it takes.
     """
 
     def __init__(
-        self, weights: WeightVersions, captured: CapturedGradients, links: Mapping[Reduction, Callable[[], object]]
+        self,
+        weights: WeightVersions,
+        captured: CapturedGradients,
+        links: Mapping[Reduction, Callable[[], object]],
+        timeout_s: float | None = None,
     ) -> None:
         self.weights = weights
         self.captured = captured
@@ -35,7 +40,7 @@ class PendingUpdate:
         """The batch that is pending; None when there is none."""
         self._links = links
         self._chain: dict[Reduction, Future] = {}
-        self._background = Background(captured.device, "2bw reductions")
+        self._background = Background(captured.device, "2bw reductions", timeout_s)
 
     def reduce_start(self, reduction: Reduction, batch: int) -> None:
         """Queue one link; the first link also captures the gradients.
@@ -56,13 +61,14 @@ class PendingUpdate:
 
     @contextmanager
     def apply(self) -> Iterator[Mapping[Reduction, object]]:
-        """Wait for the chain; inside, weights and ``main_grad`` are those of the update.
+        """Wait for the chain; inside, the weights are those of the update, ready to be changed.
 
         Yields:
             what the links returned.
         """
         results = {reduction: self._background.result(future) for reduction, future in self._chain.items()}
-        with self.weights.update(), self.captured.as_main_grad():
+        with self.weights.update():
             yield results
+        self.captured.release()
         self._chain.clear()
         self.batch = None

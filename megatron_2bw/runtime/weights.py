@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,9 @@ class WeightVersions:
     Args:
         parameters: trained parameters; their present data become version 0.
         slots: versions alive at once, 2 for 2BW. Extra memory: ``slots - 1`` copies.
+        buffers: flat tensors that hold the data of parameters, as the distributed optimizer has
+            them. Each is copied as a whole, so that parts that other ranks fill in are kept too.
+        views: further tensors that follow the parameters, views of the same data.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> versions = WeightVersions([weight])
@@ -29,11 +32,20 @@ class WeightVersions:
     [1.0, 1.0]
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], slots: int = 2) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        slots: int = 2,
+        *,
+        buffers: Sequence[torch.Tensor] = (),
+        views: Iterable[torch.Tensor] = (),
+    ) -> None:
         self._parameters = tuple(parameters)
-        first = [parameter.data for parameter in self._parameters]
-        self._slots = [first, *([torch.empty_like(data) for data in first] for _ in range(slots - 1))]
-        self._active = 0
+        self._followers = (*self._parameters, *buffers, *views)
+        first = _Slot([tensor.data for tensor in self._followers], [buffer.data for buffer in buffers])
+        self._slots = [first, *(first.copy() for _ in range(slots - 1))]
+        self.active = 0
+        """The version that the parameters show."""
         self.newest = 0
         """Number of updates so far: the newest version is ``W(newest)``."""
 
@@ -61,8 +73,8 @@ class WeightVersions:
         """
         newest = self._slots[self.newest % len(self._slots)]
         following = self._slots[(self.newest + 1) % len(self._slots)]
-        if self._parameters:
-            torch._foreach_copy_(following, newest)
+        if newest.storages:
+            torch._foreach_copy_(following.storages, newest.storages)
         self._point_at(self.newest + 1)
         # Graphs of batches in flight saved these Parameters; an in-place step on the new data must
         # not look to autograd like a change of the old.
@@ -71,8 +83,39 @@ class WeightVersions:
         self.newest += 1
 
     def _point_at(self, version: int) -> None:
-        if version == self._active:
+        if version == self.active:
             return
-        for parameter, data in zip(self._parameters, self._slots[version % len(self._slots)], strict=True):
-            parameter.data = data
-        self._active = version
+        for tensor, data in zip(self._followers, self._slots[version % len(self._slots)].data, strict=True):
+            tensor.data = data
+        self.active = version
+
+
+class _Slot:
+    """Where the data of one version are.
+
+    Args:
+        data: of every tensor that follows the versions.
+        buffers: flat tensors that some of ``data`` are views of.
+    """
+
+    def __init__(self, data: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        self.data = tuple(data)
+        self._buffers = tuple(buffers)
+        shared = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        own = (tensor for tensor in data if tensor.untyped_storage().data_ptr() not in shared)
+        self.storages = [*buffers, *own]
+        """Tensors that together cover all data, each once."""
+
+    def copy(self) -> _Slot:
+        """Room for another version, laid out in the same way; its values are undefined."""
+        buffers = [torch.empty_like(buffer) for buffer in self._buffers]
+        copies = {a.untyped_storage().data_ptr(): (a, b) for a, b in zip(self._buffers, buffers, strict=True)}
+
+        def counterpart(tensor: torch.Tensor) -> torch.Tensor:
+            pair = copies.get(tensor.untyped_storage().data_ptr())
+            if pair is None:
+                return torch.empty_like(tensor)
+            offset = tensor.storage_offset() - pair[0].storage_offset()
+            return pair[1].as_strided(tensor.size(), tensor.stride(), pair[1].storage_offset() + offset)
+
+        return _Slot([counterpart(tensor) for tensor in self.data], buffers)

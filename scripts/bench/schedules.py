@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from timed_stage import measure, steady_period_s
+from timed_stage import Run, measure, steady_period_s
 
 from megatron_2bw.schedule.action import Action, ActionType
 from megatron_2bw.schedule.registry import build
@@ -239,12 +239,14 @@ def report_timed(repetitions: int) -> list[str]:
             measured = statistics.median(
                 steady_period_s(
                     measure(
-                        name,
-                        stages=stages,
-                        microbatches=stages,
-                        batches=batches,
-                        forward_s=forward_s,
-                        backward_s=backward_s,
+                        Run(
+                            schedule=name,
+                            stages=stages,
+                            microbatches=stages,
+                            batches=batches,
+                            forward_s=forward_s,
+                            backward_s=backward_s,
+                        )
                     ),
                     stages,
                 )

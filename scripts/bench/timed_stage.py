@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_2bw.runtime.executor import Executor
-from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.gradients import CapturedGradients, whole_regions
 from megatron_2bw.runtime.links import Boundary, Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
@@ -25,8 +26,6 @@ from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.timeline import Event
 from megatron_2bw.schedule.validate import validate
-
-REDUCTIONS = (Reduction.GRADIENTS, Reduction.EMBEDDING, Reduction.NORM)
 
 
 class _Wait(torch.autograd.Function):
@@ -58,13 +57,13 @@ class TimedStage:
         self._weight.register_post_accumulate_grad_hook(self._accumulate)
         self._delayed = delayed
         self._versions = WeightVersions([self._weight])
-        captured = CapturedGradients([buffer], [self._weight])
+        self._captured = captured = CapturedGradients(whole_regions([buffer]))
         ends = dist.new_group([0, stages - 1])
         everyone = dist.new_group(list(range(stages)))
         links = {
             Reduction.GRADIENTS: lambda: None,
             Reduction.EMBEDDING: lambda: dist.all_reduce(torch.zeros(1), group=ends),
-            Reduction.NORM: lambda: dist.all_reduce(captured.buffers[0] ** 2, group=everyone),
+            Reduction.NORM: lambda: dist.all_reduce(torch.cat([captured.kept[0] ** 2, torch.zeros(1)]), group=everyone),
         }
         self._pending = PendingUpdate(self._versions, captured, links)
 
@@ -93,8 +92,6 @@ class TimedStage:
 
     def reduce_start(self, action: Action) -> None:
         self._pending.reduce_start(action.reduction, action.batch)
-        if action.reduction is Reduction.GRADIENTS:
-            self._weight.main_grad.zero_()
 
     def reduce_wait(self, action: Action) -> None:
         self._pending.reduce_wait(action.reduction, action.batch)
@@ -102,37 +99,43 @@ class TimedStage:
     def update(self, action: Action) -> None:
         if action.batch == self._pending.batch:
             with self._pending.apply(), torch.no_grad():
-                self._weight -= 1e-6 * self._weight.main_grad
+                self._weight -= 1e-6 * self._captured.kept[0]
 
 
-def measure(
-    name: str, *, stages: int, microbatches: int, batches: int, forward_s: float, backward_s: float
-) -> list[list[Event]]:
-    """Run ``batches`` batches of schedule ``name`` on ``stages`` processes; per rank, when each action ran."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What to run: a schedule, its size and how long its stages take."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    batches: int
+    forward_s: float
+    backward_s: float
+    reductions: tuple[Reduction, ...] = tuple(Reduction)
+    """That an update waits for."""
+
+
+def measure(run: Run) -> list[list[Event]]:
+    """One process per stage; per rank, when each action ran."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (name, stages, microbatches, batches, forward_s, backward_s, folder)
-        mp.spawn(_rank, arguments, nprocs=stages)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(stages)]
+        mp.spawn(_rank, (run, folder), nprocs=run.stages)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(run.stages)]
 
 
-def _rank(
-    rank: int, name: str, stages: int, microbatches: int, batches: int, forward_s: float, backward_s: float, folder: str
-) -> None:
+def _rank(rank: int, run: Run, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=stages)
-    schedule = lower(build(name, stages=stages, microbatches=microbatches), REDUCTIONS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=run.stages)
+    schedule = lower(build(run.schedule, stages=run.stages, microbatches=run.microbatches), run.reductions)
     validate(schedule)
-    stage = TimedStage(rank, stages, forward_s, backward_s, delayed=any(schedule.delay))
-    links = Links(
-        forward_group=dist.new_group(list(range(stages))),
-        backward_group=dist.new_group(list(range(stages))),
-        ranks=list(range(stages)),
-    )
+    stage = TimedStage(rank, run.stages, run.forward_s, run.backward_s, delayed=any(schedule.delay))
+    ranks = list(range(run.stages))
+    links = Links(forward_group=dist.new_group(ranks), backward_group=dist.new_group(ranks), ranks=ranks)
     recorder = Recorder(stage.boundary.device)
     executor = Executor(schedule, rank, stage, links, recorder)
     dist.barrier()
-    for batch in range(batches):
-        executor.run(batch, last=batch == batches - 1)
+    for batch in range(run.batches):
+        executor.run(batch, last=batch == run.batches - 1)
     torch.save(recorder.events(), Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_2bw.runtime.background import Background
-from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.gradients import CapturedGradients, Region, whole_regions
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Reduction
@@ -73,15 +73,50 @@ def test_backward_after_an_update_uses_the_version_of_its_forward():
 
 def test_captured_gradients_mirror_shape_and_place():
     buffer = torch.arange(6.0)
-    first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, 2))
-    first.main_grad, second.main_grad = buffer[:2], buffer[2:].view(2, 2)
-    captured = CapturedGradients([buffer], [first, second])
+    first, second = buffer[:2], buffer[2:].view(2, 2)
+    captured = CapturedGradients(whole_regions([buffer]))
     captured.capture()
-    buffer.zero_()
-    with captured.as_main_grad():
-        assert first.main_grad.tolist() == [0.0, 1.0]
-        assert second.main_grad.tolist() == [[2.0, 3.0], [4.0, 5.0]]
-    assert second.main_grad.data_ptr() == buffer[2:].data_ptr()
+    assert buffer.tolist() == [0.0] * 6
+    assert captured.view_of(first).tolist() == [0.0, 1.0]
+    assert captured.view_of(second).tolist() == [[2.0, 3.0], [4.0, 5.0]]
+
+
+def test_of_a_shard_only_what_lies_in_it_is_kept():
+    buffer = torch.zeros(8)
+    captured = CapturedGradients([Region(buffer, buffer[4:])])
+    buffer[4:] = torch.arange(4.0)
+    captured.capture()
+    assert buffer.any()
+    captured.capture_shards()
+    assert not buffer.any()
+    assert captured.within(buffer[:4]) is None
+    assert captured.within(buffer[2:6].view(2, 2)).tolist() == [0.0, 1.0]
+    assert captured.view_of(buffer[5:7]).tolist() == [1.0, 2.0]
+    with pytest.raises(ValueError, match="not captured as a whole"):
+        captured.view_of(buffer[2:6])
+
+
+def test_without_a_second_buffer_gradients_stay_in_place_until_released():
+    buffer = torch.arange(3.0)
+    captured = CapturedGradients(whole_regions([buffer]), second_buffer=False)
+    captured.capture()
+    assert captured.view_of(buffer).data_ptr() == buffer.data_ptr()
+    captured.release()
+    assert buffer.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_versions_of_a_flat_buffer_take_its_views_along():
+    buffer = torch.zeros(4)
+    weight = torch.nn.Parameter(buffer[1:3].view(2, 1))
+    shard = buffer[2:4]
+    versions = WeightVersions([weight], buffers=[buffer], views=[shard])
+    with versions.update(), torch.no_grad():
+        shard += 1.0
+        buffer[1] = 5.0
+    assert weight.tolist() == [[5.0], [1.0]]
+    versions.use(0)
+    assert weight.tolist() == [[0.0], [0.0]]
+    assert buffer.tolist() == shard.tolist() * 2 == [0.0] * 4
 
 
 def test_background_runs_in_order_and_does_not_block_the_caller():
@@ -113,7 +148,7 @@ def test_background_raises_where_the_result_is_wanted():
 
 
 def _pending(weight):
-    captured = CapturedGradients([weight.main_grad], [weight])
+    captured = CapturedGradients(whole_regions([weight.main_grad]))
     return PendingUpdate(WeightVersions([weight]), captured, {Reduction.GRADIENTS: lambda: None})
 
 
@@ -124,8 +159,8 @@ def test_a_pending_update_keeps_its_gradients_while_the_next_batch_accumulates()
     pending.reduce_start(Reduction.GRADIENTS, 0)
     weight.main_grad += 100
     with pending.apply(), torch.no_grad():
-        weight -= weight.main_grad
-    assert (weight.item(), weight.main_grad.item(), pending.batch) == (-3.0, 104.0, None)
+        weight -= pending.captured.view_of(weight.main_grad)
+    assert (weight.item(), weight.main_grad.item(), pending.batch) == (-3.0, 100.0, None)
 
 
 def test_capturing_over_a_pending_batch_is_refused():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_2bw.runtime.executor import Executor
-from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.gradients import CapturedGradients, whole_regions
 from megatron_2bw.runtime.links import Boundary, Links
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
@@ -78,10 +78,10 @@ class ToyStage:
             parameter.register_post_accumulate_grad_hook(_accumulate)
         everyone = dist.new_group(list(range(stages)))
         self.versions = WeightVersions(parameters)
-        captured = CapturedGradients([self._buffer], parameters)
+        captured = CapturedGradients(whole_regions([self._buffer]))
         links = {
             Reduction.GRADIENTS: lambda: self._wait(),
-            Reduction.NORM: lambda: dist.all_reduce(captured.buffers[0].norm() ** 2, group=everyone),
+            Reduction.NORM: lambda: dist.all_reduce(captured.kept[0].norm() ** 2, group=everyone),
         }
         self.pending = PendingUpdate(self.versions, captured, links)
 
@@ -111,8 +111,6 @@ class ToyStage:
 
     def reduce_start(self, action: Action) -> None:
         self.pending.reduce_start(action.reduction, action.batch)
-        if action.reduction is Reduction.GRADIENTS:
-            self._buffer.zero_()
 
     def reduce_wait(self, action: Action) -> None:
         self.pending.reduce_wait(action.reduction, action.batch)
@@ -121,7 +119,7 @@ class ToyStage:
         if action.batch == self.pending.batch:
             with self.pending.apply(), torch.no_grad():
                 for parameter in self.model.parameters():
-                    parameter -= RATE * parameter.main_grad
+                    parameter -= RATE * self.pending.captured.view_of(parameter.main_grad)
 
 
 def _accumulate(parameter: torch.nn.Parameter) -> None:
