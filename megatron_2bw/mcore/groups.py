@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,12 +24,26 @@ class TransferGroups:
 class UpdateGroups:
     """Groups that a delayed update reduces over, used by one background thread."""
 
-    scalars: dist.ProcessGroup
-    """All ranks that share one model copy, on the host: norms never wait for a device queue."""
-    gradients: dist.ProcessGroup | None
-    """Data-parallel peers of this stage; None where there is one replica."""
     embedding: dist.ProcessGroup | None
-    """First and last stage; None elsewhere."""
+    """First and last stage; None elsewhere, and where nothing is tied."""
+    tensor: dist.ProcessGroup | None
+    """Tensor-parallel peers; None without any."""
+    pipeline: dist.ProcessGroup
+    """All stages of this pipeline, on the host."""
+    data: dist.ProcessGroup
+    """Data- and context-parallel peers, on the host."""
+    on_device: Mapping[tuple[int, ...], dist.ProcessGroup]
+    """By ranks: who sums gradients."""
+    on_host: Mapping[tuple[int, ...], dist.ProcessGroup]
+    """By ranks: who sums squared norms. On the host, so that scalars never wait for a device queue."""
+
+    def peers(self, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+        """Our group of the ranks of Megatron's ``group``, for gradients; None for one rank."""
+        return self.on_device[_ranks(group)] if group.size() > 1 else None
+
+    def statistics(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Our group of the ranks of Megatron's ``group``, for scalars."""
+        return self.on_host[_ranks(group)]
 
 
 def create_transfer_groups(timeout: timedelta) -> TransferGroups:
@@ -41,14 +56,32 @@ def create_transfer_groups(timeout: timedelta) -> TransferGroups:
     )
 
 
-def create_update_groups(timeout: timedelta, *, tied_embeddings: bool) -> UpdateGroups:
-    """Collective over all ranks."""
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+def create_update_groups(
+    timeout: timedelta,
+    *,
+    tied_embeddings: bool,
+    gradients: Iterable[dist.ProcessGroup],
+    statistics: Iterable[dist.ProcessGroup],
+) -> UpdateGroups:
+    """Collective over all ranks.
+
+    Args:
+        timeout: of every collective.
+        tied_embeddings: whether the first and the last stage share a weight.
+        gradients: Megatron's groups over which this rank's gradient buffers are summed.
+        statistics: Megatron's groups over which its optimizers sum norms.
+    """
     embedding = parallel_state.get_embedding_group(check_initialized=False) if tied_embeddings else None
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return UpdateGroups(
-        scalars=_clone(parallel_state.get_model_parallel_group(), timeout, "2bw scalars", backend="gloo"),
-        gradients=_clone(replicas, timeout, "2bw gradients") if replicas.size() > 1 else None,
         embedding=_clone(embedding, timeout, "2bw embedding") if tied_embeddings else None,
+        tensor=_clone(tensor, timeout, "2bw tensor") if tensor.size() > 1 else None,
+        pipeline=_clone(pipeline, timeout, "2bw tokens", backend="gloo"),
+        data=_clone(data, timeout, "2bw tokens of replicas", backend="gloo"),
+        on_device=_clones((group for group in gradients if group.size() > 1), timeout, "2bw gradients"),
+        on_host=_clones(statistics, timeout, "2bw scalars", backend="gloo"),
     )
 
 
@@ -61,13 +94,27 @@ def _clone(
     group: dist.ProcessGroup | None, timeout: timedelta, description: str, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """A second group of the same ranks; None where this rank is in no such group."""
+    clones = _clones([] if group is None else [group], timeout, description, backend)
+    return next(iter(clones.values()), None)
+
+
+def _clones(
+    groups: Iterable[dist.ProcessGroup], timeout: timedelta, description: str, backend: str | None = None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Second groups of the same ranks, by these; ranks may bring different numbers of groups."""
     rank = dist.get_rank()
-    ranks = dist.get_process_group_ranks(group) if group is not None else []
+    mine = {ranks for ranks in map(_ranks, groups) if rank in ranks}
     # Every rank must create every group, in one order, and knows only its own.
-    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, sorted(ranks) if rank in ranks else [])
-    clones = [
-        dist.new_group(list(members), timeout=timeout, backend=backend or dist.get_backend(), group_desc=description)
-        for members in sorted({tuple(members) for members in everyone if members})
-    ]
-    return next((clone for clone in clones if rank in dist.get_process_group_ranks(clone)), None)
+    everyone: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    clones = {
+        ranks: dist.new_group(
+            list(ranks), timeout=timeout, backend=backend or dist.get_backend(), group_desc=description
+        )
+        for ranks in sorted(set().union(*everyone))
+    }
+    return {ranks: clones[ranks] for ranks in mine}
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
-from megatron_2bw.mcore.groups import UpdateGroups
-from megatron_2bw.mcore.reductions import GradientReductions
+from megatron_2bw.mcore.groups import create_update_groups
+from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Reduction
+from megatron_2bw.schedule.program import GradientCopy
 
 
 class UpdateOutcome(NamedTuple):
@@ -35,52 +39,117 @@ class DelayedOptimizer:
     Megatron's own step on a copy of the newest weights. ``step``, which Megatron's training loop
     calls between batches, waits for nothing. All else is the wrapped optimizer's.
 
-    Learning rate and weight decay are those that ``step`` would have used: they are taken when the
-    batch is captured, before the scheduler moves on.
+    Learning rate and weight decay of batch t are those of the schedule after all updates before t
+    that were not skipped, as in Megatron. The schedule moves on when a batch is captured, and back
+    again when its update turns out to be skipped, which is before the next batch is captured.
 
-    Source: Narayanan et al., ICML 2021, section 3.1; clipping and tied embeddings are ours.
+    The loss scale of batch t is the scaler's after the batches whose updates W(t-1) contains, so
+    every stage knows it without asking: ``scales``.
+
+    Source: Narayanan et al., ICML 2021, section 3.1; clipping, overflow checks and tied embeddings
+    are ours.
 
     Args:
         inner: Megatron's optimizer (a ChainedOptimizer).
         model: this rank's stage, wrapped in DistributedDataParallel.
-        groups: who takes part in the reductions.
+        timeout: of every reduction.
+        tied_embeddings: whether the first and the last stage share a weight.
+        second_buffer: keep finished gradients (with the distributed optimizer: this rank's shard)
+            apart from those of the next batch.
         check_for_nan: stop with an error when the norm is not finite.
     """
 
-    def __init__(self, inner: Any, model: torch.nn.Module, groups: UpdateGroups, *, check_for_nan: bool) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        model: torch.nn.Module,
+        *,
+        timeout: timedelta,
+        tied_embeddings: bool,
+        second_buffer: bool,
+        check_for_nan: bool,
+    ) -> None:
         self._inner = inner
-        self._check_for_nan = check_for_nan
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._captured = CapturedGradients([buffer.grad_data for buffer in model.buffers], parameters)
-        self.weights = WeightVersions(parameters)
-        reductions = GradientReductions(model, self._captured, self._gradients_for_norm(), groups)
-        self._pending = PendingUpdate(self.weights, self._captured, reductions.links)
+        self._model = model
+        sources = sources_of(model)
+        self._captured = CapturedGradients((source.region for source in sources), second_buffer=second_buffer)
+        self.weights = _versions_of(inner, model)
+        self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        parts = [self._part(optimizer) for optimizer in inner.chained_optimizers]
+        groups = create_update_groups(
+            timeout,
+            tied_embeddings=tied_embeddings,
+            gradients=[source.group for source in sources],
+            statistics=[part.group for part in parts],
+        )
+        self._reductions = GradientReductions(
+            model, self._captured, sources, parts, groups, count_zeros=inner.config.log_num_zeros_in_grad
+        )
+        self._pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
+        self._scaler = next((scaler for scaler in map(_scaler_of, inner.chained_optimizers) if scaler), None)
+        self._check_for_nan = check_for_nan and self._scaler is None
+        self.scales = {} if self._scaler is None else {0: self._scaler.scale.clone()}
+        """Loss scale by weight version; empty without loss scaling."""
         self._hyperparameters: list[dict[str, float]] = []
-        self._norm = 0.0
+        self._statistics = Statistics(0.0, False, None)
+        self._scheduler: Any = None
+        self._samples = 0
+        self._outcomes: list[UpdateOutcome] = []
         self.outcome: UpdateOutcome | None = None
         """Of the newest finished update."""
-        # Both ask all ranks. The norm is known when Megatron's step wants it; the groups with a
-        # norm of their own (multi-token prediction) never change and are asked for once, here.
-        inner.get_grad_norm = lambda: self._norm
-        for name in megatron_optimizer.SEPARATE_GRAD_NORM_GROUPS:
-            inner.has_grad_norm_group(name)
+        self._take_over()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Ours, and not set yet.
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Report the newest finished update: that of the batch before, except after a drain."""
-        if self.outcome is None:
-            return True, None, None
-        return self.outcome.successful, self.outcome.grad_norm, self.outcome.num_zeros
+    @property
+    def gradient_copy(self) -> GradientCopy:
+        """What is kept of finished gradients, which decides what the next batch has to wait for."""
+        if not self._captured.has_second_buffer:
+            return GradientCopy.NONE
+        sharded = any(region.is_sharded for region in self._captured.regions)
+        return GradientCopy.SHARD if sharded else GradientCopy.WHOLE
 
-    def reduce_start(self, reduction: Reduction, batch: int) -> None:
-        """Start one reduction of ``batch``, the first one with the capture of its gradients."""
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Report the updates finished since the last call: usually that of the batch before."""
+        outcomes, self._outcomes = self._outcomes, []
+        if not outcomes:
+            return True, None, None
+        successful = all(outcome.successful for outcome in outcomes)
+        return successful, outcomes[-1].grad_norm, outcomes[-1].num_zeros
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale of the weights in use."""
+        return self.scales[self.weights.active] * loss if self.scales else self._inner.scale_loss(loss)
+
+    def drive(self, scheduler: Any) -> DrivenScheduler:
+        """Take over Megatron's learning-rate schedule; returns what its training loop may hold."""
+        self._scheduler = scheduler
+        return DrivenScheduler(scheduler)
+
+    def reduce_start(
+        self, reduction: Reduction, batch: int, *, samples: int = 0, num_tokens: torch.Tensor | None = None
+    ) -> None:
+        """Start one reduction of ``batch``, the first one with the capture of its gradients.
+
+        Args:
+            reduction: which link of the chain.
+            batch: whose gradients have been accumulated.
+            samples: in the batch, over all replicas; what the learning-rate schedule counts.
+            num_tokens: on this rank, where the loss is a mean over tokens.
+        """
         if reduction is Reduction.GRADIENTS:
             self._hyperparameters = [_hyperparameters_of(group) for group in self._inner.param_groups]
+            self._samples = samples
+            self._reductions.num_tokens = num_tokens
+            if self.scales:
+                scale = self.scales[max(batch - 1, 0)]
+                self._reductions.inverse_scale = scale.double().reciprocal().float()
         self._pending.reduce_start(reduction, batch)
+        if reduction is Reduction.GRADIENTS and self._scheduler is not None:
+            self._scheduler.step(increment=samples)
 
     def reduce_wait(self, reduction: Reduction, batch: int) -> None:
         """Block until the reduction is complete; returns at once for a batch that is finished."""
@@ -95,14 +164,21 @@ class DelayedOptimizer:
         if batch != self._pending.batch:
             return self.outcome
         with self._pending.apply() as results, self._hyperparameters_of_batch():
-            self._norm = results[Reduction.NORM]
-            if self._check_for_nan and not math.isfinite(self._norm):
+            self._statistics = results[Reduction.NORM]
+            if self._check_for_nan and not math.isfinite(self._statistics.norm):
                 raise RuntimeError(
-                    f"the gradient of batch {batch} (counted from the start of the run) has norm {self._norm}"
+                    f"the gradient of batch {batch} (counted from the start of the run) has norm "
+                    f"{self._statistics.norm}"
                 )
+            _forget_shards_of_weights(self._model)
             self.outcome = UpdateOutcome(batch, *self._inner.step())
-        # Gradients of the next backward must not be added to the captured ones.
         self._inner.zero_grad()
+        self._outcomes.append(self.outcome)
+        newest = self.weights.newest
+        if self._scaler is not None:
+            self.scales = {newest - 1: self.scales[newest - 1], newest: self._scaler.scale.clone()}
+        if not self.outcome.successful and self._scheduler is not None:
+            self._scheduler.step(increment=-self._samples)
         return self.outcome
 
     def settle(self) -> None:
@@ -111,16 +187,52 @@ class DelayedOptimizer:
             self.finish(self._pending.batch)
         self.weights.use_newest()
 
-    def _gradients_for_norm(self) -> list[torch.Tensor]:
-        # Megatron's own filter picks them (shared and replicated weights count once); the captured
-        # views stay where they are, so asking once is enough.
-        with self._captured.as_main_grad():
-            self._inner.prepare_grads()
-            gradients = [
-                gradient for part in self._inner.chained_optimizers for gradient in part.get_grads_for_grad_norm()
-            ]
-            self._inner.zero_grad()
-        return gradients
+    def _part(self, optimizer: Any) -> Part:
+        """Find the captured counterpart of every gradient that ``optimizer`` updates with.
+
+        Megatron's own code says which these are: asked once, as the captured ones stay where they are.
+        """
+        if optimizer.is_stub_optimizer:
+            self._main_gradients[optimizer] = []
+            return Part([], [], optimizer.get_grad_stats_parallel_group())
+        if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer):
+            optimizer._copy_model_grads_to_main_grads()
+        else:
+            optimizer.prepare_grads()
+        pairs = [
+            (parameter, self._captured.view_of(parameter.grad))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for_norm = [self._captured.view_of(gradient) for gradient in optimizer.get_grads_for_grad_norm()]
+        optimizer.zero_grad()
+        self._main_gradients[optimizer] = pairs
+        return Part([gradient for _, gradient in pairs], for_norm, optimizer.get_grad_stats_parallel_group())
+
+    def _take_over(self) -> None:
+        """Give Megatron's step what the chain has found out, where it would ask all ranks."""
+        inner = self._inner
+        for optimizer in inner.chained_optimizers:
+            optimizer.prepare_grads = functools.partial(self._prepare_grads, optimizer)
+        inner.get_grad_norm = lambda: self._statistics.norm
+        inner.count_zeros = lambda: self._statistics.zeros
+        # Groups with a norm of their own never change and are asked for once, here.
+        for name in megatron_optimizer.SEPARATE_GRAD_NORM_GROUPS:
+            inner.has_grad_norm_group(name)
+        # Captured gradients are zeroed when they are captured; before, a reduction may still read them.
+        for buffer in [*self._model.buffers, *self._model.expert_parallel_buffers]:
+            buffer.reset = lambda: None
+
+    def _prepare_grads(self, optimizer: Any) -> bool:
+        """In place of Megatron's; the chain has removed the loss scale and looked for overflows."""
+        for parameter, gradient in self._main_gradients[optimizer]:
+            parameter.grad = gradient
+        scaler = _scaler_of(optimizer)
+        if scaler is None:
+            return False
+        scaler.update(self._statistics.found_inf)
+        return self._statistics.found_inf
 
     @contextmanager
     def _hyperparameters_of_batch(self) -> Iterator[None]:
@@ -134,6 +246,46 @@ class DelayedOptimizer:
     def _set(self, hyperparameters: list[dict[str, float]]) -> None:
         for group, values in zip(self._inner.param_groups, hyperparameters, strict=True):
             group.update(values)
+
+
+class DrivenScheduler:
+    """Megatron's learning-rate schedule, for a training loop that must not move it.
+
+    The loop moves it after an update that it believes to be successful; under a delay the optimizer
+    does so itself. All else is the wrapped schedule's.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def step(self, increment: int) -> None:
+        """Does nothing; see `DelayedOptimizer`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _versions_of(inner: Any, model: torch.nn.Module) -> WeightVersions:
+    """Weight versions of a stage; with the distributed optimizer, of the buffers that hold its weights."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    buffers = [buffer for buffer in [*model.buffers, *model.expert_parallel_buffers] if buffer.param_data is not None]
+    views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
+    for optimizer in inner.chained_optimizers if buffers else ():
+        views += chain.from_iterable([*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups])
+    return WeightVersions(parameters, buffers=[buffer.param_data for buffer in buffers], views=views)
+
+
+def _forget_shards_of_weights(model: torch.nn.Module) -> None:
+    """Bucket groups remember views of their parameter buffers, which have moved to another version."""
+    for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
+        group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+
+
+def _scaler_of(optimizer: Any) -> Any:
+    """Megatron's gradient scaler; None in fp32 and bf16."""
+    return getattr(optimizer, "grad_scaler", None)
 
 
 def _hyperparameters_of(group: dict[str, Any]) -> dict[str, float]:

@@ -2,60 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from megatron.core.optimizer import clip_grads
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron_2bw.mcore.groups import UpdateGroups
 from megatron_2bw.runtime.errors import needs_peers
-from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.gradients import CapturedGradients, Region
 from megatron_2bw.schedule.action import Reduction
 
 
-class GradientReductions:
-    """The links of the chain from captured gradients to the global norm, each blocking.
+class Source(NamedTuple):
+    """One accumulation buffer, or bucket, of Megatron's DistributedDataParallel."""
 
-    What Megatron does in ``finalize_model_grads`` and ``get_grad_norm_fp32``, with the same
-    arithmetic, on the captured copy and on groups of our own.
+    region: Region
+    scaling: float
+    """Before the sum, where the sum is to be a mean."""
+    group: dist.ProcessGroup
+    """Megatron's group of the replicas."""
+
+
+class Part(NamedTuple):
+    """One of Megatron's chained optimizers: gradients whose norm is summed over one group."""
+
+    gradients: list[torch.Tensor]
+    """Captured; all that its parameters are updated with on this rank."""
+    for_norm: list[torch.Tensor]
+    """Those that count in the global norm, so that each weight counts once over all ranks."""
+    group: dist.ProcessGroup
+    """Megatron's group for gradient statistics."""
+
+
+class Statistics(NamedTuple):
+    """What all ranks know of a batch's gradients once the chain is through."""
+
+    norm: float
+    """L2 norm over the whole model, before clipping; loss scale removed."""
+    found_inf: bool
+    """Whether a gradient is infinite or not a number; looked for only under loss scaling."""
+    zeros: int | None
+    """Number of zeros, where asked for."""
+
+
+def sources_of(model: torch.nn.Module) -> list[Source]:
+    """Accumulation buffers of a stage, by bucket where the distributed optimizer shards them."""
+    sources = []
+    for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+        if not model.ddp_config.use_distributed_optimizer:
+            region = Region(buffer.grad_data, buffer.grad_data)
+            sources.append(Source(region, buffer.gradient_scaling_factor, buffer.data_parallel_group))
+            continue
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            shard = shard_buffer(bucket.grad_data, group.size())[group.rank()]
+            sources.append(Source(Region(bucket.grad_data, shard), bucket.gradient_scaling_factor, group))
+    return sources
+
+
+class GradientReductions:
+    """The links of the chain from captured gradients to their global statistics, each blocking.
+
+    What Megatron does in ``finalize_model_grads``, in ``prepare_grads`` and in
+    ``get_grad_norm_fp32``, with the same arithmetic, on the captured gradients and on groups of our
+    own.
 
     Args:
         model: the stage, wrapped in Megatron's DistributedDataParallel.
-        captured: its captured gradients.
-        for_norm: captured gradients that count in the global norm, each weight once over all ranks.
+        captured: its captured gradients, one region per source.
+        sources: see ``sources_of``.
+        parts: one per chained optimizer.
         groups: who takes part.
+        count_zeros: whether to count zeros among the gradients.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         captured: CapturedGradients,
-        for_norm: Sequence[torch.Tensor],
+        sources: Sequence[Source],
+        parts: Sequence[Part],
         groups: UpdateGroups,
+        *,
+        count_zeros: bool,
     ) -> None:
+        self.inverse_scale: torch.Tensor | None = None
+        """1 / loss scale of the captured batch; None without loss scaling."""
+        self.num_tokens: torch.Tensor | None = None
+        """Tokens of the captured batch on this rank, to divide by; None for a mean per microbatch."""
         self._captured = captured
-        self._for_norm = list(for_norm)
+        self._sources = tuple(sources)
+        self._parts = _merged(parts)
         self._groups = groups
-        self._scaling = [buffer.gradient_scaling_factor for buffer in model.buffers]
+        self._count_zeros = count_zeros
         average = model.ddp_config.average_in_collective
         self._operation = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        self._tied = self._tied_gradient(model) if groups.embedding is not None else None
-        self.links = {
-            Reduction.GRADIENTS: self.sum_over_replicas,
+        self._replicated = _replicated_gradients(model, captured) if groups.tensor is not None else {}
+        self._tied = _tied_gradient(model, captured) if groups.embedding is not None else None
+        self.links: dict[Reduction, Callable[[], object]] = {
+            Reduction.GRADIENTS: self.sum_over_peers,
             Reduction.EMBEDDING: self.sum_tied_embedding,
-            Reduction.NORM: self.global_norm,
+            Reduction.NORM: self.statistics,
         }
 
-    def sum_over_replicas(self) -> None:
-        """Mean over data-parallel replicas, as DDP scales it."""
-        for buffer, scaling in zip(self._captured.buffers, self._scaling, strict=True):
-            if scaling != 1.0:
-                buffer *= scaling
-            if self._groups.gradients is not None:
-                with needs_peers("the sum of gradients over replicas"):
-                    dist.all_reduce(buffer, op=self._operation, group=self._groups.gradients)
+    def sum_over_peers(self) -> None:
+        """Mean over data-parallel replicas, as DDP scales it; then what tensor-parallel ranks replicate."""
+        with needs_peers("the sum of gradients over replicas"):
+            for source, kept in zip(self._sources, self._captured.kept, strict=True):
+                self._sum_over_replicas(source, kept)
+        self._captured.capture_shards()
+        for operation, gradients in self._replicated.items():
+            with needs_peers("the sum of gradients over tensor-parallel ranks"):
+                flat = _flatten_dense_tensors(gradients)
+                dist.all_reduce(flat, op=operation, group=self._groups.tensor)
+            for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+                gradient.copy_(reduced)
 
     def sum_tied_embedding(self) -> None:
         """Sum of the tied weight's gradients on the first and the last stage."""
@@ -63,17 +130,104 @@ class GradientReductions:
             with needs_peers("the sum of the tied embedding's gradients"):
                 dist.all_reduce(self._tied, group=self._groups.embedding)
 
-    def global_norm(self) -> float:
-        """L2 norm of the whole model's gradient."""
-        squared = torch.zeros(1)
-        if self._for_norm:
-            overflow = torch.zeros(1, dtype=torch.int, device=self._for_norm[0].device)
-            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [self._for_norm], False)
-            squared = (norm**2.0).reshape(1).cpu()
-        with needs_peers("the global gradient norm"):
-            dist.all_reduce(squared, group=self._groups.scalars)
-        return squared.item() ** 0.5
+    def statistics(self) -> Statistics:
+        """Gradients as the optimizer wants them, but for clipping, and what clipping needs to know."""
+        if self.num_tokens is not None:
+            self._divide_by_tokens(self.num_tokens)
+        squares, zeros, found_inf = [], 0, False
+        for part in self._parts:
+            overflow = self._unscale(part.gradients)
+            summed = torch.stack([_squared_norm(part.for_norm), overflow])
+            group = self._groups.statistics(part.group)
+            with needs_peers("the global gradient norm"):
+                dist.all_reduce(summed, group=group)
+            squares.append(summed[0].item())
+            found_inf |= summed[1].item() > 0
+            if self._count_zeros:
+                count = torch.tensor(sum(g.numel() - int(torch.count_nonzero(g)) for g in part.for_norm))
+                with needs_peers("the number of zeros among the gradients"):
+                    dist.all_reduce(count, group=group)
+                zeros += int(count)
+        norms = [square**0.5 for square in squares]
+        norm = norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
+        return Statistics(norm, found_inf, zeros if self._count_zeros else None)
 
-    def _tied_gradient(self, model: torch.nn.Module) -> torch.Tensor:
-        gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-        return self._captured.view_of(gpt.shared_embedding_or_output_weight())
+    def _sum_over_replicas(self, source: Source, kept: torch.Tensor) -> None:
+        (whole, part), scaling = source.region, source.scaling
+        peers = self._groups.peers(source.group)
+        target = whole if source.region.is_sharded else kept
+        if scaling != 1.0:
+            target *= scaling
+        if source.region.is_sharded:
+            dist.reduce_scatter_tensor(part, whole, op=self._operation, group=peers)
+        elif peers is not None:
+            dist.all_reduce(target, op=self._operation, group=peers)
+
+    def _divide_by_tokens(self, num_tokens: torch.Tensor) -> None:
+        """Only the last stage counts tokens; the mean is over those of all replicas."""
+        total = num_tokens.cpu()
+        with needs_peers("the number of tokens"):
+            dist.all_reduce(total, group=self._groups.pipeline)
+            dist.all_reduce(total, group=self._groups.data)
+        scaling = 1.0 / torch.clamp(total, min=1)
+        for kept in self._captured.kept:
+            kept *= scaling.to(kept.device)
+
+    def _unscale(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Remove the loss scale; returns 1.0 on the host if that found an overflow, else 0.0."""
+        found = torch.zeros(1, device=self._captured.device)
+        if self.inverse_scale is not None and gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self.inverse_scale)
+        return found[0].cpu()
+
+
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """As Megatron does it: one norm where all optimizers share a group, else a norm of norms."""
+    if len({tuple(dist.get_process_group_ranks(part.group)) for part in parts}) > 1:
+        return list(parts)
+    return [
+        Part(
+            [g for part in parts for g in part.gradients], [g for part in parts for g in part.for_norm], parts[0].group
+        )
+    ]
+
+
+def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """On the host, float32, no dimensions."""
+    if not gradients:
+        return torch.zeros([])
+    overflow = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
+    norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+    return (norm**2.0).reshape([]).cpu()
+
+
+def _replicated_gradients(
+    model: torch.nn.Module, captured: CapturedGradients
+) -> dict[dist.ReduceOp.RedOpType, list[torch.Tensor]]:
+    """Gradients that tensor-parallel ranks hold parts of, by how these are combined.
+
+    The rule is that of Megatron's ``_allreduce_non_tensor_model_parallel_grads``.
+    """
+    config = get_model_config(model)
+    operations: dict[dist.ReduceOp.RedOpType, list[torch.Tensor]] = {dist.ReduceOp.SUM: [], dist.ReduceOp.AVG: []}
+    for name, parameter in _trained(model):
+        is_query_or_key = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+        gradient = captured.within(parameter.main_grad)
+        if gradient is None:
+            continue
+        if getattr(parameter, "average_gradients_across_tp_domain", False):
+            operations[dist.ReduceOp.AVG].append(gradient)
+        elif is_query_or_key or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)):
+            operations[dist.ReduceOp.SUM].append(gradient)
+    return {operation: gradients for operation, gradients in operations.items() if gradients}
+
+
+def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    named: Callable[[], Iterator[tuple[str, Any]]] = get_attr_wrapped_model(model, "named_parameters")
+    return ((name, parameter) for name, parameter in named() if parameter.requires_grad)
+
+
+def _tied_gradient(model: torch.nn.Module, captured: CapturedGradients) -> torch.Tensor | None:
+    """With the distributed optimizer its bucket is cut in the same way on both stages."""
+    gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    return captured.within(gpt.shared_embedding_or_output_weight().main_grad)

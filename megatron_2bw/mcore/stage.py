@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as AuxiliaryLoss
 from megatron.core.utils import get_model_config
+from megatron.training import get_args
 
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
+from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.runtime.links import Boundary
 from megatron_2bw.schedule.action import Action
 
@@ -101,12 +104,39 @@ class DelayedStage(MegatronStage):
     def __init__(self, call: Call, optimizer: DelayedOptimizer) -> None:
         super().__init__(call)
         self._optimizer = optimizer
+        self.random_state: tuple[int, RandomState] | None = None
+        """The newest batch with a forward here, and the random state before that batch's first forward."""
+        self._has_experts = self.config.num_moe_experts is not None
+        self._auxiliary_scales: dict[tuple[int, int | None], torch.Tensor] = {}
+        """Factor of the experts' auxiliary loss, per microbatch in flight."""
+
+    def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+        if action.microbatch == 0:
+            self.random_state = action.batch, RandomState.present()
+        output = super().forward(action, received)
+        if self._has_experts:
+            self._auxiliary_scales[action.batch, action.microbatch] = AuxiliaryLoss.main_loss_backward_scale.clone()
+        return output
+
+    def backward(
+        self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if self._has_experts:
+            # A forward of the next batch, under another loss scale, may have set the one of the process.
+            AuxiliaryLoss.set_loss_scale(self._auxiliary_scales.pop((action.batch, action.microbatch)))
+        return super().backward(action, received, output, grad)
 
     def use_weights(self, version: int) -> None:
         self._optimizer.weights.use(version)
 
     def reduce_start(self, action: Action) -> None:
-        self._optimizer.reduce_start(action.reduction, action.batch)
+        args = get_args()
+        self._optimizer.reduce_start(
+            action.reduction,
+            action.batch,
+            samples=self.call.num_microbatches * args.micro_batch_size * args.data_parallel_size,
+            num_tokens=self.num_tokens.clone() if self.config.calculate_per_token_loss else None,
+        )
 
     def reduce_wait(self, action: Action) -> None:
         self._optimizer.reduce_wait(action.reduction, action.batch)
