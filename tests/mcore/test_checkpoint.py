@@ -79,3 +79,23 @@ def test_an_exit_by_signal_finishes_the_last_update(saving: bool, tmp_path: Path
     finished = found.losses.shape[1]
     assert finished < CASE.batches
     assert differing(found, oracle(replace(CASE, batches=finished), delay=1), norms=False) == []
+
+
+@pytest.mark.parametrize(
+    ("tracker", "others", "expected"),
+    [("6", {2, 4}, "4"), ("6", {2, 8}, "2"), ("6", set(), None), ("4", {2}, "4")],
+    ids=["newest complete one", "not one that is gone", "none left", "names another"],
+)
+def test_an_overwritten_checkpoint_goes_with_its_tracker(
+    tracker: str, others: set[int], expected: str | None, tmp_path: Path
+) -> None:
+    from megatron_2bw.mcore.checkpoint import discard_checkpoint
+
+    for iteration in (2, 4, 6):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+        (tmp_path / f"iter_{iteration:07d}" / "file").touch()
+    file = tmp_path / "latest_checkpointed_iteration.txt"
+    file.write_text(tracker)
+    discard_checkpoint(str(tmp_path), 6, others=others)
+    assert (file.read_text() if file.exists() else None) == expected
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]

@@ -1,0 +1,188 @@
+"""A 2BW run that is stopped and continued computes what it would have computed without the stop."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from .case import Case
+from .compare import FLOOR, deviation, differing
+from .harness import Results, collect, launch, merge, run
+from .interrupted import Kill, killed, slow_to_write
+from .oracle import oracle
+
+BATCHES = 12
+FORMATS = ["torch", "torch_dist"]
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=BATCHES, clip=1.0, model=DROPOUT)
+DETERMINED = Case(schedule="2bw", stages=2, microbatches=4, batches=BATCHES, tied=False)
+"""Without dropout, whose numbers depend on the layout: equal to the oracle to the last bit."""
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished run and its checkpoints."""
+
+    case: Case
+    folder: Path
+    format: str
+    results: Results
+
+    def resumed(self, iteration: int, case: Case | None = None) -> Results:
+        """``case``, by default that of the run, continued from ``iteration`` as if the run had stopped there."""
+        (self.folder / TRACKER).write_text(str(iteration))
+        return resume(case or self.case, self.folder, self.format)
+
+
+def resume(case: Case, folder: Path, format_: str) -> Results:
+    """``case``, continued from what the tracker file in ``folder`` names."""
+    # Not from the cache: equal cases differ in what that file says.
+    return run.__wrapped__(replace(case, flags=(*case.flags, "--load", str(folder), "--ckpt-format", format_)))
+
+
+def saving(case: Case, folder: Path, format_: str, interval: int = 1, *flags: str) -> Case:
+    where = ("--save", str(folder), "--save-interval", str(interval), "--ckpt-format", format_)
+    return replace(case, flags=(*case.flags, *where, *flags))
+
+
+def save(case: Case, folder: Path, format_: str, interval: int = 1) -> Saved:
+    return Saved(case, folder, format_, run(saving(case, folder, format_, interval)))
+
+
+def tail(whole: Results, batches: int) -> Results:
+    """The last batches of a run."""
+    return replace(
+        whole,
+        losses=whole.losses[:, -batches:],
+        seeds=whole.seeds[:, -batches:],
+        norms=whole.norms[-batches:],
+        rates=whole.rates[-batches:],
+    )
+
+
+def assert_continues(found: Results, whole: Results, iteration: int) -> None:
+    """To the last bit: losses, norms, learning rates and weights."""
+    expected = tail(whole, BATCHES - iteration)
+    assert found.losses.shape[1] == BATCHES - iteration
+    assert differing(found, expected) == []
+    assert found.rates == expected.rates
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save(CASE, tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("iteration", [1, 6, BATCHES - 1])
+def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) -> None:
+    assert_continues(saved.resumed(iteration), saved.results, iteration)
+
+
+@pytest.mark.parametrize(
+    ("case", "format_"),
+    [
+        pytest.param(replace(CASE, precision="fp16"), "torch_dist", id="fp16"),  # The scale has just grown.
+        pytest.param(replace(CASE, replicas=2, distributed_optimizer=True), "torch", id="distributed-fp32"),
+        pytest.param(
+            replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16"), "torch_dist", id="distributed-bf16"
+        ),
+    ],
+)
+def test_precisions_and_the_distributed_optimizer(case: Case, format_: str, tmp_path: Path) -> None:
+    whole = save(case, tmp_path, format_, interval=5)
+    assert_continues(whole.resumed(10), whole.results, 10)
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        Kill(rank=1, place="forward", call=11),
+        Kill(rank=0, place="save", call=3),
+    ],
+    ids=lambda kill: f"{kill.place}-rank{kill.rank}",
+)
+def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint(saved: Saved, kill: Kill, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    case = saving(CASE, folder, saved.format)
+    ended = launch(partial(killed, kill=kill), case, case.ranks, tmp_path)
+    assert ended.exit_codes == [-signal.SIGKILL if rank == kill.rank else 1 for rank in range(case.ranks)], (
+        ended.tails()
+    )
+    complete = int((folder / TRACKER).read_text())
+    assert complete == 3 or kill.place == "forward"
+    assert_continues(resume(CASE, folder, saved.format), saved.results, complete)
+
+
+def test_a_killed_save_does_not_leave_a_mixture_of_two_runs(saved: Saved, tmp_path: Path) -> None:
+    """Killed while it overwrites the checkpoint that Megatron's tracker file names."""
+    folder = tmp_path / "checkpoints"
+    for iteration in (5, 6):
+        shutil.copytree(saved.folder / f"iter_{iteration:07d}", folder / f"iter_{iteration:07d}")
+    (folder / TRACKER).write_text("6")
+    case = saving(CASE, folder, saved.format, 1, "--load", str(folder), "--ckpt-step", "5")
+    ended = launch(partial(killed, kill=Kill(rank=1, place="save", call=0)), case, case.ranks, tmp_path)
+    assert ended.exit_codes == [1, -signal.SIGKILL], ended.tails()
+    assert (folder / TRACKER).read_text() == "5"
+    assert_continues(resume(CASE, folder, saved.format), saved.results, 5)
+
+
+def test_an_asynchronous_save_holds_what_it_was_started_with(tmp_path: Path) -> None:
+    """It is written while training changes both weight versions and the state of the optimizer."""
+    asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+    case = saving(CASE, tmp_path, "torch_dist", 5, *asynchronous)
+    whole = merge(collect(partial(slow_to_write, seconds=1.0), case, case.ranks), case.stages, case.microbatches)
+    assert differing(whole, run(CASE)) == []
+    assert_continues(Saved(CASE, tmp_path, "torch_dist", whole).resumed(5), whole, 5)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def determined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save(DETERMINED, tmp_path_factory.mktemp(request.param), request.param, 6)
+
+
+@pytest.mark.parametrize("schedule", ["megatron", "1f1b-flush"])
+def test_an_ordinary_schedule_goes_on_with_the_newest_weights(determined: Saved, schedule: str) -> None:
+    found = determined.resumed(6, replace(DETERMINED, schedule=schedule))
+    expected = tail(oracle(DETERMINED, delay=1, delayed_batches=6), 6)
+    assert differing(found, expected, norms=False) == []
+    assert found.rates == expected.rates
+
+
+@pytest.mark.parametrize(("precision", "format_"), [("fp32", "torch"), ("fp16", "torch_dist")])
+def test_2bw_goes_on_from_megatrons_checkpoint_with_one_version(precision: str, format_: str, tmp_path: Path) -> None:
+    """The two batches after it both use its weights, as those after the initial weights do."""
+    case = replace(DETERMINED, precision=precision)
+    stock = save(replace(case, schedule=None), tmp_path, format_, 6)
+    found = stock.resumed(6, case)
+    expected = tail(oracle(case, delay=1, ordinary_batches=6), 6)
+    assert differing(found, expected, norms=False) == []
+    assert found.rates == expected.rates
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"stages": 4}, id="PP4"),
+        pytest.param({"replicas": 2, "microbatches": 2}, id="PP2xDP2"),
+        pytest.param({"tensor_parallel": 2}, id="PP2xTP2"),
+    ],
+)
+@pytest.mark.parametrize("determined", ["torch_dist"], indirect=True)
+def test_another_layout_goes_on_with_both_versions(determined: Saved, changes: dict[str, int]) -> None:
+    found = determined.resumed(6, replace(DETERMINED, **changes))
+    expected = tail(oracle(DETERMINED, delay=1), 6)
+    found = replace(found, losses=_in_order_of_samples(found.losses))
+    expected = replace(expected, losses=_in_order_of_samples(expected.losses))
+    assert max(deviation(found, expected)) <= FLOOR
+
+
+def _in_order_of_samples(losses: torch.Tensor) -> torch.Tensor:
+    """(replicas, batches, microbatches) to (1, batches, microbatches of all replicas)."""
+    return losses.permute(1, 2, 0).flatten(1).unsqueeze(0)
