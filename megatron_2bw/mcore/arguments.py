@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.mcore import cpu_backend
+from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
 from megatron_2bw.schedule.feasible import enough_microbatches, refusal
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, build, canonical_name
@@ -31,6 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=[MEGATRON, *SCHEDULES, *ALIASES],
         help="2bw: never drain the pipeline, update with gradients one batch old (PipeDream-2BW); "
         "1f1b-flush and gpipe: synchronous; megatron: Megatron's own schedule, untouched.",
+    )
+    group.add_argument(
+        "--pipeline-gradient-buffers",
+        type=int,
+        default=2,
+        choices=[1, 2],
+        help="2bw: with 2, finished gradients (with the distributed optimizer: this rank's shard) are kept apart, and "
+        "their update waits for nobody before its weights are needed. 1 saves that memory; the update then "
+        "comes before the next batch's first backward, which costs speed.",
     )
     group.add_argument(
         "--pipeline-trace",
@@ -66,21 +76,64 @@ def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
         if schedule != MEGATRON:
             _refuse(args, canonical_name(schedule))  # Again: Megatron derives some values from others.
             _check_trace(args)
-            check_layout(
-                canonical_name(schedule),
-                stages=args.pipeline_model_parallel_size,
-                microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
-            )
+            # How far a loaded run has come is known only later; then `checked_before_training` looks again.
+            check_batches(args, only_last_phase=args.load is not None)
     except ArgumentError as error:
         _exit(error)
     return result
 
 
-def check_layout(name: str, *, stages: int, microbatches: int) -> None:
-    """Refuse a depth and number of microbatches that the validator refuses.
+def checked_before_training(args: Any) -> None:
+    """Check the batches that are left, once it is known how many there are; exit with code 2 on a refusal."""
+    try:
+        check_batches(args, samples=args.consumed_train_samples, batches_done=args.iteration)
+    except ArgumentError as error:
+        _exit(error)
+
+
+def check_batches(args: Any, *, samples: int = 0, batches_done: int = 0, only_last_phase: bool = False) -> None:
+    """Refuse depths and numbers of microbatches that the validator refuses, in any phase of the run.
+
+    Args:
+        args: Megatron's arguments, validated.
+        samples: consumed so far.
+        batches_done: so far.
+        only_last_phase: leave out the phases before the last one.
 
     Raises:
-        ArgumentError: with the smallest number of microbatches that works.
+        ArgumentError: with the phase and the smallest number of microbatches that works.
+    """
+    try:
+        phases = list(BatchSizes(args).phases(samples, batches_done))
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
+    name, stages = canonical_name(args.pipeline_schedule), args.pipeline_model_parallel_size
+    for phase in phases[-1:] if only_last_phase else phases:
+        if args.step_batch_size_schedule is None:
+            remedy = "raise --global-batch-size to {enough} x --micro-batch-size x data-parallel size"
+            check_layout(name, stages=stages, microbatches=phase.microbatches, remedy=remedy)
+            continue
+        check_layout(
+            name,
+            stages=stages,
+            microbatches=phase.microbatches,
+            remedy=f"let --step-batch-size-schedule have {{enough}} x --micro-batch-size x data-parallel size samples "
+            f"per batch from sample {phase.first_sample} on, not {phase.batch_size}; or run this phase with "
+            f"--pipeline-schedule 1f1b-flush and load its checkpoint with {name}",
+        )
+
+
+def check_layout(name: str, *, stages: int, microbatches: int, remedy: str) -> None:
+    """Refuse a depth and number of microbatches that the validator refuses.
+
+    Args:
+        name: of the schedule.
+        stages: pipeline depth.
+        microbatches: per batch and replica.
+        remedy: how to have more; ``{enough}`` stands for the smallest number that works.
+
+    Raises:
+        ArgumentError: with the reason and the remedy.
     """
     if stages < 2:
         raise ArgumentError(
@@ -93,8 +146,8 @@ def check_layout(name: str, *, stages: int, microbatches: int) -> None:
     enough = enough_microbatches(name, stages=stages, microbatches=microbatches)
     raise ArgumentError(
         f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}; "
-        f"it needs at least {enough}: raise --global-batch-size to {enough} x --micro-batch-size x data-parallel size, "
-        f"lower --micro-batch-size, or use --pipeline-schedule 1f1b-flush"
+        f"it needs at least {enough}: {remedy.format(enough=enough)}, lower --micro-batch-size, "
+        f"or use --pipeline-schedule 1f1b-flush"
     )
 
 

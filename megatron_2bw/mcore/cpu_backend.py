@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron_2bw.mcore import cpu_checkpoint
 from megatron_2bw.mcore.cpu_streams import CpuEvent, CpuStream
 
 _CPU = torch.device("cpu")
@@ -105,7 +106,7 @@ def install() -> None:
         )
     prepare_environment()
     importlib.import_module("torch._dynamo")  # It sorts torch's functions by identity, so it must see the originals.
-    for group in (_devices, _streams, _tensors, _random_state, _training_loop):  # The last two import Megatron.
+    for group in (_devices, _streams, _tensors, *_IN_MEGATRON):
         _apply(group)
     install_dataset_helpers()
 
@@ -203,6 +204,29 @@ def _training_loop() -> tuple[Replacement, ...]:
         Replacement(training, "initialize_megatron", without_cuda, "it asserts that CUDA is available"),
         Replacement(training, "build_train_valid_test_data_iterators", build, "it draws from the restored generator"),
     )
+
+
+def _checkpoints() -> tuple[Replacement, ...]:
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    strategies = "megatron.core.dist_checkpointing.strategies"
+    writer = importlib.import_module(f"{strategies}.filesystem_async").FileSystemWriterAsync
+    worker = importlib.import_module(f"{strategies}.async_utils").PersistentAsyncCaller
+    reason = "torch's AdamW keeps a step per parameter"
+    wrappers = {
+        "sharded_state_dict": cpu_checkpoint.with_state,
+        "load_state_dict": cpu_checkpoint.with_own_steps,
+        "_set_main_param_and_optimizer_states": cpu_checkpoint.without_step,
+    }
+    write, start = cpu_checkpoint.copied(writer.prepare_write_data), cpu_checkpoint.forked(worker._get_process)
+    return (
+        *(Replacement(optimizer, name, wrap(getattr(optimizer, name)), reason) for name, wrap in wrappers.items()),
+        Replacement(writer, "prepare_write_data", write, "a worker would see tensors that training changes"),
+        Replacement(worker, "_get_process", start, "the worker of asynchronous saves looks for a GPU"),
+    )
+
+
+_IN_MEGATRON = (_random_state, _training_loop, _checkpoints)
+"""Groups that import Megatron."""
 
 
 def _dataset_helpers() -> tuple[Replacement, ...]:

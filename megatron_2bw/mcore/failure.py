@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
 
 
-def end_at_once_on_errors() -> Callable[[], None]:
+def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
     """After an uncaught exception, print it and end the process; returns what undoes this.
 
     Normal shutdown would wait for threads and process groups that wait for this rank, and the other
     ranks learn of the failure only when it is gone.
+
+    Args:
+        where: says what this rank was doing, for a wait in Megatron that does not say it.
     """
     previous = sys.excepthook
 
@@ -21,10 +25,13 @@ def end_at_once_on_errors() -> Callable[[], None]:
         previous(kind, error, trace)
         if isinstance(error, KeyboardInterrupt):
             return
-        print(f"megatron_2bw: rank {os.environ.get('RANK', '0')} failed with the error above", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        print(f"megatron_2bw: rank {rank} failed with the error above, {where()}", file=sys.stderr)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
+        for child in multiprocessing.active_children():  # Megatron starts some to save; nobody else ends them.
+            child.kill()
         os._exit(1)
 
     def undo() -> None:

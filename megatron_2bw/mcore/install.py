@@ -6,10 +6,7 @@ optimizers' classes; anything in ``megatron.core`` but what is imported from it 
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-from megatron_2bw.mcore import cpu_backend
+from megatron_2bw.mcore import cpu_backend, wrappers
 from megatron_2bw.mcore.symbols import Hook, Used, apply, check, revert
 
 
@@ -34,146 +31,151 @@ def uninstall() -> None:
     Session.end_current()
 
 
-def _add_arguments(original: Any, parser: Any) -> Any:
-    from megatron_2bw.mcore.arguments import add_arguments
-
-    return add_arguments(original(parser))
-
-
-def _parse_arguments(original: Any, *args: Any, **keywords: Any) -> Any:
-    from megatron_2bw.mcore.arguments import parsed
-
-    return parsed(functools.partial(original, *args, **keywords))
-
-
-def _validate_arguments(original: Any, args: Any, *rest: Any, **keywords: Any) -> Any:
-    from megatron_2bw.mcore.arguments import validated
-
-    return validated(args, functools.partial(original, args, *rest, **keywords))
-
-
-def _get_optimizer(original: Any, config: Any, model_chunks: Any, *rest: Any, **keywords: Any) -> Any:
-    from megatron.training import get_args
-
-    from megatron_2bw.mcore.session import Session
-
-    inner = original(config, model_chunks, *rest, **keywords)
-    name = getattr(get_args(), "pipeline_schedule", "megatron")
-    if name == "megatron":
-        return inner
-    Session.current = Session(name)
-    return Session.current.delay(inner, model_chunks)
-
-
-def _get_forward_backward(original: Any, *args: Any, **keywords: Any) -> Any:
-    session = _session()
-    stock = original(*args, **keywords)
-    return stock if session is None else functools.partial(session.forward_backward, stock)
-
-
-def _locally(original: Any, value: Any, *rest: Any, **keywords: Any) -> Any:
-    # Under a delay every rank already knows the outcome; asking all stages would stop the pipeline.
-    session = _session()
-    if session is not None and session.is_delayed:
-        return value
-    return original(value, *rest, **keywords)
-
-
-def _settled(original: Any, *args: Any, **keywords: Any) -> Any:
-    session = _session()
-    if session is not None:
-        session.settle()
-    return original(*args, **keywords)
-
-
-def _train(original: Any, *args: Any, **keywords: Any) -> Any:
-    try:
-        result = original(*args, **keywords)
-    except SystemExit as exit_:
-        if not exit_.code and _session() is not None:
-            _session().close()
-        raise
-    if _session() is not None:
-        _session().close()
-    return result
-
-
-def _session() -> Any:
-    from megatron_2bw.mcore.session import Session
-
-    return Session.current
-
-
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
+_CHECKPOINTING = "megatron.training.checkpointing"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
         module=_ARGUMENTS,
         name="add_megatron_arguments",
-        wrapper=_add_arguments,
+        wrapper=wrappers.add_arguments,
         parameters=("parser",),
         why="offers --pipeline-schedule",
     ),
     Hook(
         module=_ARGUMENTS,
         name="parse_args",
-        wrapper=_parse_arguments,
+        wrapper=wrappers.parse_arguments,
         why="a YAML file would replace our arguments together with Megatron's",
     ),
     Hook(
         module=_ARGUMENTS,
         name="validate_args",
-        wrapper=_validate_arguments,
+        wrapper=wrappers.validate_arguments,
         parameters=("args",),
         why="sets what our schedules need and refuses what they cannot do, before training",
     ),
     Hook(
+        module="megatron.training.global_vars",
+        name="Timers",
+        wrapper=wrappers.get_timers,
+        parameters=("log_level", "log_option"),
+        why="timers inside a call must not wait for the whole device",
+    ),
+    Hook(
         module=_TRAINING,
         name="get_megatron_optimizer",
-        wrapper=_get_optimizer,
+        wrapper=wrappers.get_optimizer,
         parameters=("config", "model_chunks"),
         why="delays the update",
     ),
     Hook(
         module=_TRAINING,
+        name="get_optimizer_param_scheduler",
+        wrapper=wrappers.get_scheduler,
+        parameters=("optimizer",),
+        why="the learning rate moves on when an update is known to be successful",
+    ),
+    Hook(
+        module=_TRAINING,
         name="get_forward_backward_func",
-        wrapper=_get_forward_backward,
+        wrapper=wrappers.get_forward_backward,
         why="runs our schedule in place of Megatron's",
     ),
     Hook(
         module=_TRAINING,
         name="logical_and_across_model_parallel_group",
-        wrapper=_locally,
+        wrapper=wrappers.locally,
         parameters=("input",),
         why="asks all stages after every batch whether the update succeeded",
     ),
     Hook(
         module=_TRAINING,
         name="reduce_max_stat_across_model_parallel_group",
-        wrapper=_locally,
+        wrapper=wrappers.locally,
         parameters=("stat",),
         why="asks all stages after every batch for gradient norm and learning rate",
     ),
     Hook(
         module=_TRAINING,
         name="evaluate",
-        wrapper=_settled,
+        wrapper=wrappers.settled,
         parameters=("model",),
         why="evaluation uses the newest weights",
     ),
     Hook(
         module=_TRAINING,
         name="save_checkpoint_and_time",
-        wrapper=_settled,
+        wrapper=wrappers.settled,
         parameters=("model", "optimizer"),
         why="a checkpoint holds the newest weights and a finished optimizer state",
     ),
     Hook(
         module=_TRAINING,
+        name="save_checkpoint",
+        wrapper=wrappers.save_checkpoint,
+        parameters=("iteration", "model", "optimizer", "non_persistent_ckpt"),
+        why="half overwritten by an interrupted save, a checkpoint would load as a mixture",
+    ),
+    Hook(
+        module=_TRAINING,
+        name="load_checkpoint",
+        wrapper=wrappers.load_checkpoint,
+        parameters=("ddp_model", "optimizer"),
+        why="a resumed run goes on with both weight versions",
+    ),
+    Hook(
+        module=_CHECKPOINTING,
+        name="_load_base_checkpoint",
+        wrapper=wrappers.read_checkpoint,
+        why="finds the older weight version in what Megatron reads",
+    ),
+    Hook(
+        module=_CHECKPOINTING,
+        name="generate_state_dict",
+        wrapper=wrappers.generate_state_dict,
+        parameters=("args", "model", "optimizer", "iteration", "optim_sd_kwargs", "model_sd_kwargs"),
+        why="a checkpoint carries the older weight version",
+    ),
+    Hook(
+        module=_CHECKPOINTING,
+        name="get_rng_state",
+        wrapper=wrappers.get_rng_state,
+        why="a checkpoint carries the random state before forwards that ran ahead",
+    ),
+    Hook(
+        module=_TRAINING,
+        name="calc_params_l2_norm",
+        wrapper=wrappers.norm_of_weights,
+        parameters=("model",),
+        why="the norm that is logged is that of the newest weights, and is computed only where it is logged",
+    ),
+    Hook(
+        module=_TRAINING,
+        name="check_param_hashes_across_dp_replicas",
+        wrapper=wrappers.settled,
+        parameters=("model",),
+        why="compares the newest weights of the replicas",
+    ),
+    Hook(
+        module="megatron.training.dist_signal_handler",
+        name="all_gather_item",
+        wrapper=wrappers.gather_signals,
+        parameters=("item",),
+        why="asks all ranks after every batch whether one received a signal",
+    ),
+    Hook(
+        module=_TRAINING,
+        name="checkpoint_and_decide_exit",
+        wrapper=wrappers.decide_exit,
+        why="asks all ranks after every batch whether the time is up",
+    ),
+    Hook(
+        module=_TRAINING,
         name="train",
-        wrapper=_train,
+        wrapper=wrappers.train,
         parameters=("model", "optimizer"),
         why="ends the run with nothing pending and nothing in flight",
     ),
@@ -196,7 +198,23 @@ USED: tuple[Used, ...] = (
     ),
     Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_grads_for_grad_norm"),
     Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.prepare_grads"),
+    Used(
+        module="megatron.core.num_microbatches_calculator",
+        name="_build_num_microbatches_calculator",
+        parameters=(
+            "rank",
+            "global_batch_size",
+            "micro_batch_size",
+            "data_parallel_size",
+            "decrease_batch_size_if_needed",
+            "step_batch_size_schedule",
+            "seq_length",
+        ),
+    ),
+    Used(module=_TRAINING, name="_TRAIN_START_TIME"),
     Used(module="megatron.core.timers", name="Timer.set_barrier_group", parameters=("barrier_group",)),
+    Used(module="megatron.core.timers", name="Timer.set_elapsed", parameters=("value",)),
+    Used(module="megatron.core.timers", name="DummyTimer"),
     Used(module="megatron.core.distributed", name="finalize_model_grads"),
 )
 """Every symbol of Megatron that `install` leaves alone and a run relies on."""

@@ -7,21 +7,27 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_args, get_timers
 from megatron.training.utils import print_rank_0
 
 from megatron_2bw.mcore import groups
+from megatron_2bw.mcore.batches import BatchSizes
+from megatron_2bw.mcore.checkpoint import Checkpoints
+from megatron_2bw.mcore.exits import ExitRequests
 from megatron_2bw.mcore.failure import end_at_once_on_errors
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
+from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
 from megatron_2bw.mcore.trace import write_trace
+from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.executor import Executor
 from megatron_2bw.runtime.links import Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Reduction
-from megatron_2bw.schedule.lowering import lower
+from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.registry import build, canonical_name
 from megatron_2bw.schedule.validate import validate
 
@@ -44,12 +50,19 @@ class Session:
         self.optimizer: DelayedOptimizer | None = None
         self.recorder: Recorder | None = None
         self.executor: Executor | None = None
+        """Of the present number of microbatches; the next one begins when this one has drained."""
+        self.exits: ExitRequests | None = None
+        """Where the schedule must not wait for early exits to be agreed on."""
         self._stage: DelayedStage | FlushedStage | None = None
         self._transfers: groups.TransferGroups | None = None
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self._tied = False
         self._batch = 0
-        self._undo = end_at_once_on_errors()
+        self._calls = 0
+        self._stage_index = parallel_state.get_pipeline_model_parallel_rank()
+        self._batch_sizes = BatchSizes(args)
+        self._links: Links | None = None
+        self._undo = end_at_once_on_errors(self._where)
 
     def delay(self, inner: Any, model_chunks: list[Any]) -> Any:
         """Wrap Megatron's optimizer where the schedule delays updates."""
@@ -60,10 +73,15 @@ class Session:
         # The model decides, as in Megatron; the flag is only what scripts usually build it from.
         gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
         self._tied = bool(getattr(gpt, "share_embeddings_and_output_weights", False))
-        update_groups = groups.create_update_groups(self._timeout, tied_embeddings=self._tied)
         self.optimizer = DelayedOptimizer(
-            inner, model, update_groups, check_for_nan=args.check_for_nan_in_loss_and_grad
+            inner,
+            model,
+            timeout=self._timeout,
+            tied_embeddings=self._tied,
+            second_buffer=args.pipeline_gradient_buffers == 2,
+            check_for_nan=args.check_for_nan_in_loss_and_grad,
         )
+        Checkpoints.current = Checkpoints()
         return self.optimizer
 
     def forward_backward(self, stock: Callable[..., Any], **keywords: Any) -> list[Any]:
@@ -71,19 +89,17 @@ class Session:
         if keywords.get("forward_only"):
             return stock(**keywords)
         call = Call.of(keywords)
-        if self.executor is None:
+        if self._stage is None:
             self._start(call)
-        if call.num_microbatches != self.executor.schedule.microbatches:
-            raise RuntimeError(
-                f"the number of microbatches changed from {self.executor.schedule.microbatches} to "
-                f"{call.num_microbatches}; a run under --pipeline-schedule {self.schedule_name} keeps one number"
-            )
+        self._use_executor_of(call.num_microbatches)
         timers = self._stage.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=False)
         self._stage.begin(call)
-        self.executor.run(self._batch, last=self._is_last_batch())
+        with get_timers().inside_call():
+            self.executor.run(self._batch, last=self._batch_sizes.ends_with(call.num_microbatches))
         self._batch += 1
+        self._calls += 1
         if timers is not None:
             timers("forward-backward").stop()
         return self._stage.losses
@@ -91,11 +107,26 @@ class Session:
     def settle(self) -> None:
         """Before anything looks at the weights: finish the pending update, show the newest version."""
         if self.optimizer is not None:
-            self.optimizer.settle()
+            with waiting_in(f"stage {self._stage_index}: the update that is pending after batch {self._batch - 1}"):
+                self.optimizer.settle()
+
+    def logs_this_batch(self) -> bool:
+        """Whether Megatron writes the batch that has just run to its log, or to Tensorboard."""
+        args = get_args()
+        done = args.curr_iteration + 1
+        to_tensorboard = bool(args.tensorboard_dir) and done % args.tensorboard_log_interval == 0
+        return self._calls == 1 or done % args.log_interval == 0 or to_tensorboard
+
+    def random_state(self) -> RandomState | None:
+        """The random state before the next batch, if forwards of that batch have run; None if it is the present."""
+        ahead = self._stage.random_state if isinstance(self._stage, DelayedStage) else None
+        return ahead[1] if ahead is not None and ahead[0] == self._batch else None
 
     def close(self) -> None:
         """End of the run, planned or not: nothing pending, nothing in flight, trace written."""
         self.settle()
+        if self.exits is not None:
+            self.exits.close()
         if self.executor is not None:
             self.executor.abandon()
             path = get_args().pipeline_trace
@@ -129,30 +160,49 @@ class Session:
                     f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {self.schedule_name}: "
                     "a transfer of evaluation would wait for every stream of the device"
                 )
-        reductions = [Reduction.GRADIENTS, Reduction.NORM]
-        if self._tied:
-            reductions.insert(1, Reduction.EMBEDDING)
-        schedule = lower(
-            build(self.schedule_name, stages=args.pipeline_model_parallel_size, microbatches=call.num_microbatches),
-            reductions,
-        )
-        validate(schedule)
         self._transfers = groups.create_transfer_groups(self._timeout)
-        links = Links(
+        self._links = Links(
             forward_group=self._transfers.forward,
             backward_group=self._transfers.backward,
             ranks=self._transfers.ranks,
         )
         self._stage = FlushedStage(call) if self.optimizer is None else DelayedStage(call, self.optimizer)
+        if self.optimizer is not None:
+            self._batch = self.optimizer.weights.newest  # 1 where a checkpoint brought the version before, too.
         if args.pipeline_trace is not None:
             self.recorder = Recorder(self._stage.boundary.device)
-        rank = self._transfers.ranks.index(args.rank)
-        self.executor = Executor(schedule, rank, self._stage, links, self.recorder)
+        if self.is_delayed and (args.exit_signal_handler or args.exit_duration_in_mins):
+            self.exits = ExitRequests(self._timeout)
 
-    @staticmethod
-    def _is_last_batch() -> bool:
-        # Exits by signal or duration are not known here; `close` drops what ran ahead then.
-        args = get_args()
-        done = args.curr_iteration + 1
-        leaves = bool(args.exit_interval and done % args.exit_interval == 0)
-        return leaves or done >= args.train_iters or done in (args.phase_transition_iterations or ())
+    def _use_executor_of(self, microbatches: int) -> None:
+        """Go on with this number of microbatches; the pipeline must be empty when it changes."""
+        if self.executor is not None:
+            present = self.executor.schedule.microbatches
+            if microbatches == present:
+                return
+            if self.executor.is_ahead:
+                raise RuntimeError(
+                    f"batch {self._batch} (counted from the start of the run) has {microbatches} microbatches, but "
+                    f"forwards ran ahead into it as into one of {present}: nothing that Megatron's calculator of "
+                    "microbatches says announced it"
+                )
+        reductions = [Reduction.GRADIENTS, Reduction.NORM]
+        if self._tied:
+            reductions.insert(1, Reduction.EMBEDDING)
+        stages = get_args().pipeline_model_parallel_size
+        schedule = build(self.schedule_name, stages=stages, microbatches=microbatches)
+        if self.optimizer is not None:
+            schedule = with_gradient_copy(schedule, self.optimizer.gradient_copy)
+        schedule = lower(schedule, reductions)
+        validate(schedule)
+        self.executor = Executor(schedule, self._stage_index, self._stage, self._links, self.recorder)
+
+    def _where(self) -> str:
+        """What this rank is doing, for the message of a failure."""
+        at = None if self.executor is None else self.executor.at
+        if at is not None:
+            return f"at {place_of(at)}"
+        if not self._calls:
+            return f"stage {self._stage_index}: before its first batch"
+        # In Megatron's training loop, which adds up losses of replicas, or in evaluation, or saving.
+        return f"stage {self._stage_index}: between the calls of batches {self._batch - 1} and {self._batch}"

@@ -53,8 +53,8 @@ def measured_bubble(events: list[list[Event]], schedule: Schedule) -> float:
     A batch lasts, at a stage, from the end of the last backward before it to the end of its own;
     forwards, backwards and delayed updates are work. In a synchronous schedule all stages reduce
     and update together, while nothing else can run: that counts as idle. The median over batches
-    leaves out those with an evaluation or a checkpoint; then the mean over stages. 0 for runs of
-    fewer than five batches.
+    leaves out those with an evaluation or a checkpoint; then the mean over stages. Where batches
+    grow, only those of the last size count. 0 for fewer than five batches.
     """
     work = COMPUTE | {ActionType.UPDATE} if any(schedule.delay) else COMPUTE
     return statistics.fmean(_idle_share(stage, schedule.microbatches, work) for stage in events)

@@ -1,0 +1,105 @@
+"""How many microbatches each batch of a run has, and which call is the last before a drain."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from megatron.core import num_microbatches_calculator
+
+
+class Phase(NamedTuple):
+    """Consecutive batches of one size."""
+
+    first_sample: int
+    """Training samples consumed before the first of them."""
+    microbatches: int
+    """Per batch and replica."""
+    batch_size: int
+    """Samples per batch, over all replicas."""
+
+
+class BatchSizes:
+    """The sizes of the batches of a run, asked of a calculator that Megatron builds.
+
+    It is not the one that the training loop moves on, so that the next size can be asked for
+    without a trace.
+
+    Args:
+        args: Megatron's arguments, validated.
+    """
+
+    def __init__(self, args: Any) -> None:
+        replicas = args.data_parallel_size * getattr(args, "gtp_weight_remat_size", 1)
+        self._calculator = num_microbatches_calculator._build_num_microbatches_calculator(
+            rank=-1,  # Rank 0 would log what Megatron logs a second time.
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            data_parallel_size=replicas,
+            decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+            step_batch_size_schedule=args.step_batch_size_schedule,
+            seq_length=args.seq_length,
+        )
+        self._args = args
+        self._samples_per_microbatch = args.micro_batch_size * replicas
+
+    def microbatches(self, samples: int) -> int:
+        """Of a batch that begins after ``samples`` consumed samples."""
+        self._calculator.update(samples, consistency_check=False)
+        return self._calculator.get()
+
+    def phases(self, samples: int, batches_done: int) -> Iterator[Phase]:
+        """From the batch that begins after ``samples`` samples to the end of training; at least one.
+
+        Raises:
+            ValueError: a batch size that the replicas cannot share, or one smaller than that before it.
+        """
+        before = 0
+        while True:
+            phase = self._phase_at(samples, before)
+            yield phase
+            remaining = self._batches_left(phase, batches_done)
+            # Megatron's sizes only grow, so the first batch of another size can be searched for.
+            batches = bisect_left(range(remaining), True, key=self._differs_after(phase))
+            if batches >= remaining:
+                return
+            samples += batches * phase.batch_size
+            batches_done += batches
+            before = phase.microbatches
+
+    def _batches_left(self, phase: Phase, batches_done: int) -> int:
+        """In the rest of the run, if the size stayed that of ``phase``."""
+        if self._args.train_iters:
+            return self._args.train_iters - batches_done
+        return -((phase.first_sample - (self._args.train_samples or 0)) // phase.batch_size)
+
+    def _phase_at(self, samples: int, microbatches_before: int) -> Phase:
+        try:
+            self._calculator.update(samples, consistency_check=True)
+        except AssertionError as error:  # Megatron would find it when training gets there.
+            raise ValueError(f"--step-batch-size-schedule, after {samples} samples: {error}") from error
+        microbatches = self._calculator.get()
+        if microbatches < microbatches_before:
+            raise ValueError(
+                f"--step-batch-size-schedule makes batches smaller after {samples} samples; Megatron stops there: "
+                "let them grow only"
+            )
+        return Phase(samples, microbatches, microbatches * self._samples_per_microbatch)
+
+    def _differs_after(self, phase: Phase) -> Callable[[int], bool]:
+        return lambda batches: self.microbatches(phase.first_sample + batches * phase.batch_size) != phase.microbatches
+
+    def ends_with(self, microbatches: int) -> bool:
+        """Whether nothing can run ahead of the present batch, of ``microbatches`` microbatches.
+
+        Training ends or leaves after it, or the next batch has another size or is skipped. Exits by
+        signal or duration are not known here; what ran ahead is dropped then.
+        """
+        args = self._args
+        done = args.curr_iteration + 1
+        leaves = bool(args.exit_interval and done % args.exit_interval == 0)
+        leaves = leaves or done >= args.train_iters or done in (args.phase_transition_iterations or ())
+        consumed = args.consumed_train_samples + microbatches * self._samples_per_microbatch
+        is_skipped = done + 1 in args.iterations_to_skip  # Megatron counts these from 1.
+        return leaves or is_skipped or self.microbatches(consumed) != microbatches

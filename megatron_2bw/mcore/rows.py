@@ -1,0 +1,74 @@
+"""Rows of the table of flags: what a row says, and how it finds out whether its flag is set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+DELAYED = frozenset({"2bw"})
+FLUSHED = frozenset({"1f1b-flush", "gpipe"})
+OURS = DELAYED | FLUSHED
+
+USE_FLUSH = "use --pipeline-schedule 1f1b-flush, or leave the flag out"
+USE_MEGATRON = "use --pipeline-schedule megatron, or leave the flag out"
+
+VIRTUAL = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "virtual_pipeline_model_parallel_size",  # Derived, from a pipeline layout for one.
+)
+
+
+def given(*names: str) -> Callable[[Any], bool]:
+    """Whether one of the attributes has a value other than Megatron's "off" values."""
+    return lambda args: any(getattr(args, name, None) not in (None, False, "none", 0, [], "") for name in names)
+
+
+def words(value: str | list[str] | None) -> list[str]:
+    """The words of a flag that takes one or several."""
+    return [value] if isinstance(value, str) else value or []
+
+
+def above(name: str, limit: float) -> Callable[[Any], bool]:
+    """Whether the attribute is larger than ``limit``."""
+    return lambda args: (getattr(args, name, None) or limit) > limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A flag that stops the run before training."""
+
+    flag: str
+    is_set: Callable[[Any], bool]
+    """Decides from the parsed arguments; asked before Megatron validates them, and again after."""
+    schedules: frozenset[str]
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowed:
+    """A flag that works and makes all ranks meet, with a one-line notice."""
+
+    flag: str
+    is_set: Callable[[Any], bool]
+    schedules: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """A flag that gets another value, with a one-line notice."""
+
+    flag: str
+    is_set: Callable[[Any], bool]
+    schedules: frozenset[str]
+    becomes: str
+    reason: str
+    change: Callable[[Any], None]
+
+
+def set_to(name: str, value: Any) -> Callable[[Any], None]:
+    """A change of one attribute."""
+    return lambda args: setattr(args, name, value)

@@ -1,0 +1,173 @@
+"""What runs in place of Megatron's functions: each calls the original, and says why in `install.HOOKS`.
+
+Our modules are imported where they are needed: importing this one must not import Megatron, which
+reads the environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+
+def add_arguments(original: Any, parser: Any) -> Any:
+    from megatron_2bw.mcore.arguments import add_arguments
+
+    return add_arguments(original(parser))
+
+
+def parse_arguments(original: Any, *args: Any, **keywords: Any) -> Any:
+    from megatron_2bw.mcore.arguments import parsed
+
+    return parsed(functools.partial(original, *args, **keywords))
+
+
+def validate_arguments(original: Any, args: Any, *rest: Any, **keywords: Any) -> Any:
+    from megatron_2bw.mcore.arguments import validated
+
+    return validated(args, functools.partial(original, args, *rest, **keywords))
+
+
+def get_timers(original: Any, *args: Any, **keywords: Any) -> Any:
+    from megatron.training import get_args
+
+    from megatron_2bw.mcore.timers import CallTimers
+
+    ours = getattr(get_args(), "pipeline_schedule", "megatron") != "megatron"
+    return (CallTimers if ours else original)(*args, **keywords)
+
+
+def get_optimizer(original: Any, config: Any, model_chunks: Any, *rest: Any, **keywords: Any) -> Any:
+    from megatron.training import get_args
+
+    from megatron_2bw.mcore.session import Session
+
+    inner = original(config, model_chunks, *rest, **keywords)
+    name = getattr(get_args(), "pipeline_schedule", "megatron")
+    if name == "megatron":
+        return inner
+    Session.current = Session(name)
+    return Session.current.delay(inner, model_chunks)
+
+
+def get_scheduler(original: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
+    from megatron_2bw.mcore.optimizer import DelayedOptimizer
+
+    scheduler = original(optimizer, *rest, **keywords)
+    return optimizer.drive(scheduler) if isinstance(optimizer, DelayedOptimizer) else scheduler
+
+
+def get_forward_backward(original: Any, *args: Any, **keywords: Any) -> Any:
+    session = _session()
+    stock = original(*args, **keywords)
+    return stock if session is None else functools.partial(session.forward_backward, stock)
+
+
+def locally(original: Any, value: Any, *rest: Any, **keywords: Any) -> Any:
+    # Under a delay every rank already knows the outcome; asking all stages would stop the pipeline.
+    session = _session()
+    if session is not None and session.is_delayed:
+        return value
+    return original(value, *rest, **keywords)
+
+
+def settled(original: Any, *args: Any, **keywords: Any) -> Any:
+    session = _session()
+    if session is not None:
+        session.settle()
+    return original(*args, **keywords)
+
+
+def norm_of_weights(original: Any, *args: Any, **keywords: Any) -> float | None:
+    session = _session()
+    if session is None or not session.is_delayed:
+        return original(*args, **keywords)
+    if not session.logs_this_batch():  # Megatron computes it for every batch, and all ranks take part.
+        return None
+    session.settle()
+    return original(*args, **keywords)
+
+
+def gather_signals(original: Any, item: Any, *rest: Any, **keywords: Any) -> Any:
+    session = _session()
+    if session is None or session.exits is None:
+        return original(item, *rest, **keywords)
+    return session.exits.gather("signal", item)
+
+
+def decide_exit(original: Any, *args: Any, **keywords: Any) -> Any:
+    from megatron.training import get_args
+
+    session = _session()
+    if session is None or session.exits is None:
+        return original(*args, **keywords)
+    with session.exits.duration_checked_only_at_the_end(get_args()):
+        return original(*args, **keywords)
+
+
+def train(original: Any, *args: Any, **keywords: Any) -> Any:
+    from megatron.training import get_args
+
+    from megatron_2bw.mcore.arguments import checked_before_training
+
+    if _session() is not None:
+        checked_before_training(get_args())
+    try:
+        result = original(*args, **keywords)
+    except SystemExit as exit_:
+        if not exit_.code and _session() is not None:
+            _session().close()
+        raise
+    if _session() is not None:
+        _session().close()
+    return result
+
+
+def save_checkpoint(original: Any, iteration: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
+    checkpoints = _checkpoints(optimizer)
+    save = original if checkpoints is None else functools.partial(checkpoints.save, original)
+    return save(iteration, model, optimizer, *rest, **keywords)
+
+
+def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
+    checkpoints = _checkpoints(optimizer)
+    load = original if checkpoints is None else functools.partial(checkpoints.load, original)
+    return load(model, optimizer, *rest, **keywords)
+
+
+def read_checkpoint(original: Any, *args: Any, **keywords: Any) -> Any:
+    from megatron_2bw.mcore.checkpoint import Checkpoints
+
+    result = original(*args, **keywords)
+    if Checkpoints.current is not None:
+        Checkpoints.current.read(result)
+    return result
+
+
+def generate_state_dict(original: Any, args: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
+    state = original(args, model, optimizer, *rest, **keywords)
+    checkpoints = _checkpoints(optimizer)
+    if checkpoints is not None:
+        checkpoints.add_to(state, args, model, optimizer, **keywords)
+    return state
+
+
+def get_rng_state(original: Any, *args: Any, **keywords: Any) -> Any:
+    state = None if _session() is None else _session().random_state()
+    with contextlib.nullcontext() if state is None else state.shown():
+        return original(*args, **keywords)
+
+
+def _checkpoints(optimizer: Any) -> Any:
+    """What saves and loads more than Megatron does; None for an optimizer that is not ours."""
+    from megatron_2bw.mcore.checkpoint import Checkpoints
+    from megatron_2bw.mcore.optimizer import DelayedOptimizer
+
+    return Checkpoints.current if isinstance(optimizer, DelayedOptimizer) else None
+
+
+def _session() -> Any:
+    from megatron_2bw.mcore.session import Session
+
+    return Session.current
