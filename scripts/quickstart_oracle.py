@@ -1,17 +1,21 @@
-"""The quick start's training once more, as a loop of delay-1 training in one process.
+"""The quick start's training as a loop of delay-1 training in one process, and as a pipeline.
 
     python scripts/quickstart_oracle.py [quickstart/arguments]
 
-Prints the last validation loss, to hold against the one that ``scripts/quickstart.sh`` ends with.
-Model, data and optimizer are Megatron's, without a pipeline; the delay is written out below.
-Initial weights are drawn once for the whole model, not per stage, so losses agree in the second or
-third digit, not to the last bit; tests/mcore proves equality.
+Prints the last validation loss of both; the pipeline starts from the loop's initial weights, which
+are another draw than those of ``scripts/quickstart.sh`` (Megatron draws them stage by stage).
+Model, data and optimizer of the loop are Megatron's, without a pipeline; the delay is written out
+below. Tied embeddings and clipping leave differences of rounding; tests/mcore proves equality.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
+import tempfile
+from multiprocessing import Process
 from pathlib import Path
 from unittest import mock
 
@@ -25,8 +29,10 @@ def train_with_delay(forward_step_func, model, optimizer, scheduler, train_data,
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.training import get_args
+    from megatron.training.checkpointing import save_checkpoint
 
     args = get_args()
+    save_checkpoint(0, model, optimizer, scheduler, 0)
     parameters = list(model[0].parameters())
     shape = {"seq_length": args.seq_length, "micro_batch_size": args.micro_batch_size}
 
@@ -61,24 +67,54 @@ def train_with_delay(forward_step_func, model, optimizer, scheduler, train_data,
         microbatches = args.eval_iters * get_num_microbatches()
         for _ in range(args.train_iters // args.eval_interval):  # The evaluations during the quick start's run.
             losses(valid_data, microbatches, forward_only=True)
-        print(f"validation loss {losses(valid_data, microbatches, forward_only=True):.4f}")
+        print(f"the loop's validation loss: {losses(valid_data, microbatches, forward_only=True):.6f}", flush=True)
     raise SystemExit(0)
 
 
-def main() -> None:
+def train_pipeline(flags: list[str], initial: str) -> None:
+    """The same training under the flags' schedule, from the loop's initial weights."""
+    ranks = flags[flags.index("--pipeline-model-parallel-size") + 1]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks),
+            *("-m", "megatron_2bw", str(ROOT / "examples/pretrain_gpt.py"), *flags, "--load", initial, "--finetune"),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the pipeline failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    last = re.findall(r"lm loss value: (\S+)", done.stdout)[-1]
+    print(f"the pipeline's validation loss: {float(last):.6f}")
+
+
+def train_loop(flags: list[str], initial: str) -> None:
+    """Delay-1 training in this process; saves its initial weights."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29513")
+    sys.argv = ["quickstart_oracle.py", *flags, *OVERRIDES, "--save", initial]
+    sys.path.insert(0, str(ROOT / "examples"))
+    import pretrain_gpt
+
+    with mock.patch("megatron.training.training.train", train_with_delay):
+        pretrain_gpt.main()
+
+
+def main() -> None:
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "quickstart/arguments"
     flags = file.read_text(encoding="utf-8").splitlines()
     for name in ("--pipeline-trace", "--save"):
         if name in flags:
             at = flags.index(name)
             del flags[at : at + 2]
-    sys.argv = ["quickstart_oracle.py", *flags, *OVERRIDES]
-    sys.path.insert(0, str(ROOT / "examples"))
-    import pretrain_gpt
-
-    with mock.patch("megatron.training.training.train", train_with_delay):
-        pretrain_gpt.main()
+    with tempfile.TemporaryDirectory() as initial:
+        loop = Process(target=train_loop, args=(flags, initial))
+        loop.start()
+        loop.join()
+        if loop.exitcode != 0:
+            raise SystemExit(loop.exitcode)
+        train_pipeline(flags, initial)
 
 
 if __name__ == "__main__":
