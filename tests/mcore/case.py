@@ -11,6 +11,21 @@ MICRO_BATCH_SIZE = 2
 HIDDEN = 32
 LAYERS = 4
 EVALUATION_ITERATIONS = 2
+LOSS_SCALE = 1024.0
+LOSS_SCALE_WINDOW = 5
+
+_PRECISION = {
+    "fp32": "",
+    "bf16": "--bf16",
+    "fp16": "--fp16 --accumulate-allreduce-grads-in-fp32 --hysteresis 1 "
+    f"--initial-loss-scale {LOSS_SCALE} --loss-scale-window {LOSS_SCALE_WINDOW}",
+}
+"""Main gradients are in fp32 everywhere; the loss scale moves in runs of a dozen batches."""
+_RECOMPUTE = {
+    "no": "",
+    "selective": "--recompute-granularity selective",
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +55,31 @@ class Case:
     tied: bool = True
     clip: float = 0.0
     """Gradient norm to clip to; 0 switches clipping off."""
+    precision: str = "fp32"
+    """Of forward and backward: fp32, bf16 or fp16."""
+    recompute: str = "no"
+    """no, selective or full."""
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    """With a norm that supports it in place of torch's; see ``stand_ins``."""
+    expert_parallel: int = 1
+    """Part of the replicas, not beside them."""
+    distributed_optimizer: bool = False
+    fused_gradients: bool = False
+    """Weight gradients are added to ``main_grad`` in the backward; see ``stand_ins``."""
+    model: tuple[str, ...] = ()
+    """Flags that change what is computed; an oracle needs them too."""
     flags: tuple[str, ...] = ()
-    """More Megatron flags."""
+    """More Megatron flags, which change no number."""
     faults: tuple[Fault, ...] = ()
     record_actions: bool = False
     """Keep when every action ran."""
+    record_gradients: bool = False
+    """Keep the gradient of every update."""
 
     @property
     def ranks(self) -> int:
-        return self.stages * self.replicas
+        return self.stages * self.replicas * self.tensor_parallel
 
     @property
     def global_batch_size(self) -> int:
@@ -73,7 +104,23 @@ class Case:
             *"--num-workers 0 --eval-iters 0 --eval-interval 1000 --log-interval 1000".split(),
             *"--distributed-timeout-minutes 2 --distributed-backend gloo --transformer-impl local".split(),
             *"--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion".split(),
+            "--no-rope-fusion",
             *(("--pipeline-trace", os.devnull) if self.record_actions else ()),
             *(() if self.tied else ("--untie-embeddings-and-output-weights",)),
+            *f"{_PRECISION[self.precision]} {_RECOMPUTE[self.recompute]}".split(),
+            *self._parallelism(),
         ]
-        return [*arguments, *self.flags]
+        return [*arguments, *self.model, *self.flags]
+
+    def _parallelism(self) -> list[str]:
+        sizes = {"tensor": self.tensor_parallel, "expert": self.expert_parallel}
+        return [
+            *(
+                word
+                for name, size in sizes.items()
+                if size > 1
+                for word in (f"--{name}-model-parallel-size", str(size))
+            ),
+            *(("--sequence-parallel",) if self.sequence_parallel else ()),
+            *(("--use-distributed-optimizer",) if self.distributed_optimizer else ()),
+        ]

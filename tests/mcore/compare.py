@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ class Deviation(NamedTuple):
     norms: float
     weights: float
     """Over all tensors: L2 norm of the difference over L2 norm."""
+    gradients: float
+    """Over all tensors and updates; 0 where they are not recorded. See ``_of_gradients``."""
 
     def within(self, limits: Deviation) -> bool:
         return all(found <= limit for found, limit in zip(self, limits, strict=True))
@@ -31,24 +34,56 @@ class Deviation(NamedTuple):
 
 
 def deviation(found: Results, expected: Results) -> Deviation:
-    """Of losses, norms and final weights; a shape or name that differs is an error."""
+    """Of losses, norms, final weights and gradients; a shape or name that differs is an error."""
     return Deviation(
         losses=_largest_relative(found.losses, expected.losses),
-        norms=_largest_relative(found.norms, expected.norms),
-        weights=max(
-            ((tensor.double() - expected.final[name].double()).norm() / expected.final[name].double().norm()).item()
-            for name, tensor in _paired(found.final, expected.final)
-        ),
+        norms=norm_deviation(found, expected),
+        weights=max(_relative(tensor, expected.final[name]) for name, tensor in _paired(found.final, expected.final)),
+        gradients=_of_gradients(found.gradients, expected.gradients),
     )
 
 
+def norm_deviation(found: Results, expected: Results) -> float:
+    """Of the norms of updates that were not skipped, which must be the same ones."""
+    done = ~expected.norms.isnan()
+    if not torch.equal(~found.norms.isnan(), done):
+        return math.inf
+    return _largest_relative(found.norms[done], expected.norms[done])
+
+
 def differing(found: Results, expected: Results, *, norms: bool = True) -> list[str]:
-    """What is not equal to the last bit, by name; norms can be left out."""
-    pairs = {"losses": (found.losses, expected.losses)}
-    pairs |= {name: (tensor, expected.final[name]) for name, tensor in _paired(found.final, expected.final)}
+    """What is not equal to the last bit, by name; norms can be left out, but which are skipped cannot."""
+    pairs = {
+        "losses": (found.losses, expected.losses),
+        "gradients of the loss": (found.seeds, expected.seeds),
+        "skipped updates": (found.norms.isnan(), expected.norms.isnan()),
+    }
+    for what in ("final", "main", "gradients"):
+        for name, tensor in _paired(getattr(found, what), getattr(expected, what)):
+            pairs[f"{what} {name}"] = tensor, getattr(expected, what)[name]
     if norms:
-        pairs["norms"] = found.norms, expected.norms
+        pairs["norms"] = found.norms.nan_to_num(), expected.norms.nan_to_num()
     return [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def _of_gradients(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Per tensor and update: L2 norm of the difference over L2 norm, or over 1% of the whole gradient's norm.
+
+    The true gradient of some weights is zero (key biases), and then all that is there is rounding.
+    """
+    if not expected:
+        return 0.0
+    own = {name: tensor.double().flatten(1).norm(dim=1) for name, tensor in expected.items()}
+    least = 0.01 * torch.stack(list(own.values())).norm(dim=0)
+    apart = {
+        name: (tensor.double() - expected[name].double()).flatten(1).norm(dim=1)
+        for name, tensor in _paired(found, expected)
+    }
+    return max((apart[name] / own[name].maximum(least)).max().item() for name in apart)
 
 
 def _largest_relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -59,5 +94,5 @@ def _largest_relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _paired(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     if found.keys() != expected.keys():
-        raise ValueError(f"weights differ in name: {sorted(found.keys() ^ expected.keys())}")
+        raise ValueError(f"names differ: {sorted(found.keys() ^ expected.keys())}")
     return list(found.items())

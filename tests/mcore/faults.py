@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 import os
 import random
 import signal
@@ -12,6 +14,7 @@ from typing import Any
 
 from .case import Case, Fault
 
+INFINITE_GRADIENT = "infinite gradient"
 sleeps: list[tuple[float, float]] = []
 """Start and end of every sleep of this rank, on the clock of the executor's recorder."""
 
@@ -47,11 +50,17 @@ def before_training(case: Case, rank: int) -> None:
 def before_forward(case: Case, rank: int, forward_step: Callable[..., Any]) -> Callable[..., Any]:
     """``forward_step`` with the faults of ``rank`` that strike before one of its training forwards."""
     strike = _counted(case, rank, "sleep before forward", "raise in forward", "signal before forward")
+    infinite = {fault.call for fault in _of(case, rank, INFINITE_GRADIENT)}
+    calls = itertools.count()
 
     def step(data_iterator: Any, model: Any) -> Any:
-        if model.training:
-            strike()
-        return forward_step(data_iterator, model)
+        if not model.training:
+            return forward_step(data_iterator, model)
+        strike()
+        output, loss = forward_step(data_iterator, model)
+        if next(calls) in infinite:
+            output.register_hook(lambda gradient: gradient + math.inf)
+        return output, loss
 
     return step
 

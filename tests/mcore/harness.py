@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
 import time
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -19,6 +22,8 @@ from typing import Any
 import torch
 
 from .case import Case
+from .record import RankRecord
+from .shards import assemble
 
 TIMEOUT_S = 120.0
 _TAIL_CHARACTERS = 4000
@@ -50,17 +55,25 @@ class Results:
     """(replicas, batches, microbatches), float32."""
     validation_losses: torch.Tensor
     """(replicas, validation microbatches), float32."""
+    seeds: torch.Tensor
+    """(replicas, batches, microbatches), float32: gradient of the summed loss, into which the loss scale enters."""
     norms: torch.Tensor
-    """(batches,), float64: global gradient norm before clipping."""
-    rates: list[tuple[float, ...]]
-    """Per update: learning rate and weight decay of every parameter group."""
+    """(batches,), float64: global gradient norm before clipping; nan where the update was skipped."""
+    rates: list[tuple[tuple[float, float], ...]]
+    """Per update that was not skipped: learning rate and weight decay of the parameter groups."""
     initial: dict[str, torch.Tensor]
     final: dict[str, torch.Tensor]
     """By global name."""
+    main: dict[str, torch.Tensor]
+    """Final main weights; empty in fp32, where they are the model's."""
+    gradients: dict[str, torch.Tensor]
+    """(updates, shape of the weight): reduced, unscaled, clipped; empty unless the case wants them."""
     actions: list[list[tuple[str, float, float]]]
     """Per rank: text form of the action, start and end in seconds."""
     sleeps: list[list[tuple[float, float]]]
     """Per rank: start and end in seconds."""
+    outputs: list[str]
+    """Standard output and error of every rank."""
 
 
 @functools.cache
@@ -79,7 +92,11 @@ def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: floa
         ended = launch(target, case, ranks, folder, timeout_s)
         if any(ended.exit_codes):
             raise RuntimeError(f"{case} failed after {ended.seconds:.0f} s\n{ended.tails()}")
-        return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+        records = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+    for record, output in zip(records, ended.outputs, strict=True):
+        if isinstance(record, RankRecord):
+            record.output = output
+    return records
 
 
 def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, timeout_s: float = TIMEOUT_S) -> Ended:
@@ -89,12 +106,16 @@ def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, ti
     processes = [_context().Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(max(0.0, start_s + timeout_s - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
+    try:
+        for process in processes:
+            process.join(max(0.0, start_s + timeout_s - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # What a killed rank had started.
     logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
     outputs = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
     return Ended(exit_codes=codes, outputs=outputs, seconds=time.monotonic() - start_s)
@@ -106,30 +127,38 @@ def merge(records: list[Any], stages: int, microbatches: int) -> Results:
     for record in records:
         _require_equal("gradient norms", record.norms, first.norms)
         _require_equal("learning rates", record.rates, first.rates)
-    last = sorted((record for record in records if record.stage == stages - 1), key=lambda record: record.replica)
+    last = [record for record in records if record.stage == stages - 1]
     return Results(
-        losses=torch.stack([_floats(record.losses).unflatten(0, (-1, microbatches)) for record in last]),
-        validation_losses=torch.stack([_floats(record.validation_losses) for record in last]),
-        norms=torch.tensor(first.norms, dtype=torch.float64),
-        rates=first.rates,
-        initial=_union(record.initial for record in records),
-        final=_union(record.final for record in records),
+        losses=_per_replica("losses", last).unflatten(1, (-1, microbatches)),
+        validation_losses=_per_replica("validation_losses", last),
+        seeds=_per_replica("seeds", last).unflatten(1, (-1, microbatches)),
+        norms=torch.tensor([math.nan if norm is None else norm for norm in first.norms], dtype=torch.float64),
+        rates=[tuple(sorted(rates)) for rates in first.rates.values()],
+        initial=_single(record.initial for record in records),
+        final=_single(record.final for record in records),
+        main=_single(record.main for record in records),
+        gradients=assemble(
+            {shard: torch.stack(tensors) for shard, tensors in record.gradients.items()} for record in records
+        ),
         actions=[record.actions for record in records],
         sleeps=[record.sleeps for record in records],
+        outputs=[record.output for record in records],
     )
 
 
-def _floats(scalars: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(scalars) if scalars else torch.zeros(0)
+def _per_replica(name: str, records: list[Any]) -> torch.Tensor:
+    """(replicas, scalars); the tensor-parallel ranks of a replica must agree."""
+    by_replica: dict[int, torch.Tensor] = {}
+    for record in sorted(records, key=lambda record: record.replica):
+        scalars = getattr(record, name)
+        found = torch.stack(scalars) if scalars else torch.zeros(0)
+        if not torch.equal(by_replica.setdefault(record.replica, found), found):
+            raise RuntimeError(f"{name} differ between tensor-parallel ranks")
+    return torch.stack(list(by_replica.values()))
 
 
-def _union(parts: Iterator[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    merged: dict[str, torch.Tensor] = {}
-    for part in parts:
-        for name, tensor in part.items():
-            if not torch.equal(merged.setdefault(name, tensor), tensor):
-                raise RuntimeError(f"the copies of {name} differ between ranks")
-    return merged
+def _single(held: Iterable[dict[Any, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor[0] for name, tensor in assemble(held).items()}
 
 
 def _require_equal(what: str, found: Any, expected: Any) -> None:
@@ -143,8 +172,13 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""Of every rank: one thread, nothing compiled, no GPU."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+"""Of every rank: one thread, nothing compiled, no GPU, and what Megatron asks for with tensor parallelism."""
 
 
 def import_path() -> str:
@@ -164,6 +198,7 @@ def _context() -> Any:
 
 
 def _child(target: Callable[..., None], case: Case, rank: int, port: int, folder: Path) -> None:
+    os.setsid()
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())

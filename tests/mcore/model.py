@@ -15,6 +15,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelBuilder
 
 from .case import SEQUENCE_LENGTH, VOCABULARY
+from .shards import Shard, part_of, whole_shape
 
 VALIDATION_OFFSET = 1_000_000
 TIED_WEIGHT = "embedding.word_embeddings.weight"
@@ -64,35 +65,71 @@ def build_model(pre_process: bool = True, post_process: bool = True, pg_collecti
     """Megatron's model provider: one stage with weights that depend on their global names only."""
     builder = GPTModelBuilder(gpt_config_from_args(get_args()))
     model = builder.build_model(pg_collection, pre_process=pre_process, post_process=post_process)
-    with torch.no_grad():
-        for name, parameter in global_parameters(model):
-            parameter.copy_(_initial(name, parameter.shape))
+    load_initial(model)
     return model
 
 
-def _initial(name: str, shape: torch.Size) -> torch.Tensor:
+def load_initial(model: Any) -> None:
+    """Give a model, or a stage of it, its initial weights; tensor-parallel ranks take parts of the same tensors."""
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    with torch.no_grad():
+        for shard, parameter in shards(model):
+            parameter.copy_(part_of(_initial(shard.name, whole_shape(shard, ranks)), shard, ranks))
+
+
+def _initial(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     noise = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
     return 1.0 + noise if name.endswith("norm.weight") else noise
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters with the names they have in an undivided model; the last stage's tied copy too."""
+    """Parameters with the names they have in an undivided model; a second copy of the tied weight too."""
+    tied = model.share_embeddings_and_output_weights or getattr(model, "output_layer_is_tied_copy", False)
     for name, parameter in model.named_parameters():
-        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        if name == "output_layer.weight" and tied:
             name = TIED_WEIGHT
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)
-            name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
+            name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{_of_expert(rest, model)}"
         yield name, parameter
 
 
-def forward_step(data_iterator: Any, model: Any, recorded_losses: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-    """Megatron's forward step; losses are recorded where they are computed."""
+def _of_expert(rest: str, model: Any) -> str:
+    """Count experts from the first rank's."""
+    before, found, after = rest.partition("local_experts.")
+    if not found:
+        return rest
+    local, _, rest = after.partition(".")
+    count = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    number = parallel_state.get_expert_model_parallel_rank() * count + int(local)
+    return f"{before}{found}{number}.{rest}"
+
+
+def shards(model: Any) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
+    """Parameters with what they are of the undivided model."""
+    for name, parameter in global_parameters(model):
+        divided = getattr(parameter, "tensor_model_parallel", False)
+        yield (
+            Shard(
+                name=name,
+                shape=tuple(parameter.shape),
+                dim=parameter.partition_dim if divided else -1,
+                stride=parameter.partition_stride if divided else 1,
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            ),
+            parameter,
+        )
+
+
+def forward_step(
+    data_iterator: Any, model: Any, recorded_losses: list[torch.Tensor], recorded_seeds: list[torch.Tensor]
+) -> tuple[torch.Tensor, Any]:
+    """Megatron's forward step; losses, and the gradients that backward starts with, are recorded on the way."""
     batch: dict[str, torch.Tensor] = {}
     if parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage():
         batch = next(data_iterator)
     output = run_model(model, batch)
-    return output, partial(_loss, batch.get("loss_mask"), recorded_losses)
+    return output, partial(_loss, batch.get("loss_mask"), recorded_losses, recorded_seeds)
 
 
 def run_model(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -107,7 +144,16 @@ def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.sum(losses.view(-1).float() * mask.view(-1)), mask.sum().to(torch.int)
 
 
-def _loss(mask: torch.Tensor, recorded: list[torch.Tensor], output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def record_seed(total: torch.Tensor, recorded: list[torch.Tensor]) -> None:
+    """Keep the gradient of the summed loss: loss scale over tokens over microbatches."""
+    if total.requires_grad:
+        total.register_hook(recorded.append)
+
+
+def _loss(
+    mask: torch.Tensor, losses: list[torch.Tensor], seeds: list[torch.Tensor], output: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     total, num_tokens = masked_sum(output, mask)
-    recorded.append((total / num_tokens).detach())
+    losses.append((total / num_tokens).detach())
+    record_seed(total, seeds)
     return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.float()])}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+import importlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .case import Case
+from .shards import Shard
 
 
 @dataclass(slots=True)
@@ -17,37 +22,121 @@ class RankRecord:
 
     stage: int = 0
     replica: int = 0
+    tensor_rank: int = 0
     losses: list[torch.Tensor] = field(default_factory=list)
     """Mean loss per training microbatch, in order; empty but on the last stage."""
+    seeds: list[torch.Tensor] = field(default_factory=list)
+    """Gradient of every training microbatch's summed loss, in order; empty but on the last stage."""
     validation_losses: list[torch.Tensor] = field(default_factory=list)
     """Mean loss per validation microbatch."""
-    norms: list[float] = field(default_factory=list)
-    """Global gradient norm before clipping, per update."""
-    rates: list[tuple[float, ...]] = field(default_factory=list)
-    """Learning rate and weight decay of every parameter group, per update."""
-    initial: dict[str, torch.Tensor] = field(default_factory=dict)
-    final: dict[str, torch.Tensor] = field(default_factory=dict)
+    norms: list[float | None] = field(default_factory=list)
+    """Global gradient norm before clipping, per batch; None where the update was skipped."""
+    rates: dict[int, set[tuple[float, float]]] = field(default_factory=dict)
+    """Per batch that was not skipped: learning rate and weight decay of every parameter group."""
+    initial: dict[Shard, torch.Tensor] = field(default_factory=dict)
+    final: dict[Shard, torch.Tensor] = field(default_factory=dict)
+    """(1, elements), in the precision of forward and backward."""
+    main: dict[Shard, torch.Tensor] = field(default_factory=dict)
+    """(1, elements): final main weights, where they are kept beside the model's."""
+    gradients: dict[Shard, list[torch.Tensor]] = field(default_factory=dict)
+    """(elements,) per update: reduced, unscaled and clipped, as the optimizer's rule gets them."""
     actions: list[tuple[str, float, float]] = field(default_factory=list)
     """Text form, start and end in seconds of the machine's clock."""
     sleeps: list[tuple[float, float]] = field(default_factory=list)
     """Start and end, same clock."""
+    output: str = ""
+    """Standard output and error; filled in by the harness."""
 
 
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    """A copy of the present weights under their global names."""
-    from .model import global_parameters
+def weights(model: Any) -> dict[Shard, torch.Tensor]:
+    """A copy of the present weights."""
+    from .model import shards
 
-    return {name: parameter.detach().clone() for name, parameter in global_parameters(model)}
+    return {shard: parameter.detach().clone().view(1, -1) for shard, parameter in shards(model)}
 
 
-def record_rates(record: RankRecord) -> None:
-    """Keep the learning rates and weight decays that reach torch's optimizer."""
+class Optimizers:
+    """The torch optimizers of a rank: what reaches them, and the main weights they hold.
 
-    def keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        rates = [value for group in optimizer.param_groups for value in (group["lr"], group["weight_decay"])]
-        record.rates.append(tuple(rates))
+    Args:
+        record: gets the learning rates and, if the case wants them, the gradients.
+    """
 
-    register_optimizer_step_pre_hook(keep)
+    def __init__(self, case: Case, record: RankRecord) -> None:
+        self._keeps_gradients = case.record_gradients
+        self._record = record
+        self._shards: dict[torch.Tensor, Shard] = {}
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def know(self, pairs: Iterable[tuple[Shard, torch.Tensor]]) -> None:
+        """Say what the tensors that an optimizer updates are."""
+        self._shards |= {tensor: shard for shard, tensor in pairs}
+
+    def main_weights(self) -> dict[Shard, torch.Tensor]:
+        """A copy of what the optimizers hold."""
+        return {shard: tensor.detach().clone().view(1, -1) for tensor, shard in self._shards.items()}
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # The norm of a batch is recorded when its update is complete.
+        rates = self._record.rates.setdefault(len(self._record.norms), set())
+        for group in optimizer.param_groups:
+            rates.add((group["lr"], group["weight_decay"]))
+            for tensor in group["params"] if self._keeps_gradients else ():
+                gradients = self._record.gradients.setdefault(self._shards[tensor], [])
+                gradients.append(tensor.grad.detach().clone().view(-1))
+
+
+def record_updates(case: Case, record: RankRecord, models: list[Any]) -> Optimizers:
+    """Keep what every update used: rates, gradients and norms.
+
+    Args:
+        models: gets the bare model before the optimizer is made.
+    """
+    optimizers = Optimizers(case, record)
+    training = importlib.import_module("megatron.training.training")
+    original = training.get_megatron_optimizer
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        optimizers.know(_of_megatron(made, models[0]))
+        return made
+
+    training.get_megatron_optimizer = make
+    if case.schedule == "2bw":
+        from megatron_2bw.mcore.optimizer import DelayedOptimizer
+
+        _keep_norms_of_delayed(DelayedOptimizer, record)
+    else:
+        from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+        _keep_norms(ChainedOptimizer, record)
+    return optimizers
+
+
+def _of_megatron(optimizer: Any, model: Any) -> Iterator[tuple[Shard, torch.Tensor]]:
+    from .model import shards
+
+    named = {parameter: shard for shard, parameter in shards(model)}
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "shard_fp32_groups"):  # A distributed optimizer.
+            yield from _of_distributed(part, named)
+            continue
+        updated = {tensor for group in part.param_groups for tensor in group["params"]}
+        for parameter, shard in named.items():
+            tensor = getattr(parameter, "main_param", parameter)
+            if tensor in updated:
+                yield shard, tensor
+
+
+def _of_distributed(part: Any, named: dict[torch.nn.Parameter, Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:
+    for parameters, mains in (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    ):
+        for parameter, main in zip(chain(*parameters), chain(*mains), strict=True):
+            start = part._get_model_param_range_map(parameter)["param"].start
+            yield replace(named[parameter], start=start), main
 
 
 def record_actions(record: RankRecord) -> None:
@@ -60,24 +149,12 @@ def record_actions(record: RankRecord) -> None:
     session.write_trace = keep
 
 
-def record_norms(case: Case, record: RankRecord) -> None:
-    """Keep the global gradient norm that every update used."""
-    if case.schedule == "2bw":
-        from megatron_2bw.mcore.optimizer import DelayedOptimizer
-
-        _keep_norms_of_delayed(DelayedOptimizer, record)
-    else:
-        from megatron.core.optimizer.optimizer import ChainedOptimizer
-
-        _keep_norms(ChainedOptimizer, record)
-
-
 def _keep_norms(cls: Any, record: RankRecord) -> None:
     step = cls.step
 
     def recording(self: Any) -> Any:
         successful, norm, zeros = step(self)
-        record.norms.append(float(norm))
+        record.norms.append(float(norm) if successful else None)
         return successful, norm, zeros
 
     cls.step = recording
@@ -85,11 +162,13 @@ def _keep_norms(cls: Any, record: RankRecord) -> None:
 
 def _keep_norms_of_delayed(cls: Any, record: RankRecord) -> None:
     finish = cls.finish
+    seen: set[int] = set()
 
     def recording(self: Any, batch: int) -> Any:
         outcome = finish(self, batch)
-        if outcome is not None and outcome.batch == len(record.norms):  # A batch may be finished twice.
-            record.norms.append(float(outcome.grad_norm))
+        if outcome is not None and outcome.batch not in seen:  # A batch may be finished twice.
+            seen.add(outcome.batch)
+            record.norms.append(float(outcome.grad_norm) if outcome.successful else None)
         return outcome
 
     cls.finish = recording

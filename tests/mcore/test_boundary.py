@@ -41,6 +41,13 @@ def test_others_go_on_as_far_as_their_inputs_allow(stages: int, microbatches: in
     assert missing(case, expected) == []
 
 
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_early_exits_are_agreed_on_without_a_meeting(sleeper: int) -> None:
+    case = _sleeping(Case(schedule="2bw", stages=2, microbatches=2), sleeper, AFTER_LAST_BACKWARD)
+    case = replace(case, flags=(*case.flags, "--exit-signal-handler", "--exit-duration-in-mins", "1000"))
+    assert missing(case, independent(case)) == []
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_blocking_step_would_be_noticed(stages: int) -> None:
     case = _sleeping(Case(schedule="2bw", stages=stages, microbatches=stages), 0, AFTER_LAST_BACKWARD)

@@ -31,7 +31,9 @@ def test_evaluation_uses_the_newest_weights(case: Case) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("every", [1, EVERY])
 @cases
-def test_evaluation_changes_no_number_of_the_training(case: Case) -> None:
+def test_evaluation_changes_no_number_of_the_training(case: Case, every: int) -> None:
     case = replace(case, tied=True, clip=1.0)
-    assert differing(run(replace(case, flags=EVALUATING)), run(case)) == []
+    evaluating = ("--eval-interval", str(every), "--eval-iters", str(EVALUATION_ITERATIONS))
+    assert differing(run(replace(case, flags=evaluating)), run(case)) == []

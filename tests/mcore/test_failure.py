@@ -1,20 +1,31 @@
-"""An exception on one rank ends the job with that rank's message; nobody hangs."""
+"""A rank that fails, dies or hangs ends the job, and every rank says what it failed at; nobody hangs."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from .case import Case, Fault
-from .harness import ENVIRONMENT, import_path, launch
+from .hangs import WOKE_UP, Loss, main
+from .harness import ENVIRONMENT, Ended, import_path, launch
 from .worker import through_launcher, write_case
 
 MESSAGE = "the coolant of this test has leaked"
 WITHIN_S = 20.0
+TIMEOUT_S = 10.0
+STARTED_WITHIN_S = 30.0
+"""Of a loaded machine."""
+PLACE = re.compile(
+    r"stage (\d): (\S+ \(batches counted from the start of the run\)|between the calls of batches \d+ and \d+)"
+)
+"""The second is where Megatron adds up the losses of replicas."""
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
@@ -44,3 +55,69 @@ def test_torchrun_ends_with_the_message(tmp_path: Path) -> None:
     assert ended.returncode != 0
     assert MESSAGE in ended.stderr
     assert "rank 1 failed" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "call"),
+    [
+        (Case(schedule="2bw", stages=4, microbatches=4, clip=1.0), 0, 10),
+        (Case(schedule="2bw", stages=4, microbatches=4, clip=1.0), 2, 13),
+        (Case(schedule="2bw", stages=2, microbatches=2, replicas=2), 3, 5),
+        (Case(schedule="1f1b-flush", stages=4, microbatches=4, clip=1.0), 1, 13),
+    ],
+    ids=["2bw-first", "2bw-middle", "2bw-replicas", "1f1b-flush"],
+)
+def test_a_rank_that_is_killed_ends_the_others(case: Case, rank: int, call: int, tmp_path: Path) -> None:
+    """Nothing is left to wait for: they end at once, not at the timeout."""
+    loss = Loss(rank=rank, kind="killed", place="forward", call=call, timeout_s=10 * STARTED_WITHIN_S)
+    ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + WITHIN_S)
+    assert ended.exit_codes == [-signal.SIGKILL if other == rank else 1 for other in range(case.ranks)], ended.tails()
+    _assert_places(ended, set(range(case.ranks)) - {rank}, case.stages)
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "call"),
+    [
+        (Case(schedule="2bw", stages=4, microbatches=4, clip=1.0), 1, 13),
+        (Case(schedule="1f1b-flush", stages=2, microbatches=4, clip=1.0), 1, 6),
+    ],
+    ids=["2bw", "1f1b-flush"],
+)
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout(case: Case, rank: int, call: int, tmp_path: Path) -> None:
+    loss = Loss(rank=rank, kind="hanging", place="forward", call=call, timeout_s=TIMEOUT_S)
+    ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + 2 * TIMEOUT_S)
+    assert ended.exit_codes == [WOKE_UP if other == rank else 1 for other in range(case.ranks)], ended.tails()
+    _assert_places(ended, set(range(case.ranks)) - {rank}, case.stages)
+    beside = {rank - 1: "RECV_B", rank + 1: "RECV_F"}
+    for other in beside.keys() & set(range(case.ranks)):
+        waited = rf"PeerLostError: stage {other}: {other}{beside[other]}\d@\d .*, with rank {rank}, failed"
+        assert re.search(waited, ended.outputs[other]), ended.tails()
+        assert "Timed out waiting" in ended.outputs[other], ended.tails()
+
+
+def test_a_reduction_that_hangs_is_named(tmp_path: Path) -> None:
+    """In the background of one rank, while its main thread goes on as far as it can."""
+    case = Case(schedule="2bw", stages=2, microbatches=2, clip=1.0)
+    loss = Loss(rank=1, kind="hanging", place="reduction", call=7, timeout_s=TIMEOUT_S)
+    ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + 2 * TIMEOUT_S)
+    assert ended.exit_codes == [1, 1], ended.tails()
+    places = _assert_places(ended, {0, 1}, case.stages)
+    assert any("REDUCE_WAIT" in place or "UPDATE" in place for place in places.values()), places
+    assert re.search(r"PeerLostError: stage 0: 0(REDUCE_WAIT:\w+|UPDATE)@\d .*: the .* failed", ended.outputs[0])
+    assert re.search(r"PeerLostError: stage 1: 1(REDUCE_WAIT:\w+|UPDATE)@\d .*: not complete", ended.outputs[1])
+
+
+def _assert_places(ended: Ended, ranks: set[int], stages: int) -> dict[int, str]:
+    """What each of ``ranks`` says it was doing, at its own stage."""
+    replicas = len(ended.outputs) // stages
+    places = {}
+    for rank in ranks:
+        lines = [
+            line for line in ended.outputs[rank].splitlines() if f"rank {rank} failed with the error above" in line
+        ]
+        assert len(lines) == 1, ended.tails()
+        found = PLACE.search(lines[0])
+        assert found is not None, lines
+        assert int(found[1]) == rank // replicas
+        places[rank] = found[2]
+    return places

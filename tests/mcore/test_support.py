@@ -18,29 +18,26 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     ],
     "--cuda-graph-impl": [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}],
     "--fp8-format / --fp4-format": [{"fp8": "hybrid"}, {"fp4": "e2m1"}],
-    "--fp16": [{"fp16": True}],
-    "--bf16": [{"bf16": True}],
+    "--grad-reduce-in-bf16": [{"grad_reduce_in_bf16": True}],
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": [
+        {"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]}
+    ],
     "--use-precision-aware-optimizer": [{"use_precision_aware_optimizer": True}],
     "--use-megatron-fsdp / --use-torch-fsdp2": [{"use_megatron_fsdp": True}, {"use_torch_fsdp2": True}],
-    "--use-distributed-optimizer": [{"use_distributed_optimizer": True}],
+    "--num-distributed-optimizer-instances above 1": [{"num_distributed_optimizer_instances": 2}],
+    "--use-nccl-ub": [{"nccl_ub": True}],
     "--optimizer": [{"optimizer": "muon"}],
     "--optimizer-cpu-offload": [{"optimizer_cpu_offload": True}],
-    "--tensor-model-parallel-size above 1": [{"tensor_model_parallel_size": 2}],
-    "--context-parallel-size above 1": [{"context_parallel_size": 2}],
-    "--num-experts": [{"num_experts": 8}],
-    "--mtp-num-layers": [{"mtp_num_layers": 1}],
-    "--calculate-per-token-loss": [{"calculate_per_token_loss": True}],
-    "--rampup-batch-size / --step-batch-size-schedule": [
-        {"rampup_batch_size": [2, 2, 100]},
-        {"step_batch_size_schedule": "0:4 100:8"},
+    "--moe-router-enable-expert-bias": [{"moe_router_enable_expert_bias": True}],
+    "--moe-router-load-balancing-type global_aux_loss / quantile_balancing": [
+        {"moe_router_load_balancing_type": "quantile_balancing"},
+        {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
     ],
-    "--iterations-to-skip": [{"iterations_to_skip": [3]}],
-    "--async-save": [{"async_save": True}],
-    "--log-params-norm": [{"log_params_norm": True}],
-    "--log-num-zeros-in-grad": [{"log_num_zeros_in_grad": True}],
-    "--grad-norm-skip-threshold": [{"grad_norm_skip_threshold": 10.0}],
+    "--mtp-num-layers": [{"mtp_num_layers": 1}],
+    "--ckpt-format": [{"save": "folder", "ckpt_format": "torch_dcp"}, {"load": "folder", "ckpt_format": "torch_dcp"}],
+    "--non-persistent-ckpt-type local": [{"non_persistent_ckpt_type": "local"}],
+    "--ckpt-step": [{"ckpt_step": 2, "ckpt_format": "torch", "use_distributed_optimizer": True}],
     "--qk-clip": [{"qk_clip": True}, {"log_max_attention_logit": True}],
-    "--check-weight-hash-across-dp-replicas-interval": [{"check_weight_hash_across_dp_replicas_interval": 10}],
     "--save-params-interval and the like for activations, gradients and tokens per expert": [
         {f"save_{what}_interval": 1} for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert")
     ],
@@ -50,7 +47,6 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--dataloader-save": [{"dataloader_save": "folder"}],
     "--inprocess-restart": [{"inprocess_restart": True}],
     "--freeze-all-layers": [{"freeze_all_layers": True}],
-    "--timing-log-level 2": [{"timing_log_level": 2}],
     "--num-microbatches-with-partial-activation-checkpoints": [
         {"num_microbatches_with_partial_activation_checkpoints": 1}
     ],
@@ -67,9 +63,13 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
 NOTICED: dict[str, dict[str, object]] = {
     "--rerun-mode": {"rerun_mode": "validate_results"},
     "--overlap-grad-reduce": {"overlap_grad_reduce": True},
+    "--overlap-param-gather": {"overlap_param_gather": True},
+    "--accumulate-allreduce-grads-in-fp32": {"fp16": True},
+    "--ddp-reduce-scatter-with-fp32-accumulation": {"ddp_reduce_scatter_with_fp32_accumulation": True},
     "--no-barrier-with-level-1-timing": {"timing_log_level": 1},
-    "--exit-signal-handler": {"exit_signal_handler": True},
-    "--exit-duration-in-mins": {"exit_duration_in_mins": 60},
+    "--log-params-norm": {"log_params_norm": True},
+    "--empty-unused-memory-level": {"empty_unused_memory_level": 1},
+    "--async-save": {"async_save": True},
 }
 
 

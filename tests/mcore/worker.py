@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import faults
+from . import faults, stand_ins
 from .case import Case
 
 
@@ -33,17 +33,19 @@ def train(case: Case, rank: int, folder: Path) -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from .model import datasets
-    from .record import RankRecord, record_actions, record_norms, record_rates
+    from .record import RankRecord, record_actions, record_updates
 
     sys.argv = ["pretrain_small_gpt.py", *case.arguments()]
     args = parse_and_validate_args()
+    stand_ins.install(case, args)
     record = RankRecord()
     models: list[Any] = []
-    record_rates(record)
-    record_norms(case, record)
+    optimizers = record_updates(case, record, models)
     if case.record_actions:
         record_actions(record)
     faults.before_training(case, rank)
+    if "--save" in case.flags:
+        _start_queue_of_writers()
     with _ended_by_exit():
         pretrain(
             pretrain_cfg_container_from_args(args),
@@ -52,7 +54,16 @@ def train(case: Case, rank: int, folder: Path) -> None:
             faults.before_forward(case, rank, partial(_forward_step, record)),
             model_provider=partial(_provide, record, models),
         )
+    if case.precision != "fp32":
+        record.main = optimizers.main_weights()
     _write(record, models[0], folder / f"rank{rank}.pt")
+
+
+def _start_queue_of_writers() -> None:
+    """By forking; Megatron would start a new interpreter for it at its first save, which takes seconds."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    get_write_results_queue(mp_mode="fork")
 
 
 @contextmanager
@@ -83,15 +94,16 @@ def write_case(case: Case, folder: Path) -> Path:
     return path
 
 
-def initialize_alone(case: Case, rank: int, port: int) -> Any:
-    """Start Megatron with this one process; returns its arguments."""
-    set_environment(rank, 1, port)
+def initialize(case: Case, rank: int, ranks: int, port: int) -> Any:
+    """Start Megatron without its training loop; returns its arguments."""
+    set_environment(rank, ranks, port)
     sys.argv = ["oracle.py", *case.arguments()]
     install(case)
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 
     args = parse_and_validate_args()
+    stand_ins.install(case, args)
     initialize_megatron(allow_no_cuda=True)
     return args
 
@@ -128,7 +140,9 @@ def _provide(record: Any, models: list[Any], *args: Any, **kwargs: Any) -> Any:
 def _forward_step(record: Any, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     from .model import forward_step
 
-    return forward_step(data_iterator, model, record.losses if model.training else record.validation_losses)
+    if not model.training:
+        return forward_step(data_iterator, model, record.validation_losses, [])
+    return forward_step(data_iterator, model, record.losses, record.seeds)
 
 
 def _write(record: Any, model: Any, path: Path) -> None:
@@ -138,6 +152,7 @@ def _write(record: Any, model: Any, path: Path) -> None:
 
     record.stage = parallel_state.get_pipeline_model_parallel_rank()
     record.replica = parallel_state.get_data_parallel_rank()
+    record.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     record.final = weights(model)
     record.sleeps = faults.sleeps
     torch.save(record, path)

@@ -1,0 +1,101 @@
+"""Run 2BW in every cell of the matrix, and with many models and modes, and hold it against the oracle.
+
+python scripts/oracle_matrix.py                         # everything; about half an hour on two cores
+python scripts/oracle_matrix.py --only "PP2xTP2, bf16"
+python scripts/oracle_matrix.py --output scripts/bench/results/oracle_matrix.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.mcore import matrix
+from tests.mcore.case import Case
+from tests.mcore.compare import FLOOR, Deviation, deviation
+from tests.mcore.features import EXACT, MORE
+from tests.mcore.harness import run
+from tests.mcore.oracle import oracle
+
+ABOUT = f"""\
+Each line: 12 batches under --pipeline-schedule 2bw, clipping to norm 1.0, beside the oracle of delay-1 training in the
+same precision (tests/mcore/oracle.py; with tensor parallelism, one process per tensor-parallel rank), which clips by
+the run's norms. "equal": losses, loss scales, skipped updates, the gradient of every weight in every update, final
+weights and main weights are equal to the last bit; so are learning rates. norm: largest relative difference between a
+batch's global norm and the one that the oracle computes itself, limit {FLOOR:.1e}. clipped: share of updates that
+clipping changed. Tensor parallelism adds up in another order than one process: the lines below such a setting give how
+far the run is from the one-process oracle (losses, norms, final weights, gradients), and how far Megatron's own
+training is, in the same setting, without a delay."""
+
+
+def main() -> int:
+    """Run the settings, print the outcome of each and write all lines to a file; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run the settings whose name contains this")
+    parser.add_argument("--output", type=Path, help="write the report here")
+    options = parser.parse_args()
+    settings = [(str(cell), cell.case()) for cell in matrix.ALL] + list((EXACT | MORE).items())
+    chosen = [(name, case) for name, case in settings if options.only in name]
+    lines = [*_header(), "", ABOUT, ""]
+    print("\n".join(lines), flush=True)
+    failed = 0
+    for _, together in groupby(chosen, key=lambda setting: replace(setting[1], recompute="no", tied=True)):
+        for name, case in together:
+            problems, report = _report(name, case)
+            failed += bool(problems)
+            lines += report
+            print("\n".join(report), flush=True)
+        matrix.forget()  # Only settings of one group share oracles; all their gradients would fill the memory.
+    lines += ["", f"{len(chosen)} settings, {len(chosen) - failed} equal to the oracle, {failed} not"]
+    print(lines[-1])
+    if options.output is not None:
+        options.output.write_text("\n".join(lines) + "\n")
+    return 1 if failed or not chosen else 0
+
+
+def _header() -> list[str]:
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
+    return [
+        f"{datetime.date.today()}, Python {platform.python_version()}, "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + ", CPU, gloo",
+        f"python {shlex.join(sys.argv)}",
+    ]
+
+
+def _report(name: str, case: Case) -> tuple[list[str], list[str]]:
+    """What is wrong, and the lines to print."""
+    start_s = time.monotonic()
+    comparison = matrix.compared(case)
+    problems = comparison.problems()
+    verdict = "NOT equal" if problems else "equal"
+    seconds = time.monotonic() - start_s
+    line = f"{name:<66} {verdict:<10} norm {comparison.norms:.1e}  clipped {comparison.clipped:.0%}  {seconds:3.0f} s"
+    return problems, [line, *(f"    {problem}" for problem in problems), *_one_process(case)]
+
+
+def _one_process(case: Case) -> Iterator[str]:
+    if case.tensor_parallel == 1:
+        return
+    alone = replace(case, tensor_parallel=1, sequence_parallel=False)
+    yield f"    from one process  {_text(deviation(run(case), oracle(alone, delay=1)))}"
+    yield f"    Megatron          {_text(deviation(oracle(case, delay=0), oracle(alone, delay=0)))}"
+
+
+def _text(apart: Deviation) -> str:
+    return "  ".join(f"{name} {value:.1e}" for name, value in apart._asdict().items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""Delayed training on one undivided model, without pipeline, DDP or Megatron's optimizer.
+
+One process, or one per tensor-parallel rank. Shares no code with ``megatron_2bw``; only the CPU backend
+is loaded, as Megatron needs it to run. Sums are added up in the order of a pipelined run, so that the
+two can be equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .case import EVALUATION_ITERATIONS, MICRO_BATCH_SIZE, Case
+from .loss_scale import LossScale
+from .record import Optimizers, RankRecord, weights
+from .shards import Shard
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How an oracle trains, beside its case."""
+
+    delay: int
+    """0 for ordinary training, 1 for 2BW."""
+    evaluate_every: int = 0
+    """Batches between evaluations, with one at the end; 0 for none."""
+    delayed_batches: int | None = None
+    """From this batch on, training is ordinary."""
+    ordinary_batches: int = 0
+    """Before this batch, training is ordinary; from it on, as if a delayed run began."""
+    norms: tuple[float, ...] | None = None
+    """Clip by these; None: by its own."""
+    infinite: frozenset[int] = frozenset()
+    """Batches whose gradient gets an infinity."""
+    two_tied_copies: bool = False
+    """Gradients of the tied weight's two uses are accumulated apart and then added, as two stages do."""
+
+
+@dataclass(slots=True)
+class Training:
+    """Delayed training of one model.
+
+    Batch t is computed with ``W(V)``, ``V = max(t - delay, 0)``, and
+    ``W(t+1) = W(t) - lr(t) * u(grad f(W(V)))`` with u the optimizer's rule. Main weights are in fp32,
+    ``W(V)`` is their copy in the precision of forward and backward. The loss scale is part of the version:
+    that of batch t knows the overflows of the batches before V. An overflow skips the update:
+    ``W(t+1) = W(t)``, and the learning rate does not move on.
+    """
+
+    case: Case
+    rules: Rules
+    model: torch.nn.Module
+    shards: list[Shard]
+    main: list[torch.nn.Parameter]
+    """One per parameter of the model; a second copy of the tied weight shares that of the first."""
+    optimizer: torch.optim.Optimizer
+    known: Optimizers
+    scheduler: Any
+    loss_scale: LossScale
+    partial_sums: list[bool]
+    """Per parameter of the model: each tensor-parallel rank has the gradient of a part of the batch's work."""
+    per_token: bool
+    data: Any
+    record: RankRecord
+
+    def run(self, after_update: Callable[[int], None]) -> None:
+        versions, scales = [self.compute_copy()], [self.loss_scale.value]
+        rules = self.rules
+        for batch in range(self.case.batches):
+            delay = rules.delay if rules.delayed_batches is None or batch < rules.delayed_batches else 0
+            version = max(batch - delay, min(batch, rules.ordinary_batches))
+            self.load(versions[version])
+            gradients = self.compute_gradient(batch, scales[version])
+            overflow = self.case.precision == "fp16" and not _everywhere_finite(gradients)
+            self.loss_scale.update(overflow)
+            if overflow:
+                self.record.norms.append(None)
+            else:
+                self.update(batch, gradients)
+            versions.append(self.compute_copy())
+            scales.append(self.loss_scale.value)
+            self.load(versions[-1])
+            after_update(batch)
+
+    def compute_copy(self) -> list[torch.Tensor]:
+        pairs = zip(self.main, self.model.parameters(), strict=True)
+        return [main.detach().to(parameter.dtype, copy=True) for main, parameter in pairs]
+
+    def load(self, version: list[torch.Tensor]) -> None:
+        for parameter, value in zip(self.model.parameters(), version, strict=True):
+            parameter.data.copy_(value)
+
+    def compute_gradient(self, batch: int, scale: float) -> list[torch.Tensor]:
+        """Of the mean over microbatches, each a mean over its tokens, then over replicas; or over all tokens.
+
+        Accumulated in fp32 over microbatches, summed over replicas, then over ranks and copies, then unscaled.
+        """
+        case, tokens = self.case, 0
+        total: list[torch.Tensor] | None = None
+        for replica in range(case.replicas):
+            part = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.model.parameters()]
+            for microbatch in range(case.microbatches):
+                position = (batch * case.microbatches + microbatch) * case.replicas + replica
+                tokens += self.backward(position, scale)
+                for gradient, parameter in zip(part, self.model.parameters(), strict=True):
+                    if parameter.grad is not None:
+                        gradient += parameter.grad
+                    parameter.grad = None
+            if not self.per_token:
+                part = [gradient / case.replicas for gradient in part]
+            total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
+        for gradient, is_partial in zip(total, self.partial_sums, strict=True):
+            if is_partial:
+                dist.all_reduce(gradient)
+        total = self.per_main_weight(total)
+        if self.per_token:
+            total = [gradient * (1.0 / torch.tensor(max(tokens, 1))) for gradient in total]
+        if batch in self.rules.infinite:
+            total[0].view(-1)[0] = math.inf
+        return [gradient * (1.0 / scale) for gradient in total]
+
+    def backward(self, position: int, scale: float) -> int:
+        """Of the microbatch at ``position`` in the order of the samples; returns its number of tokens."""
+        total, num_tokens = loss_of(self.model, self.data, position)
+        self.record.losses.append((total / num_tokens).detach())
+        if not self.per_token:
+            _set_scale_of_auxiliary_losses(scale / self.case.microbatches)
+            objective = total / num_tokens / self.case.microbatches
+        else:
+            _set_scale_of_auxiliary_losses(scale)
+            objective = total
+        total.register_hook(self.record.seeds.append)
+        (objective * scale).backward()
+        return int(num_tokens)
+
+    def per_main_weight(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Add up the gradients of copies of one weight."""
+        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for main, gradient in zip(self.main, gradients, strict=True):
+            sums[main] = sums[main] + gradient if main in sums else gradient
+        return list(sums.values())
+
+    def update(self, batch: int, gradients: list[torch.Tensor]) -> None:
+        norm = self.norm(gradients)
+        used = norm if self.rules.norms is None else self.rules.norms[batch]
+        coefficient = self.case.clip / (used + 1.0e-6)
+        for main, gradient in zip(dict.fromkeys(self.main), gradients, strict=True):
+            main.grad = gradient * coefficient if 0.0 < coefficient < 1.0 else gradient
+        self.optimizer.step()
+        self.scheduler.step(increment=self.case.global_batch_size)
+        self.record.norms.append(norm)
+
+    def norm(self, gradients: list[torch.Tensor]) -> float:
+        """L2, with weights that all tensor-parallel ranks have counted once."""
+        shards = dict(zip(self.main, self.shards, strict=True)).values()
+        squares = [
+            gradient.double().square().sum()
+            for shard, gradient in zip(shards, gradients, strict=True)
+            if shard.dim >= 0 or shard.tensor_rank == 0
+        ]
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)
+        return total.sqrt().item()
+
+
+def _everywhere_finite(gradients: list[torch.Tensor]) -> bool:
+    """Whether all gradients on all ranks are finite."""
+    flag = torch.tensor(float(all(gradient.isfinite().all() for gradient in gradients)))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def _set_scale_of_auxiliary_losses(scale: float) -> None:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
+
+
+def loss_of(model: torch.nn.Module, data: Any, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the losses per token, and the number of tokens, of the microbatch at ``position``."""
+    from .model import masked_sum, run_model
+
+    indices = range(position * MICRO_BATCH_SIZE, (position + 1) * MICRO_BATCH_SIZE)
+    batch = torch.utils.data.default_collate([data[index] for index in indices])
+    return masked_sum(run_model(model, batch), batch["loss_mask"])
+
+
+def main(case: Case, rank: int, port: int, folder: Path, *, rules: Rules) -> None:
+    """Train in this process and write the record, as a rank of the harness does."""
+    from .worker import initialize
+
+    args = initialize(case, rank, case.tensor_parallel, port)
+    record = RankRecord(tensor_rank=rank)
+    training = _training(case, rules, args, record)
+
+    def after_update(batch: int) -> None:
+        every = rules.evaluate_every
+        if every and ((batch + 1) % every == 0 or batch + 1 == case.batches):
+            _evaluate(training)
+
+    training.run(after_update)
+    record.final = weights(training.model)
+    if case.precision != "fp32":
+        record.main = training.known.main_weights()
+    torch.save(record, folder / f"rank{rank}.pt")
+
+
+def _evaluate(training: Training) -> None:
+    from .model import validation_samples
+
+    record = training.record
+    done = len(record.validation_losses)
+    count = EVALUATION_ITERATIONS * training.case.microbatches
+    data = validation_samples((done + count) * MICRO_BATCH_SIZE)
+    with torch.no_grad():
+        for index in range(count):
+            total, num_tokens = loss_of(training.model, data, done + index)
+            record.validation_losses.append(total / num_tokens)
+
+
+def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Training:
+    """Model, AdamW, parameter groups and schedule as Megatron configures them."""
+    from megatron.core.optimizer import _get_param_groups
+    from megatron.training.training import get_megatron_optimizer_config, get_optimizer_param_scheduler
+
+    from .model import shards, training_samples
+
+    model = _model(rules, args)
+    record.initial = weights(model)
+    model.to(_DTYPES[case.precision])
+    named = {parameter: shard for shard, parameter in shards(model)}
+    main_of: dict[Shard, torch.nn.Parameter] = {}
+    for parameter, shard in named.items():
+        main_of.setdefault(shard, torch.nn.Parameter(parameter.detach().to(torch.float32, copy=True)))
+    known = Optimizers(case, record)
+    known.know(main_of.items())
+    config, overrides = get_megatron_optimizer_config(args)
+    groups = _get_param_groups([model], config, overrides)
+    for group in groups:
+        group["params"] = list(dict.fromkeys(main_of[named[parameter]] for parameter in group["params"]))
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+    )
+    return Training(
+        case=case,
+        rules=rules,
+        model=model,
+        shards=[named[parameter] for parameter in model.parameters()],
+        main=[main_of[named[parameter]] for parameter in model.parameters()],
+        optimizer=optimizer,
+        known=known,
+        scheduler=get_optimizer_param_scheduler(optimizer),
+        loss_scale=LossScale.of(args),
+        partial_sums=[_is_partial_sum(shard.name, parameter, args) for parameter, shard in named.items()],
+        per_token=args.calculate_per_token_loss,
+        data=training_samples(case.batches * case.global_batch_size),
+        record=record,
+    )
+
+
+def _model(rules: Rules, args: Any) -> torch.nn.Module:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from .model import build_model, load_initial
+
+    if rules.two_tied_copies:
+        args.untie_embeddings_and_output_weights = True
+    model = build_model(pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    if rules.two_tied_copies:
+        model.output_layer_is_tied_copy = True
+        load_initial(model)
+    return model
+
+
+def _is_partial_sum(name: str, parameter: torch.nn.Parameter, args: Any) -> bool:
+    """Norms: of a part of the sequence with sequence parallelism, of a part of the heads for queries and keys."""
+    per_head = args.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+    return per_head or getattr(parameter, "sequence_parallel", False)

@@ -1,0 +1,79 @@
+"""Runs with the models and modes that Megatron's users switch on, beside the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .case import Case
+
+CASE = Case(schedule="2bw", stages=2, microbatches=4, batches=12, clip=1.0, tied=False, record_gradients=True)
+LLAMA = tuple(
+    "--num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --normalization RMSNorm --qk-layernorm".split()
+)
+LATENT = tuple(
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --rope-type rope --normalization RMSNorm".split()
+)
+EXPERTS = tuple(
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 "
+    "--moe-token-dispatcher-type allgather --swiglu --disable-bias-linear".split()
+)
+PER_TOKEN = ("--calculate-per-token-loss",)
+TWO_REPLICAS = replace(CASE, replicas=2, microbatches=2)
+EXACT = {
+    "GQA, SwiGLU, RoPE, RMSNorm, bf16, tensor parallel": replace(
+        CASE, model=LLAMA, precision="bf16", tensor_parallel=2
+    ),
+    "the same, sequence parallel": replace(CASE, model=LLAMA, tensor_parallel=2, sequence_parallel=True, tied=True),
+    "multi-latent attention": replace(CASE, model=LATENT),
+    "loss per token, fp16": replace(TWO_REPLICAS, model=PER_TOKEN, precision="fp16", tied=True),
+    "experts, fp16, distributed optimizer": replace(
+        TWO_REPLICAS, model=EXPERTS, precision="fp16", distributed_optimizer=True
+    ),
+    "pipeline layout": replace(CASE, stages=3, flags=("--pipeline-model-parallel-layout", "Et|ttt|L"), tied=True),
+    "fused gradients, bf16": replace(CASE, fused_gradients=True, precision="bf16", tied=True),
+    "one gradient buffer, bf16, distributed optimizer": replace(
+        TWO_REPLICAS,
+        precision="bf16",
+        distributed_optimizer=True,
+        tied=True,
+        flags=("--pipeline-gradient-buffers", "1"),
+    ),
+}
+"""In the test suite."""
+MORE = {
+    "GQA": replace(CASE, model=("--group-query-attention", "--num-query-groups", "1")),
+    "SwiGLU": replace(CASE, model=("--swiglu",)),
+    "RoPE": replace(CASE, model=("--position-embedding-type", "rope")),
+    "RMSNorm": replace(CASE, model=("--normalization", "RMSNorm")),
+    "GQA, SwiGLU, RoPE, RMSNorm, fp16": replace(CASE, model=LLAMA, precision="fp16"),
+    "multi-latent attention, bf16, full recompute": replace(CASE, model=LATENT, precision="bf16", recompute="full"),
+    "sequence parallel, bf16, selective recompute": replace(
+        CASE, precision="bf16", tensor_parallel=2, sequence_parallel=True, recompute="selective"
+    ),
+    "loss per token": replace(CASE, model=PER_TOKEN),
+    "loss per token, distributed optimizer, bf16": replace(
+        TWO_REPLICAS, model=PER_TOKEN, precision="bf16", distributed_optimizer=True
+    ),
+    "experts": replace(CASE, model=EXPERTS),
+    "experts, loss per token": replace(TWO_REPLICAS, model=(*EXPERTS, *PER_TOKEN)),
+    "experts, bf16, full recompute": replace(CASE, model=EXPERTS, precision="bf16", recompute="full"),
+    "uneven stages": replace(
+        CASE, flags=tuple("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3".split())
+    ),
+    "fused gradients": replace(CASE, fused_gradients=True),
+    "fused gradients, distributed optimizer": replace(TWO_REPLICAS, fused_gradients=True, distributed_optimizer=True),
+    "fused gradients, fp16, tensor parallel": replace(CASE, fused_gradients=True, precision="fp16", tensor_parallel=2),
+    "one gradient buffer": replace(CASE, flags=("--pipeline-gradient-buffers", "1")),
+    "one gradient buffer, fp16, tensor parallel": replace(
+        CASE, precision="fp16", tensor_parallel=2, flags=("--pipeline-gradient-buffers", "1")
+    ),
+    "overlap flags, bf16, distributed optimizer": replace(
+        TWO_REPLICAS,
+        precision="bf16",
+        distributed_optimizer=True,
+        flags=("--overlap-grad-reduce", "--overlap-param-gather"),
+    ),
+}
+"""These take minutes; `scripts/oracle_matrix.py` runs them."""

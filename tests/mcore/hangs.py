@@ -1,0 +1,85 @@
+"""Ranks that die or hang where no exception is raised."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from .case import Case
+
+WOKE_UP = 7
+"""Exit code of a rank that hung for twice the timeout: nobody can be left to wait for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """How a rank is lost."""
+
+    rank: int
+    kind: str
+    """killed or hanging."""
+    place: str
+    """forward, or reduction: in the background, before it meets the other ranks."""
+    call: int
+    """The n-th forward, or link of the chain of reductions, of that rank, from 0."""
+    timeout_s: float
+    """Of our groups; ``--distributed-timeout-minutes`` has no smaller unit."""
+
+
+def main(case: Case, rank: int, port: int, folder: Path, *, loss: Loss) -> None:
+    """Run ``case`` as ``rank``, which is lost if it is the one."""
+    from .worker import install, set_environment, train
+
+    set_environment(rank, case.ranks, port)
+    install(case)
+    from megatron_2bw.mcore.session import Session
+
+    Session.__init__ = _with_timeout(Session.__init__, timedelta(seconds=loss.timeout_s))
+    if rank == loss.rank:
+        _prepare(loss)
+    train(case, rank, folder)
+
+
+def _prepare(loss: Loss) -> None:
+    calls = itertools.count()
+
+    def strike() -> None:
+        if next(calls) != loss.call:
+            return
+        if loss.kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2 * loss.timeout_s)
+        os._exit(WOKE_UP)
+
+    if loss.place == "forward":
+        from megatron_2bw.mcore.stage import MegatronStage
+
+        MegatronStage.forward = _after(strike, MegatronStage.forward)
+    else:
+        from megatron_2bw.runtime.background import Background
+
+        submit = Background.submit
+        Background.submit = lambda self, function: submit(self, _after(strike, function))
+
+
+def _after(strike: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **keywords: Any) -> Any:
+        strike()
+        return function(*args, **keywords)
+
+    return wrapper
+
+
+def _with_timeout(initialize: Callable[..., None], timeout: timedelta) -> Callable[..., None]:
+    def wrapper(self: Any, *args: Any) -> None:
+        initialize(self, *args)
+        self._timeout = timeout
+
+    return wrapper

@@ -1,0 +1,114 @@
+"""Batches that grow or are skipped: the pipeline drains, and goes on with the delay of one batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from .case import Case
+from .compare import differing
+from .growing import GrowingCase, grown, grown_oracle
+from .harness import launch
+from .worker import through_launcher
+
+GROWING = [
+    GrowingCase(schedule="2bw", stages=2, tied=False, steps=((4, 1), (3, 2), (1, 4), (4, 5))),
+    GrowingCase(schedule="2bw", stages=4, tied=False, steps=((3, 3), (3, 4), (4, 8))),
+    GrowingCase(schedule="2bw", stages=2, replicas=2, tied=False, steps=((3, 2), (4, 3))),
+]
+SKIPPING = GrowingCase(schedule="2bw", stages=2, tied=False, steps=((4, 2), (6, 3)), skipped=(1, 4, 6, 7))
+ONE_SIZE = GrowingCase(schedule="2bw", stages=2, tied=False, steps=((6, 2),))
+"""Trained for a number of samples, all the same."""
+WITHIN = 5e-6
+ids = ["d2", "d4", "d2-w2"]
+
+
+@pytest.mark.parametrize("case", [*GROWING, SKIPPING, ONE_SIZE], ids=[*ids, "skipping", "one-size"])
+def test_equal_to_the_loop_to_the_last_bit_untied_without_clipping(case: GrowingCase) -> None:
+    found, expected = grown(case), grown_oracle(case, delay=1)
+    assert torch.equal(found.losses, expected.losses)
+    assert found.final.keys() == expected.final.keys()
+    assert [name for name, tensor in expected.final.items() if not torch.equal(found.final[name], tensor)] == []
+
+
+@pytest.mark.parametrize("case", GROWING, ids=ids)
+def test_tied_and_clipped_no_further_off_than_rounding(case: GrowingCase) -> None:
+    case = replace(case, tied=True, clip=1.0)
+    found, expected = grown(case), grown_oracle(case, delay=1)
+    assert 0 < (expected.norms > case.clip).sum() < len(expected.norms)
+    assert _apart(found.losses, expected.losses) <= WITHIN
+    assert _apart(found.norms, expected.norms) <= WITHIN
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "gpipe"])
+def test_synchronous_schedules_equal_megatrons_own(schedule: str) -> None:
+    case = replace(GROWING[0], schedule=schedule, tied=True, clip=1.0)
+    found, expected = grown(case), grown(replace(case, schedule=None))
+    assert differing(found, expected) == []
+    assert found.rates == expected.rates
+
+
+def test_the_learning_rate_counts_the_samples_of_each_batch() -> None:
+    assert grown(GROWING[0]).rates == grown(replace(GROWING[0], schedule=None)).rates
+
+
+def test_the_loop_sees_the_delay() -> None:
+    """A drain keeps both versions: the batch after it is computed with the older one."""
+    case = GROWING[0]
+    delayed, ordinary = grown_oracle(case, delay=1), grown_oracle(case, delay=0)
+    first_grown = case.steps[0][0] * case.steps[0][1]
+    assert not torch.equal(delayed.losses[0, first_grown], ordinary.losses[0, first_grown])
+
+
+def test_a_checkpoint_is_saved_where_the_size_changes(tmp_path: Path) -> None:
+    """Megatron does so; saving in the middle of a run changes no number."""
+    case = GROWING[0]
+    saving = ("--save", str(tmp_path), "--save-interval", "1000", "--ckpt-format", "torch")
+    assert differing(grown(replace(case, flags=saving)), grown(case)) == []
+    saved = {int(folder.name.removeprefix("iter_")) for folder in tmp_path.glob("iter_*")}
+    assert saved == {4, 7, 8, 12}
+
+
+def test_too_few_microbatches_in_one_phase_are_refused_before_training(tmp_path: Path) -> None:
+    case = GrowingCase(schedule="2bw", stages=4, steps=((2, 1), (2, 3)))
+    message = _refusal(case, tmp_path)
+    start = ["--step-batch-size-schedule", "1 microbatches", "4 stages", "at least 3", "from sample 0 on"]
+    assert [fragment for fragment in [*start, "1f1b-flush"] if fragment not in message] == [], message
+    case = replace(case, steps=((2, 3), (2, 4)), schedule="1f1b-flush", flags=("--micro-batch-size", "4"))
+    message = _refusal(case, tmp_path)
+    assert "--step-batch-size-schedule, after 0 samples" in message
+
+
+def test_a_first_phase_too_small_runs_under_another_schedule(tmp_path: Path) -> None:
+    """What the refusal proposes: the rest of the run is checked from where the checkpoint is."""
+    case = GrowingCase(schedule="1f1b-flush", stages=4, tied=False, steps=((3, 1), (4, 3)))
+    saving = ("--save", str(tmp_path), "--save-interval", "1000", "--exit-interval", "3", "--ckpt-format", "torch")
+    grown(replace(case, flags=saving))
+    loading = ("--load", str(tmp_path), "--ckpt-format", "torch")
+    found = grown(replace(case, schedule="2bw", flags=loading))
+    expected = grown_oracle(case, delay=1, from_batch=3)
+    assert torch.equal(found.losses, expected.losses[:, 3:])
+    assert [name for name, tensor in expected.final.items() if not torch.equal(found.final[name], tensor)] == []
+
+
+def test_too_few_microbatches_are_refused_where_there_was_nothing_to_load(tmp_path: Path) -> None:
+    loading = ("--load", str(tmp_path / "empty"), "--ckpt-format", "torch")
+    case = GrowingCase(schedule="2bw", stages=4, steps=((2, 1), (2, 3)), flags=loading)
+    ended = launch(through_launcher, case, case.ranks, tmp_path, timeout_s=60.0)
+    assert ended.exit_codes == [2] * case.ranks, ended.tails()
+    assert "from sample 0 on" in ended.outputs[0]
+    assert "iteration        1/" not in ended.outputs[-1]
+
+
+def _refusal(case: Case, folder: Path) -> str:
+    ended = launch(through_launcher, case, case.ranks, folder, timeout_s=60.0)
+    assert ended.exit_codes == [2] * case.ranks, ended.tails()
+    return ended.outputs[0].strip().splitlines()[-1]
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    return ((found.double() - expected.double()).abs() / expected.double().abs()).max().item()

@@ -1,0 +1,55 @@
+"""What 2BW costs in memory: one more copy of the weights and of the gradients, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from .case import Case
+from .harness import collect
+from .memory import Memory, measure
+
+WITHIN = 0.05
+LARGE = ("--num-layers", "8", "--hidden-size", "256")
+"""Weights, not activations, decide."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_peak_has_one_more_copy_of_weights_and_gradients(precision: str) -> None:
+    case = Case(schedule="2bw", stages=2, microbatches=2, batches=7, precision=precision, flags=LARGE)
+    for stage, (ours, theirs) in enumerate(compared(case)):
+        assert ours.peak - theirs.peak == pytest.approx(ours.weights + ours.gradients, rel=WITHIN)
+        assert ours.in_flight == theirs.in_flight == case.stages - stage
+
+
+@pytest.mark.parametrize(("distributed", "buffers"), [(True, 2), (True, 1), (False, 1)])
+def test_what_lasts_is_a_copy_of_the_weights_and_of_what_is_updated_here(distributed: bool, buffers: int) -> None:
+    case = Case(
+        schedule="2bw",
+        stages=2,
+        microbatches=4,
+        batches=6,
+        replicas=2 if distributed else 1,
+        precision="bf16",
+        recompute="full",
+        distributed_optimizer=distributed,
+        flags=(*LARGE, "--pipeline-gradient-buffers", str(buffers)),
+    )
+    for ours, theirs in compared(case):
+        expected = ours.weights + (ours.gradients if buffers == 2 else 0)
+        assert ours.lasting - theirs.lasting == pytest.approx(expected, rel=WITHIN)
+
+
+def compared(case: Case) -> list[tuple[Memory, Memory]]:
+    """Every stage under 2bw and under 1f1b-flush."""
+    return list(zip(of_each_stage(case), of_each_stage(replace(case, schedule="1f1b-flush")), strict=True))
+
+
+@functools.cache
+def of_each_stage(case: Case) -> list[Memory]:
+    """Of two replicas the one with less: gloo keeps the buffer of its last collective for a while."""
+    ranks = collect(measure, case, case.ranks)
+    stages = [ranks[first : first + case.replicas] for first in range(0, case.ranks, case.replicas)]
+    return [min(replicas, key=lambda memory: memory.lasting) for replicas in stages]

@@ -1,0 +1,165 @@
+"""What Megatron's training loop does between batches: it works, and changes no number of the training."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .case import EVALUATION_ITERATIONS, Case, Fault
+from .compare import differing
+from .faults import INFINITE_GRADIENT
+from .harness import collect, launch, merge, run
+from .oracle import oracle
+from .worker import main, set_environment
+
+CASE = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=8)
+REPLICATED = replace(CASE, replicas=2)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--empty-unused-memory-level", "2"),
+        ("--log-params-norm", "--log-interval", "3"),
+        ("--exit-signal-handler", "--exit-duration-in-mins", "1000"),
+        ("--no-check-for-nan-in-loss-and-grad",),
+        ("--timing-log-level", "2", "--log-interval", "3"),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_no_number_changes(flags: tuple[str, ...]) -> None:
+    assert differing(run(replace(CASE, flags=flags)), run(CASE)) == []
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
+def test_timers_inside_a_call_are_logged(schedule: str, tmp_path: Path) -> None:
+    """``--timing-log-level 2``, after the third batch for the first two: one batch late."""
+    sleep = Fault(kind="sleep before forward", rank=0, call=0, seconds=0.9)
+    flags = ("--timing-log-level", "2", "--timing-log-option", "all", "--log-interval", "3")
+    ended = launch(main, replace(CASE, schedule=schedule, flags=flags, faults=(sleep,), batches=4), 2, tmp_path)
+    assert not any(ended.exit_codes), ended.tails()
+    log = ended.outputs[-1].split("iteration        3/", 1)[1]
+    timers = {
+        name: re.search(rf"{name}:\n +rank +0: ([0-9.]+)\n +rank +1: ([0-9.]+)", log)
+        for name in ("forward-backward", "forward-compute", "backward-compute", "optimizer")
+    }
+    assert all(timers.values()), log
+    times_ms = {name: [float(value) for value in found.groups()] for name, found in timers.items()}
+    assert times_ms["forward-compute"][0] >= 300.0 > times_ms["forward-compute"][1] > 0.0  # Mean of 3 batches.
+    assert all(0.0 < value < 300.0 for value in times_ms["backward-compute"])
+    assert min(times_ms["forward-backward"]) >= 290.0
+
+
+def test_only_evaluation() -> None:
+    """``--skip-train``: of the initial weights, by Megatron's own schedule."""
+    case = replace(CASE, flags=("--skip-train", "--eval-iters", str(EVALUATION_ITERATIONS)))
+    found, expected = run(case), run(replace(case, schedule=None))
+    assert found.validation_losses.numel() > 0
+    assert torch.equal(found.validation_losses, expected.validation_losses)
+    assert all(torch.equal(found.final[name], found.initial[name]) for name in found.initial)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_the_norm_of_the_weights_is_that_of_the_newest(interval: int, tmp_path: Path) -> None:
+    case = replace(CASE, flags=("--log-params-norm", "--log-interval", str(interval)))
+    ended = launch(main, case, case.ranks, tmp_path)
+    assert not any(ended.exit_codes), ended.tails()
+    logged = re.findall(r"iteration +(\d+)/.*?\| params norm: ([0-9.]+) \|", ended.outputs[-1])
+    assert [int(iteration) for iteration, _ in logged] == [1, *range(max(interval, 2), CASE.batches + 1, interval)]
+    for iteration, norm in logged:
+        weights = oracle(replace(CASE, batches=int(iteration)), delay=1).final.values()
+        assert norm == f"{torch.stack([weight.double().norm() for weight in weights]).norm().item():.3f}"
+
+
+def test_replicas_compare_the_newest_weights(tmp_path: Path) -> None:
+    """``--check-weight-hash-across-dp-replicas-interval``."""
+    case = replace(REPLICATED, flags=("--check-weight-hash-across-dp-replicas-interval", "3"))
+    collect(partial(_recording_compared_weights, folder_of_weights=tmp_path), case, case.ranks)
+    for batches in (3, 6):
+        expected = oracle(replace(REPLICATED, batches=batches), delay=1).final
+        for rank in range(case.ranks):
+            compared = torch.load(tmp_path / f"{rank}-{batches // 3}.pt")
+            assert [name for name in compared if not torch.equal(compared[name], expected[name])] == []
+    assert differing(run(case), run(REPLICATED)) == []
+
+
+def _recording_compared_weights(case: Case, rank: int, port: int, folder: Path, *, folder_of_weights: Path) -> None:
+    set_environment(rank, case.ranks, port)
+    from megatron_2bw.mcore import cpu_backend
+
+    cpu_backend.install()
+    from megatron.training import training
+
+    from .model import global_parameters
+
+    compare, calls = training.check_param_hashes_across_dp_replicas, itertools.count()
+
+    def recording(model: Any, **keywords: Any) -> bool:
+        weights = {name: parameter.detach().clone() for name, parameter in global_parameters(model[0].module)}
+        torch.save(weights, folder_of_weights / f"{rank}-{next(calls)}.pt")
+        return compare(model, **keywords)
+
+    training.check_param_hashes_across_dp_replicas = recording
+    main(case, rank, port, folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_time_is_up_on_one_rank(rank: int) -> None:
+    """``--exit-duration-in-mins``: all leave after the same batch, one later than Megatron would."""
+    call = 7
+    case = replace(CASE, flags=("--exit-duration-in-mins", "30"))
+    target = partial(_with_a_jump_of_the_clock, of=rank, call=call)
+    found = merge(collect(target, case, case.ranks), case.stages, case.microbatches)
+    finished = found.losses.shape[1]
+    assert 0 < finished - call // CASE.microbatches <= 2
+    assert finished < CASE.batches
+    assert differing(found, oracle(replace(CASE, batches=finished), delay=1), norms=False) == []
+
+
+def _with_a_jump_of_the_clock(case: Case, rank: int, port: int, folder: Path, *, of: int, call: int) -> None:
+    set_environment(rank, case.ranks, port)
+    import megatron_2bw
+
+    megatron_2bw.install()
+    from megatron.training import training
+
+    from megatron_2bw.mcore.stage import MegatronStage
+
+    def jump() -> None:
+        training._TRAIN_START_TIME = time.time() - 3600
+
+    if rank == of:
+        MegatronStage.backward = _before(MegatronStage.backward, call, jump)
+    main(case, rank, port, folder)
+
+
+def _before(function: Callable[..., Any], call: int, action: Callable[[], None]) -> Callable[..., Any]:
+    calls = itertools.count()
+
+    def wrapper(*args: Any, **keywords: Any) -> Any:
+        if next(calls) == call:
+            action()
+        return function(*args, **keywords)
+
+    return wrapper
+
+
+def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(tmp_path: Path) -> None:
+    """``--check-for-nan-in-loss-and-grad``, Megatron's default: the norm is known to all ranks."""
+    batch = 3
+    fault = Fault(kind=INFINITE_GRADIENT, rank=1, call=batch * CASE.microbatches)
+    case = replace(CASE, faults=(fault,))
+    ended = launch(main, case, case.ranks, tmp_path, timeout_s=60.0)
+    assert ended.exit_codes == [1] * case.ranks, ended.tails()
+    assert any(f"batch {batch} (counted from the start of the run)" in output for output in ended.outputs)
+    named = [re.search(r"batch (\d) \(counted", output) or "look for that rank" in output for output in ended.outputs]
+    assert all(named), ended.tails()
