@@ -100,6 +100,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         module=_TRAINING,
+        name="training_log",
+        wrapper=wrappers.training_log,
+        parameters=("skipped_iter",),
+        why="counts one skipped update at most, and a drained call may end two",
+    ),
+    Hook(
+        module=_TRAINING,
         name="evaluate",
         wrapper=wrappers.settled,
         parameters=("model",),

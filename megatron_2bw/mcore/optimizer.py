@@ -97,6 +97,8 @@ class DelayedOptimizer:
         self._outcomes: list[UpdateOutcome] = []
         self.outcome: UpdateOutcome | None = None
         """Of the newest finished update."""
+        self.skipped = 0
+        """Of the updates that ``step`` reported last: how many were skipped. After a drain it reports two."""
         self._take_over()
 
     def __getattr__(self, name: str) -> Any:
@@ -115,10 +117,10 @@ class DelayedOptimizer:
     def step(self) -> tuple[bool, float | None, int | None]:
         """Report the updates finished since the last call: usually that of the batch before."""
         outcomes, self._outcomes = self._outcomes, []
+        self.skipped = sum(not outcome.successful for outcome in outcomes)
         if not outcomes:
             return True, None, None
-        successful = all(outcome.successful for outcome in outcomes)
-        return successful, outcomes[-1].grad_norm, outcomes[-1].num_zeros
+        return self.skipped == 0, outcomes[-1].grad_norm, outcomes[-1].num_zeros
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale of the weights in use."""

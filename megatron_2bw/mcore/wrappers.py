@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from typing import Any
 
 
@@ -77,6 +78,14 @@ def settled(original: Any, *args: Any, **keywords: Any) -> Any:
     if session is not None:
         session.settle()
     return original(*args, **keywords)
+
+
+def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
+    session = _session()
+    call = inspect.signature(original).bind(*args, **keywords)
+    if session is not None and session.optimizer is not None and call.arguments["skipped_iter"]:
+        call.arguments["skipped_iter"] = session.optimizer.skipped
+    return original(*call.args, **call.kwargs)
 
 
 def norm_of_weights(original: Any, *args: Any, **keywords: Any) -> float | None:

@@ -18,7 +18,7 @@ LARGE = ("--num-layers", "8", "--hidden-size", "256")
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_peak_has_one_more_copy_of_weights_and_gradients(precision: str) -> None:
-    case = Case(schedule="2bw", stages=2, microbatches=2, batches=7, precision=precision, flags=LARGE)
+    case = Case(schedule="2bw", stages=2, microbatches=2, batches=6, precision=precision, flags=LARGE)
     for stage, (ours, theirs) in enumerate(compared(case)):
         assert ours.peak - theirs.peak == pytest.approx(ours.weights + ours.gradients, rel=WITHIN)
         assert ours.in_flight == theirs.in_flight == case.stages - stage
@@ -30,7 +30,7 @@ def test_what_lasts_is_a_copy_of_the_weights_and_of_what_is_updated_here(distrib
         schedule="2bw",
         stages=2,
         microbatches=4,
-        batches=6,
+        batches=4,
         replicas=2 if distributed else 1,
         precision="bf16",
         recompute="full",

@@ -28,8 +28,11 @@ def is_valid(schedule: Schedule) -> bool:
     return True
 
 
-@pytest.mark.parametrize("copy", GradientCopy)
-@pytest.mark.parametrize("name", SCHEDULES)
+WITH_COPIES = [(name, GradientCopy.WHOLE) for name in SCHEDULES]
+WITH_COPIES += [("2bw", GradientCopy.SHARD), ("2bw", GradientCopy.NONE)]
+
+
+@pytest.mark.parametrize(("name", "copy"), WITH_COPIES)
 def test_all_stages_up_to_8_and_microbatches_up_to_16(name: str, copy: GradientCopy):
     """2BW needs m >= d-1, which no line of the code says, whatever it keeps of finished gradients."""
     for stages in range(1, 9):
