@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint and test. Arguments go to pytest: scripts/test.sh tests/schedule -k bounds
+# Lint and test. Arguments go to pytest: scripts/test.sh tests/schedule -k bounds; -m slow runs what is left out.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -86,11 +86,13 @@ def adapt_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def prepare_environment() -> None:
-    """Switch torch.compile off: it would cost 15 s at the start and change the random draws.
+    """Switch torch.compile off, which would cost 15 s at the start and change the random draws.
 
     torch reads the variable where a function is decorated, so it must be set before Megatron is imported.
     """
     os.environ.setdefault(_NO_COMPILER, "1")
+    # Megatron insists on it with tensor parallelism; without a GPU nobody else reads it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def install() -> None:

@@ -1,3 +1,34 @@
-"""Only test files are collected: the others import Megatron, which belongs into the ranks."""
+"""What is collected, and which tests run only when asked for, with ``scripts/test.sh -m slow``."""
+
+import pytest
 
 collect_ignore_glob = ["[!t]*.py"]
+"""Only test files are collected: the others import Megatron, which belongs into the ranks."""
+
+SLOW = {
+    "test_ordinary_oracle_is_megatron_in_every_precision": ("PP1-", "PP2xTP2-"),
+    "test_a_resumed_run_is_the_uninterrupted_one": ("torch-1", "torch-11", "torch_dist-11"),
+    "test_a_killed_run_goes_on_from_its_newest_complete_checkpoint": ("torch-",),
+    "test_a_killed_save_does_not_leave_a_mixture_of_two_runs": ("torch]",),
+    "test_an_ordinary_schedule_goes_on_with_the_newest_weights": ("torch-",),
+    "test_another_layout_goes_on_with_both_versions": ("torch_dist-PP2xDP2",),
+    "test_precisions_and_the_distributed_optimizer": ("distributed-fp32",),
+    "test_every_rank_ends_by_itself": ("1-", "3-1f1b-flush"),
+    "test_a_rank_that_is_killed_ends_the_others": ("2bw-first", "1f1b-flush"),
+    "test_tied_and_clipped_no_further_off_than_rounding": ("d4", "d2-w2"),
+    "test_infinity_on_one_stage": ("d2-s0-(3, 4)", "d4-s2-(0"),
+    "test_the_peak_has_one_more_copy_of_weights_and_gradients": ("bf16",),
+    "test_what_lasts_is_a_copy_of_the_weights_and_of_what_is_updated_here": ("True-1",),
+    "test_no_number_changes": ("--empty-unused", "--no-check"),
+    "test_the_time_is_up_on_one_rank": ("1",),
+    "test_ordinary_oracle_is_megatron": ("the same, sequence parallel", "loss per token"),
+}
+"""By test: how its parameters begin. What they show, others show at less cost; the suite has 25 minutes."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name, _, parameters = item.name.partition("[")
+        if any(parameters.startswith(start) for start in SLOW.get(name, ())):
+            item.add_marker(pytest.mark.slow)

@@ -172,13 +172,8 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
-"""Of every rank: one thread, nothing compiled, no GPU, and what Megatron asks for with tensor parallelism."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Of every rank: one thread, nothing compiled, no GPU."""
 
 
 def import_path() -> str:
