@@ -51,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--batches", type=_count, default=3, metavar="N", help="batches to run (default: %(default)s)")
     show.add_argument("--forward-time", type=_time, default=Fraction(1), metavar="F", help="of a stage (default: 1)")
     show.add_argument("--backward-time", type=_time, default=Fraction(2), metavar="B", help="of a stage (default: 2)")
+    show.add_argument(
+        "--extra-in-flight",
+        type=_extra,
+        default=0,
+        metavar="N",
+        help="activations that 2bw keeps in flight beyond what it needs, per stage boundary (default: %(default)s)",
+    )
     show.add_argument("--svg", type=Path, metavar="FILE", help="write a picture, all schedules on one time axis")
     show.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
     show.add_argument("--programs", action="store_true", help="print what every rank executes")
@@ -79,7 +86,7 @@ def _add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
 def _show(args: argparse.Namespace) -> int:
     durations = Durations(forward_s=args.forward_time, backward_s=args.backward_time)
     names = dict.fromkeys(canonical_name(name) for name in args.schedules)
-    schedules = [_valid(name, args.stages, args.microbatches) for name in names]
+    schedules = [_valid(name, args.stages, args.microbatches, args.extra_in_flight) for name in names]
     timelines = [simulate(schedule, durations, args.batches) for schedule in schedules]
     bubbles = [steady_state(schedule, durations).bubble_ratio for schedule in schedules]
     for schedule, timeline, bubble in zip(schedules, timelines, bubbles, strict=True):
@@ -112,13 +119,13 @@ def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args
             yield from ("", listing(lowered(schedule), phase))
 
 
-def _valid(name: str, stages: int, microbatches: int) -> Schedule:
+def _valid(name: str, stages: int, microbatches: int, extra_in_flight: int) -> Schedule:
     """The schedule, or an error that says how many microbatches it needs."""
-    schedule = build(name, stages=stages, microbatches=microbatches)
+    schedule = build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
     problem = refusal(schedule)
     if problem is None:
         return schedule
-    enough = enough_microbatches(name, stages=stages, microbatches=microbatches)
+    enough = enough_microbatches(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
     if enough is not None:
         problem += f"; {name} works with {stages} stages from {enough} microbatches on: raise --microbatches"
     raise ScheduleError(problem)
@@ -224,6 +231,10 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number of at least 1")
     return int(text)
+
+
+def _extra(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _time(text: str) -> Fraction:

@@ -8,10 +8,6 @@ python scripts/oracle_matrix.py --output scripts/bench/results/oracle_matrix.txt
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +16,8 @@ from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from report import heading
 
 from tests.mcore import matrix
 from tests.mcore.case import Case
@@ -47,7 +45,7 @@ def main() -> int:
     options = parser.parse_args()
     settings = [(str(cell), cell.case()) for cell in matrix.ALL] + list((EXACT | MORE).items())
     chosen = [(name, case) for name, case in settings if options.only in name]
-    lines = [*_header(), "", ABOUT, ""]
+    lines = [*heading(), "", ABOUT, ""]
     print("\n".join(lines), flush=True)
     failed = 0
     for _, together in groupby(chosen, key=lambda setting: replace(setting[1], recompute="no", tied=True)):
@@ -62,16 +60,6 @@ def main() -> int:
     if options.output is not None:
         options.output.write_text("\n".join(lines) + "\n")
     return 1 if failed or not chosen else 0
-
-
-def _header() -> list[str]:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
-    return [
-        f"{datetime.date.today()}, Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + ", CPU, gloo",
-        f"python {shlex.join(sys.argv)}",
-    ]
 
 
 def _report(name: str, case: Case) -> tuple[list[str], list[str]]:

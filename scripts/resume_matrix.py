@@ -7,16 +7,14 @@ python scripts/resume_matrix.py --output scripts/bench/results/resume_matrix.txt
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import platform
-import shlex
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from report import heading
 
 from tests.mcore.compare import differing
 from tests.mcore.test_resume import BATCHES, CASE, FORMATS, save, tail
@@ -40,9 +38,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run the settings whose name contains this")
     parser.add_argument("--output", type=Path, help="write the report here")
     options = parser.parse_args()
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core"))
-    lines = [f"{datetime.date.today()}, Python {platform.python_version()}, {versions}, CPU, gloo"]
-    lines += [f"python {shlex.join(sys.argv)}", "", ABOUT, ""]
+    lines = [*heading(), "", ABOUT, ""]
     print("\n".join(lines), flush=True)
     failed = 0
     for name in SETTINGS:

@@ -43,6 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "comes before the next batch's first backward, which costs speed.",
     )
     group.add_argument(
+        "--pipeline-extra-in-flight",
+        type=_natural,
+        default=0,
+        metavar="N",
+        help="2bw: keep N more activations in flight per stage boundary than its d-s. That hides transfers and "
+        "uneven moments of neighbouring stages, costs the memory of the activations, and needs "
+        "(1+N)*(d-1) microbatches per batch.",
+    )
+    group.add_argument(
         "--pipeline-trace",
         default=None,
         metavar="FILE",
@@ -109,27 +118,30 @@ def check_batches(args: Any, *, samples: int = 0, batches_done: int = 0, only_la
         raise ArgumentError(str(error)) from error
     name, stages = canonical_name(args.pipeline_schedule), args.pipeline_model_parallel_size
     for phase in phases[-1:] if only_last_phase else phases:
-        if args.step_batch_size_schedule is None:
-            remedy = "raise --global-batch-size to {enough} x --micro-batch-size x data-parallel size"
-            check_layout(name, stages=stages, microbatches=phase.microbatches, remedy=remedy)
-            continue
+        remedy = "raise --global-batch-size to {enough} x --micro-batch-size x data-parallel size"
+        if args.step_batch_size_schedule is not None:
+            remedy = (
+                "let --step-batch-size-schedule have {enough} x --micro-batch-size x data-parallel size samples "
+                f"per batch from sample {phase.first_sample} on, not {phase.batch_size}; or run this phase with "
+                f"--pipeline-schedule 1f1b-flush and load its checkpoint with {name}"
+            )
         check_layout(
             name,
             stages=stages,
             microbatches=phase.microbatches,
-            remedy=f"let --step-batch-size-schedule have {{enough}} x --micro-batch-size x data-parallel size samples "
-            f"per batch from sample {phase.first_sample} on, not {phase.batch_size}; or run this phase with "
-            f"--pipeline-schedule 1f1b-flush and load its checkpoint with {name}",
+            extra_in_flight=args.pipeline_extra_in_flight,
+            remedy=remedy,
         )
 
 
-def check_layout(name: str, *, stages: int, microbatches: int, remedy: str) -> None:
+def check_layout(name: str, *, stages: int, microbatches: int, extra_in_flight: int, remedy: str) -> None:
     """Refuse a depth and number of microbatches that the validator refuses.
 
     Args:
         name: of the schedule.
         stages: pipeline depth.
         microbatches: per batch and replica.
+        extra_in_flight: activations, per stage boundary.
         remedy: how to have more; ``{enough}`` stands for the smallest number that works.
 
     Raises:
@@ -140,10 +152,12 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str) -> N
             f"--pipeline-schedule {name} needs --pipeline-model-parallel-size of at least 2, got {stages}: "
             f"one stage has no bubble; use --pipeline-schedule {MEGATRON}"
         )
-    problem = refusal(build(name, stages=stages, microbatches=microbatches))
+    problem = refusal(build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight))
     if problem is None:
         return
-    enough = enough_microbatches(name, stages=stages, microbatches=microbatches)
+    enough = enough_microbatches(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
+    if extra_in_flight:
+        remedy = f"lower --pipeline-extra-in-flight {extra_in_flight}, {remedy}"
     raise ArgumentError(
         f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}; "
         f"it needs at least {enough}: {remedy.format(enough=enough)}, lower --micro-batch-size, "
@@ -151,9 +165,15 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str) -> N
     )
 
 
+def _natural(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; give 0 or a larger whole number")
+    return int(text)
+
+
 def _refuse(args: Any, schedule: str) -> None:
     for row in REFUSED:
-        if schedule in row.schedules and row.is_set(args):
+        if row.applies(args, schedule):
             raise ArgumentError(
                 f"{row.flag} does not work with --pipeline-schedule {schedule}: {row.reason}; {row.remedy}"
             )
@@ -163,10 +183,10 @@ def _map(args: Any, schedule: str) -> list[str]:
     notices = [
         f"{row.flag} costs speed under --pipeline-schedule {schedule}: {row.reason}"
         for row in SLOWED
-        if schedule in row.schedules and row.is_set(args)
+        if row.applies(args, schedule)
     ]
     for row in MAPPED:
-        if schedule in row.schedules and row.is_set(args):
+        if row.applies(args, schedule):
             row.change(args)
             notices.append(f"{row.flag} is {row.becomes} under --pipeline-schedule {schedule}: {row.reason}")
     return notices

@@ -17,6 +17,13 @@ from megatron_2bw.mcore.rows import (
 
 REFUSED: tuple[Refused, ...] = (
     Refused(
+        flag="--pipeline-extra-in-flight",
+        is_set=given("pipeline_extra_in_flight"),
+        schedules=FLUSHED,
+        reason="a synchronous schedule keeps a fixed number of activations in flight",
+        remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
         flag="--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
         is_set=given(*VIRTUAL),
         schedules=DELAYED,

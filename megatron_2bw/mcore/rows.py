@@ -36,36 +36,37 @@ def above(name: str, limit: float) -> Callable[[Any], bool]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """A flag that stops the run before training."""
+class Row:
+    """A flag that does not simply work, under some of the schedules."""
 
     flag: str
     is_set: Callable[[Any], bool]
-    """Decides from the parsed arguments; asked before Megatron validates them, and again after."""
+    """Decides from the parsed arguments."""
     schedules: frozenset[str]
     reason: str
+
+    def applies(self, args: Any, schedule: str) -> bool:
+        """Whether the run is under one of the schedules, with the flag set."""
+        return schedule in self.schedules and self.is_set(args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Row):
+    """Stops the run before training; asked before Megatron validates its arguments, and again after."""
+
     remedy: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slowed:
-    """A flag that works and makes all ranks meet, with a one-line notice."""
-
-    flag: str
-    is_set: Callable[[Any], bool]
-    schedules: frozenset[str]
-    reason: str
+class Slowed(Row):
+    """Works and makes all ranks meet, with a one-line notice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mapped:
-    """A flag that gets another value, with a one-line notice."""
+class Mapped(Row):
+    """Gets another value, with a one-line notice."""
 
-    flag: str
-    is_set: Callable[[Any], bool]
-    schedules: frozenset[str]
     becomes: str
-    reason: str
     change: Callable[[Any], None]
 
 

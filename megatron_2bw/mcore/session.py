@@ -190,7 +190,12 @@ class Session:
         if self._tied:
             reductions.insert(1, Reduction.EMBEDDING)
         stages = get_args().pipeline_model_parallel_size
-        schedule = build(self.schedule_name, stages=stages, microbatches=microbatches)
+        schedule = build(
+            self.schedule_name,
+            stages=stages,
+            microbatches=microbatches,
+            extra_in_flight=get_args().pipeline_extra_in_flight,
+        )
         if self.optimizer is not None:
             schedule = with_gradient_copy(schedule, self.optimizer.gradient_copy)
         schedule = lower(schedule, reductions)

@@ -82,8 +82,10 @@ def settled(original: Any, *args: Any, **keywords: Any) -> Any:
 
 def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
     session = _session()
+    if session is None or session.optimizer is None:
+        return original(*args, **keywords)
     call = inspect.signature(original).bind(*args, **keywords)
-    if session is not None and session.optimizer is not None and call.arguments["skipped_iter"]:
+    if call.arguments["skipped_iter"]:
         call.arguments["skipped_iter"] = session.optimizer.skipped
     return original(*call.args, **call.kwargs)
 

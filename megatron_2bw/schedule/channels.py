@@ -80,11 +80,11 @@ class Channels:
                 boundary = use.stage - (use.type is ActionType.FORWARD)
                 for call in range(min(sent[1].span.call, place.span.call), self._call_of_use[use]):
                     in_flight[boundary, call] += 1
-                    if in_flight[boundary, call] > 1:
+                    if in_flight[boundary, call] > self._schedule.per_boundary:
                         raise RuleBrokenAt(
                             Rule.BOUNDARY,
-                            f"another one is still between stages {boundary} and {boundary + 1} "
-                            f"at the end of call {call}",
+                            f"{in_flight[boundary, call]} tensors are between stages {boundary} and {boundary + 1} "
+                            f"at the end of call {call}; declared: {self._schedule.per_boundary}",
                             place,
                         )
 

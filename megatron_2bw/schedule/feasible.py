@@ -19,11 +19,14 @@ def refusal(schedule: Schedule) -> str | None:
     return None
 
 
-def enough_microbatches(name: str, *, stages: int, microbatches: int) -> int | None:
+def enough_microbatches(name: str, *, stages: int, microbatches: int, extra_in_flight: int = 0) -> int | None:
     """The next number of microbatches above ``microbatches`` that works; None if none near does.
 
     >>> enough_microbatches("2bw", stages=6, microbatches=2)
     5
+    >>> enough_microbatches("2bw", stages=6, microbatches=2, extra_in_flight=1)
+    10
     """
-    candidates = range(microbatches + 1, microbatches + 2 * stages)
-    return next((m for m in candidates if refusal(build(name, stages=stages, microbatches=m)) is None), None)
+    candidates = range(microbatches + 1, microbatches + (2 + extra_in_flight) * stages)
+    schedules = (build(name, stages=stages, microbatches=m, extra_in_flight=extra_in_flight) for m in candidates)
+    return next((schedule.microbatches for schedule in schedules if refusal(schedule) is None), None)

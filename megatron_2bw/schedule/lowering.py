@@ -36,8 +36,7 @@ def with_gradient_copy(schedule: Schedule, copy: GradientCopy) -> Schedule:
     """
 
     def call(steady: tuple[Action, ...]) -> Iterable[Action]:
-        first = next(i for i, action in enumerate(steady) if action.type is ActionType.BACKWARD)
-        late = [a for a in steady[first:] if a.type is ActionType.UPDATE and a.batch < 0]
+        first, late = _updates_after_first_backward(steady)
         yield from (*steady[:first], *late)
         yield from (action for action in steady[first:] if action not in late)
 
@@ -64,12 +63,15 @@ def add_reductions(schedule: Schedule, reductions: Iterable[Reduction]) -> Sched
 
     def call(steady: tuple[Action, ...]) -> Iterable[Action]:
         final = max(i for i, action in enumerate(steady) if action.type is ActionType.BACKWARD)
-        early = _early_waits(steady) if schedule.gradient_copy is GradientCopy.SHARD and chain else {}
+        first, late = _updates_after_first_backward(steady)
+        keeps_shard = schedule.gradient_copy is GradientCopy.SHARD and Reduction.GRADIENTS in chain
+        early = [_reduce(ActionType.REDUCE_WAIT, update, Reduction.GRADIENTS) for update in late if keeps_shard]
         for i, action in enumerate(steady):
-            yield from early.get(i, ())
+            if i == first:
+                yield from early
             if action.type is ActionType.UPDATE:
                 waits = (_reduce(ActionType.REDUCE_WAIT, action, kind) for kind in kinds(action.stage))
-                yield from (wait for wait in waits if not any(wait in of for of in early.values()))
+                yield from (wait for wait in waits if wait not in early)
             yield action
             following = steady[i + 1] if i + 1 < len(steady) else None
             frees_buffer = following is not None and following.type is ActionType.UPDATE and following.batch < 0
@@ -79,11 +81,10 @@ def add_reductions(schedule: Schedule, reductions: Iterable[Reduction]) -> Sched
     return replace(schedule, programs=programs_of(call(program.steady) for program in schedule.programs))
 
 
-def _early_waits(steady: tuple[Action, ...]) -> dict[int, list[Action]]:
-    """Waits for the sum over replicas before the first backward, for updates that come after it."""
+def _updates_after_first_backward(steady: tuple[Action, ...]) -> tuple[int, list[Action]]:
+    """Where the call's first backward is, and the updates of earlier batches that come after it."""
     first = next(i for i, action in enumerate(steady) if action.type is ActionType.BACKWARD)
-    late = (action for action in steady[first:] if action.type is ActionType.UPDATE and action.batch < 0)
-    return {first: [_reduce(ActionType.REDUCE_WAIT, action, Reduction.GRADIENTS) for action in late]}
+    return first, [a for a in steady[first:] if a.type is ActionType.UPDATE and a.batch < 0]
 
 
 def _reduce(type_: ActionType, of: Action, kind: Reduction) -> Action:

@@ -92,6 +92,8 @@ class Schedule:
     in_flight: tuple[int, ...]
     """Per rank: forwards without their backward, at most."""
     gradient_copy: GradientCopy = GradientCopy.WHOLE
+    per_boundary: int = 1
+    """Per stage boundary: tensors on their way, or not used yet, at the end of a call, at most."""
 
     @cached_property
     def _homes(self) -> dict[tuple[int, int | None], int]:

@@ -58,7 +58,8 @@ class Rule(StrEnum):
     TRANSFER_ORDER = "transfers in different order"
     """Channels are first in, first out: both sides list the same transfers in the same order."""
     BOUNDARY = "transfers in flight"
-    """At the end of a call at most one tensor per stage boundary is on its way or not used yet."""
+    """At the end of a call at most ``Schedule.per_boundary`` tensors are between two stages, on their way or not
+    used yet."""
     DEADLOCK = "deadlock"
     """All ranks come to the end of every run."""
 

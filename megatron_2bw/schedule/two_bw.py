@@ -10,7 +10,7 @@ from megatron_2bw.schedule.program import Schedule, backward, forward, programs_
 DELAY = 1
 
 
-def two_bw(stages: int, microbatches: int) -> Schedule:
+def two_bw(stages: int, microbatches: int, *, extra_in_flight: int = 0) -> Schedule:
     """Never drain the pipeline; compute batch t with ``W(max(t - 1, 0))`` at every stage.
 
     ``W(t+1) = W(t) - lr * grad f(W(t-1))``. A call runs the backward passes of its own batch and
@@ -18,7 +18,17 @@ def two_bw(stages: int, microbatches: int) -> Schedule:
     happen any time before its weights are first used, two batches later. Steady bubble 0;
     activations ``d-s``; weight versions 2.
 
-    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1.
+    With exactly ``d-s`` activations every transfer, and every moment in which one stage is slower
+    than its neighbour, delays both. Stages that run further ahead hide them.
+
+    Args:
+        stages: d.
+        microbatches: m per batch; at least ``(1 + extra_in_flight) * (d-1)``.
+        extra_in_flight: how many more activations to keep per stage boundary between this stage and
+            the last.
+
+    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1;
+    ``extra_in_flight`` is ours.
 
     >>> from megatron_2bw.schedule.draw import grid
     >>> print(grid(two_bw(2, 2), batches=3))
@@ -26,14 +36,17 @@ def two_bw(stages: int, microbatches: int) -> Schedule:
     rank 1  .  a0 A0--- a1 A1--- b0 B0--- b1 B1---|c0 C0--- c1 C1---|.  . |
     a0 forward, A0 backward of microbatch 0 in batch a (b, c: the next ones); | update; . idle
     """
+    per_boundary = 1 + extra_in_flight
+    ahead = [per_boundary * (stages - 1 - stage) for stage in range(stages)]
     return Schedule(
         name="2bw",
         stages=stages,
         microbatches=microbatches,
-        programs=programs_of(_call(stage, stages - 1 - stage, microbatches) for stage in range(stages)),
+        programs=programs_of(_call(stage, ahead[stage], microbatches) for stage in range(stages)),
         delay=(DELAY,) * stages,
         weight_versions=(2,) * stages,
-        in_flight=tuple(stages - stage for stage in range(stages)),
+        in_flight=tuple(1 + count for count in ahead),
+        per_boundary=per_boundary,
     )
 
 

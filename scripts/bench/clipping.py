@@ -11,14 +11,14 @@ nobody. The arms alternate; the interval is Student's t over the repetitions.
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
-import os
-import platform
 import statistics
-from importlib.metadata import version
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from report import heading
 from timed_stage import Run, measure, steady_period_s
 
 from megatron_2bw.schedule.action import Reduction
@@ -55,10 +55,8 @@ def extra_shares(stages: int, repetitions: int) -> list[float]:
 
 def report(repetitions: int) -> list[str]:
     """A line per depth."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     lines = [
-        f"{datetime.date.today().isoformat()}  python scripts/bench/clipping.py --repetitions {repetitions}",
-        f"Python {platform.python_version()}, {packages}; {os.cpu_count()} cores, {platform.machine()}, no GPU",
+        *heading(),
         "",
         f"2bw with timed stages, F = {FORWARD_S} s, B = {BACKWARD_S} s, {BATCHES} batches: time per batch with the",
         "global norm and overflow flag over time without, minus 1",

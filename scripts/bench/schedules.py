@@ -11,10 +11,8 @@ by timed waits.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import re
 import socket
 import statistics
@@ -22,9 +20,11 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from report import heading
 from timed_stage import Run, measure, steady_period_s
 
 from megatron_2bw.schedule.action import Action, ActionType
@@ -142,12 +142,13 @@ def replayed_period_s(name: str, microbatches: int, ran: dict[Action, float]) ->
     schedule = build(name, stages=STAGES, microbatches=microbatches)
     batches = 1 + max(action.batch for action in ran)
     taken = {action._replace(version=None): s for action, s in ran.items()}
+    free = Durations(forward_s=0, backward_s=0)
     delays = {
         (rank, event.action): taken[event.action._replace(version=None)]
-        for rank, events in enumerate(simulate(schedule, Durations(forward_s=0, backward_s=0), batches).events)
+        for rank, events in enumerate(simulate(schedule, free, batches).events)
         for event in events
     }
-    timeline = simulate(schedule, Durations(forward_s=0, backward_s=0), batches, delays=delays)
+    timeline = simulate(schedule, free, batches, delays=delays)
     ends_s = [
         max(e.end_s for e in timeline.events[0] if e.action.type is ActionType.BACKWARD and e.action.batch == batch)
         for batch in (LOG_INTERVAL, batches - 1)
@@ -258,17 +259,6 @@ def report_timed(repetitions: int) -> list[str]:
     return lines
 
 
-def header(options: argparse.Namespace) -> list[str]:
-    """Date, command, machine and versions."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "numpy"))
-    return [
-        f"{datetime.date.today().isoformat()}  python scripts/bench/schedules.py "
-        f"--repetitions {options.repetitions} --iterations {options.iterations}",
-        f"Python {platform.python_version()}, {packages}; {os.cpu_count()} cores, {platform.machine()}, no GPU",
-        f"medians of {options.repetitions} repetitions; what is compared runs in turn, in alternating order",
-    ]
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -291,7 +281,9 @@ def main() -> None:
                     f"{repetition + 1}/{options.repetitions} {name}, {arm.label}: {measured.iteration_s[-1]:.3f} s",
                     flush=True,
                 )
-    report = "\n".join([*header(options), *report_gpt(results), *report_timed(max(1, options.repetitions // 2)), ""])
+    about = f"medians of {options.repetitions} repetitions; what is compared runs in turn, in alternating order"
+    timed = report_timed(max(1, options.repetitions // 2))
+    report = "\n".join([*heading("numpy"), about, *report_gpt(results), *timed, ""])
     print(report)
     if options.output is not None:
         options.output.write_text(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
@@ -63,6 +64,28 @@ def before_forward(case: Case, rank: int, forward_step: Callable[..., Any]) -> C
         return output, loss
 
     return step
+
+
+def before(function: Callable[..., Any], strike: Callable[[], None]) -> Callable[..., Any]:
+    """``function``, with ``strike`` before every call."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **keywords: Any) -> Any:
+        strike()
+        return function(*args, **keywords)
+
+    return wrapper
+
+
+def in_call(number: int, strike: Callable[[], None]) -> Callable[[], None]:
+    """``strike``, in the call of that number, from 0, and in no other."""
+    calls = itertools.count()
+    return lambda: strike() if next(calls) == number else None
+
+
+def kill_process() -> None:
+    """End this process at once, without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _of(case: Case, rank: int, *kinds: str) -> list[Fault]:

@@ -40,6 +40,9 @@ EXACT = {
         tied=True,
         flags=("--pipeline-gradient-buffers", "1"),
     ),
+    "one more in flight per boundary, at its tightest fit": replace(
+        CASE, stages=3, flags=("--pipeline-extra-in-flight", "1", "--pipeline-model-parallel-layout", "Et|tt|tL")
+    ),
 }
 """In the test suite."""
 MORE = {
@@ -68,6 +71,12 @@ MORE = {
     "one gradient buffer": replace(CASE, flags=("--pipeline-gradient-buffers", "1")),
     "one gradient buffer, fp16, tensor parallel": replace(
         CASE, precision="fp16", tensor_parallel=2, flags=("--pipeline-gradient-buffers", "1")
+    ),
+    "one more in flight per boundary, fp16, distributed optimizer, one gradient buffer": replace(
+        TWO_REPLICAS,
+        precision="fp16",
+        distributed_optimizer=True,
+        flags=("--pipeline-extra-in-flight", "1", "--pipeline-gradient-buffers", "1"),
     ),
     "overlap flags, bf16, distributed optimizer": replace(
         TWO_REPLICAS,

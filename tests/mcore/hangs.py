@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import Case
+from .faults import before, in_call, kill_process
 
 WOKE_UP = 7
 """Exit code of a rank that hung for twice the timeout: nobody can be left to wait for it."""
@@ -48,33 +47,20 @@ def main(case: Case, rank: int, port: int, folder: Path, *, loss: Loss) -> None:
 
 
 def _prepare(loss: Loss) -> None:
-    calls = itertools.count()
-
-    def strike() -> None:
-        if next(calls) != loss.call:
-            return
-        if loss.kind == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+    def hang() -> None:
         time.sleep(2 * loss.timeout_s)
         os._exit(WOKE_UP)
 
+    strike = in_call(loss.call, kill_process if loss.kind == "killed" else hang)
     if loss.place == "forward":
         from megatron_2bw.mcore.stage import MegatronStage
 
-        MegatronStage.forward = _after(strike, MegatronStage.forward)
+        MegatronStage.forward = before(MegatronStage.forward, strike)
     else:
         from megatron_2bw.runtime.background import Background
 
         submit = Background.submit
-        Background.submit = lambda self, function: submit(self, _after(strike, function))
-
-
-def _after(strike: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(*args: Any, **keywords: Any) -> Any:
-        strike()
-        return function(*args, **keywords)
-
-    return wrapper
+        Background.submit = lambda self, function: submit(self, before(function, strike))
 
 
 def _with_timeout(initialize: Callable[..., None], timeout: timedelta) -> Callable[..., None]:

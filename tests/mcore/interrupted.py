@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from . import worker
 from .case import Case
+from .faults import before, in_call, kill_process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ def killed(case: Case, rank: int, port: int, folder: Path, *, kill: Kill) -> Non
 
         from megatron_2bw.mcore.stage import MegatronStage
 
-        strike = _at(kill.call)
+        strike = in_call(kill.call, kill_process)
         if kill.place == "forward":
-            MegatronStage.forward = _before(MegatronStage.forward, strike)
+            MegatronStage.forward = before(MegatronStage.forward, strike)
         else:
             torch.save = _half(torch.save, lambda _, path, **__: path, strike)
             write = FileSystemWriterAsync.write_preloaded_data
@@ -51,27 +51,8 @@ def slow_to_write(case: Case, rank: int, port: int, folder: Path, *, seconds: fl
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     write = FileSystemWriterAsync.write_preloaded_data
-    FileSystemWriterAsync.write_preloaded_data = staticmethod(_before(write, lambda: time.sleep(seconds)))
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(before(write, lambda: time.sleep(seconds)))
     worker.main(case, rank, port, folder)
-
-
-def _at(call: int) -> Callable[[], None]:
-    calls = iter(range(call))
-
-    def strike() -> None:
-        if next(calls, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return strike
-
-
-def _before(function: Callable[..., Any], strike: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **keywords: Any) -> Any:
-        strike()
-        return function(*args, **keywords)
-
-    return wrapper
 
 
 def _half(write: Callable[..., Any], path_of: Callable[..., Any], strike: Callable[[], None]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from .case import Case
-from .worker import install, set_environment
+from .worker import install, pretrain, set_environment
 
 FORWARD = "a forward begins"
 SETTLING_FORWARDS = 8
@@ -41,24 +41,15 @@ def measure(case: Case, rank: int, port: int, folder: Path) -> None:
     """Run ``case`` with every allocation traced; the forkserver's imports come before that."""
     set_environment(rank, case.ranks, port)
     install(case)
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from .model import build_model, datasets, forward_step
+    from .model import build_model, forward_step
 
     sys.argv = ["pretrain_small_gpt.py", *case.arguments()]
     args = parse_and_validate_args()
     chunks, in_flight = _keep_model(), _count_in_flight()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
-        pretrain(
-            pretrain_cfg_container_from_args(args),
-            datasets,
-            ModelType.encoder_or_decoder,
-            partial(_marked, forward_step),
-            model_provider=build_model,
-        )
+        pretrain(args, partial(_marked, forward_step), build_model)
     weights, gradients = _sizes(case, chunks[0])
     torch.save(Memory(*_allocated(traced), weights, gradients, max(in_flight)), folder / f"rank{rank}.pt")
 

@@ -11,6 +11,7 @@ from megatron_2bw.mcore.arguments import ArgumentError, _map, _refuse, add_argum
 from megatron_2bw.mcore.support import MAPPED, OURS, REFUSED, SLOWED
 
 SETTINGS: dict[str, list[dict[str, object]]] = {
+    "--pipeline-extra-in-flight": [{"pipeline_extra_in_flight": 1}],
     "--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank": [
         {"num_layers_per_virtual_pipeline_stage": 1},
         {"num_virtual_stages_per_pipeline_rank": 2},

@@ -27,12 +27,8 @@ def main(case: Case, rank: int, port: int, folder: Path) -> None:
 
 def train(case: Case, rank: int, folder: Path) -> None:
     """What a user's training script does; the extension is loaded or not already."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from .model import datasets
     from .record import RankRecord, record_actions, record_updates
 
     sys.argv = ["pretrain_small_gpt.py", *case.arguments()]
@@ -47,16 +43,23 @@ def train(case: Case, rank: int, folder: Path) -> None:
     if "--save" in case.flags:
         _start_queue_of_writers()
     with _ended_by_exit():
-        pretrain(
-            pretrain_cfg_container_from_args(args),
-            datasets,
-            ModelType.encoder_or_decoder,
-            faults.before_forward(case, rank, partial(_forward_step, record)),
-            model_provider=partial(_provide, record, models),
-        )
+        forward_step = faults.before_forward(case, rank, partial(_forward_step, record))
+        pretrain(args, forward_step, partial(_provide, record, models))
     if case.precision != "fp32":
         record.main = optimizers.main_weights()
     _write(record, models[0], folder / f"rank{rank}.pt")
+
+
+def pretrain(args: Any, forward_step: Any, model_provider: Any) -> None:
+    """Megatron's, as a user's script calls it."""
+    from megatron import training
+    from megatron.core.enums import ModelType
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from .model import datasets
+
+    container = pretrain_cfg_container_from_args(args)
+    training.pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step, model_provider=model_provider)
 
 
 def _start_queue_of_writers() -> None:

@@ -29,9 +29,10 @@ def with_actions(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Sc
 def random_schedule(rng: random.Random, *, most_stages: int = 4, most_microbatches: int = 4) -> Schedule:
     """A valid lowered schedule of two or more stages."""
     name, stages = rng.choice(list(SCHEDULES)), rng.randint(2, most_stages)
-    least = stages - 1 if name == "2bw" else 1
+    extra = rng.choice((0, 0, 1)) if name == "2bw" else 0
+    least = (1 + extra) * (stages - 1) if name == "2bw" else 1
     microbatches = rng.randint(least, max(least, most_microbatches))
-    schedule = build(name, stages=stages, microbatches=microbatches)
+    schedule = build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra)
     return lower(with_gradient_copy(schedule, rng.choice(list(GradientCopy))), rng.choice(CHAINS))
 
 

@@ -84,6 +84,9 @@ def test_feasible_region():
 
 
 BAD = {
+    "show 2bw --stages 3 --microbatches 3 --extra-in-flight 1": "from 4 microbatches on: raise --microbatches",
+    "show gpipe --stages 2 --microbatches 2 --extra-in-flight 1": "gpipe keeps a fixed number of activations in flight",
+    "show 2bw --stages 2 --microbatches 2 --extra-in-flight -1": "'-1' is no count",
     "show nosuch --stages 2 --microbatches 2": "unknown schedule 'nosuch'; choose one of 2bw, 1f1b-flush, gpipe",
     "show 2bw --stages 4 --microbatches 2": "2bw works with 4 stages from 3 microbatches on: raise --microbatches",
     "show 2bw --stages 0 --microbatches 2": "'0' is no count; give a whole number of at least 1",

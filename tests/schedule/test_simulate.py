@@ -90,6 +90,15 @@ def test_latency_of_transfers():
     assert flush.makespan_s == 21 + 6 * Fraction(1, 10)
 
 
+def test_one_more_activation_per_boundary_hides_transfers():
+    """Up to F + B split over the hops of a round trip: 2(d-1) of them, with d-1 microbatches more on the way."""
+    for send_s in (Fraction(1, 10), Fraction(3, 2)):
+        durations = Durations(forward_s=1, backward_s=2, send_s=send_s)
+        schedule = build("2bw", stages=4, microbatches=6, extra_in_flight=1)
+        assert steady_state(schedule, durations).period_s == 3 * 6
+        assert simulate(schedule, durations, 8).peak_in_flight == (7, 5, 3, 1)
+
+
 def test_a_channel_carries_one_tensor_at_a_time():
     timeline = simulate(build("gpipe", stages=2, microbatches=3), Durations(forward_s=1, backward_s=1, send_s=5), 1)
     starts = [event.start_s for event in timeline.events[1] if event.action.type is ActionType.FORWARD]

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_2bw.schedule.action import ActionType, Reduction
 from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.feasible import refusal
 from megatron_2bw.schedule.listing import MARK
 from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy, Program, Schedule
@@ -41,6 +42,15 @@ def test_all_stages_up_to_8_and_microbatches_up_to_16(name: str, copy: GradientC
             schedule = with_gradient_copy(build(name, stages=stages, microbatches=microbatches), copy)
             schedule = lower(schedule, tuple(Reduction))
             assert is_valid(schedule) == (microbatches >= least), f"{name}, d={stages}, m={microbatches}"
+
+
+@pytest.mark.parametrize("extra", [1, 2])
+def test_more_in_flight_needs_more_microbatches(extra: int):
+    for stages in range(1, 7):
+        for microbatches in range(1, 17):
+            schedule = build("2bw", stages=stages, microbatches=microbatches, extra_in_flight=extra)
+            enough = microbatches >= (1 + extra) * (stages - 1)
+            assert (refusal(schedule) is None) == enough, f"d={stages}, m={microbatches}"
 
 
 @pytest.mark.parametrize("copy", [GradientCopy.SHARD, GradientCopy.NONE])
@@ -89,7 +99,7 @@ def test_room_for_two_stages_on_a_rank():
 def test_one_tensor_per_boundary_at_the_end_of_a_call():
     with pytest.raises(ScheduleError, match=Rule.BOUNDARY) as caught:
         validate(others.further_ahead(2, 3))
-    assert "rank 1, steady of call 0, 1RECV_F1@1: another one is still between stages 0 and 1" in caught.value.message
+    assert "rank 1, steady of call 0, 1RECV_F1@1: 2 tensors are between stages 0 and 1" in caught.value.message
 
 
 def test_a_drain_can_stop_forwards_that_are_one_batch_ahead_but_not_two():

@@ -1,0 +1,22 @@
+"""How a committed report begins."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import version
+
+import torch
+
+
+def heading(*packages: str) -> list[str]:
+    """Two lines: date and command; versions of Python, torch, megatron-core and ``packages``, and the machine."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", *packages))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return [
+        f"{datetime.date.today().isoformat()}  python {shlex.join(sys.argv)}",
+        f"Python {platform.python_version()}, {versions}; {os.cpu_count()} cores, {platform.machine()}, {device}",
+    ]
