@@ -28,6 +28,7 @@ from report import heading
 from timed_stage import Run, measure, steady_period_s
 
 from megatron_2bw.schedule.action import Action, ActionType
+from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 
@@ -53,9 +54,11 @@ class Arm:
     microbatches: int = 2
     flags: tuple[str, ...] = ()
     log_interval: int = LOG_INTERVAL
+    extra_in_flight: int = 0
 
 
 TWO_BW = Arm(label="2bw", schedule="2bw")
+AHEAD = Arm(label="2bw, one more in flight", schedule="2bw", extra_in_flight=1)
 MEGATRON = Arm(label="megatron 1f1b", schedule="megatron")
 FLUSH = Arm(label="1f1b-flush", schedule="1f1b-flush")
 CHATTY = Arm(label="2bw, log every iteration", schedule="2bw", log_interval=1)
@@ -69,7 +72,7 @@ INTERLEAVED = tuple(
 )
 MICROBATCHES = (2, 4, 8)
 COMPARISONS: dict[str, tuple[Arm, ...]] = {
-    **{f"m={m}": (replace(MEGATRON, microbatches=m), replace(TWO_BW, microbatches=m)) for m in MICROBATCHES},
+    **{f"m={m}": tuple(replace(arm, microbatches=m) for arm in (MEGATRON, TWO_BW, AHEAD)) for m in MICROBATCHES},
     "interleaved": (INTERLEAVED[0], TWO_BW, INTERLEAVED[1]),
     "flush": (MEGATRON, FLUSH),
     "log": (TWO_BW, CHATTY),
@@ -84,6 +87,8 @@ class Measured:
     iteration_s: list[float] = field(default_factory=list)
     ran: list[dict[Action, float]] = field(default_factory=list)
     """Duration of every forward, backward and update, for our schedules."""
+    stolen: list[float] = field(default_factory=list)
+    """Share of the busy processor time that the machine's host gave to others."""
 
     def median_s(self) -> float:
         return statistics.median(self.iteration_s)
@@ -108,10 +113,11 @@ def run_arm(arm: Arm, iterations: int, result: Measured) -> None:
             *("--master-port", str(_free_port()), "-m", "megatron_2bw", str(ROOT / "examples/pretrain_gpt.py"), *GPT),
             *("--global-batch-size", str(SAMPLES_PER_MICROBATCH * arm.microbatches)),
             *("--train-iters", str(iterations), "--log-interval", str(arm.log_interval)),
-            *("--pipeline-schedule", arm.schedule, *arm.flags),
+            *("--pipeline-schedule", arm.schedule, "--pipeline-extra-in-flight", str(arm.extra_in_flight), *arm.flags),
             *(() if arm.schedule == "megatron" else ("--pipeline-trace", str(trace))),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        before = _busy_and_stolen()
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -119,8 +125,19 @@ def run_arm(arm: Arm, iterations: int, result: Measured) -> None:
         # The first iteration is logged by itself; the first full interval warms up.
         settled = times_ms[1 + LOG_INTERVAL // arm.log_interval :]
         result.iteration_s.append(statistics.median(settled) / 1000)
+        busy, stolen = (after - start for after, start in zip(_busy_and_stolen(), before, strict=True))
+        result.stolen.append(stolen / max(busy + stolen, 1))
         if trace.exists():
             result.ran.append(_durations(json.loads(trace.read_text())))
+
+
+def _busy_and_stolen() -> tuple[int, int]:
+    """Processor time so far, in ticks; zeros where the kernel does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0, 0
+    user, nice, system, _, _, irq, softirq, stolen, *_ = map(int, stat.read_text().split("\n")[0].split()[1:])
+    return user + nice + system + irq + softirq, stolen
 
 
 def _durations(trace: dict) -> dict[Action, float]:
@@ -132,14 +149,8 @@ def _durations(trace: dict) -> dict[Action, float]:
     }
 
 
-def period_s(name: str, microbatches: int, durations: Durations) -> float:
-    """Simulated seconds per batch in the steady state, transfers and reductions free."""
-    return steady_state(build(name, stages=STAGES, microbatches=microbatches), durations).period_s
-
-
-def replayed_period_s(name: str, microbatches: int, ran: dict[Action, float]) -> float:
-    """The same, with every action as long as it was in a run: slow moments make the other stage wait."""
-    schedule = build(name, stages=STAGES, microbatches=microbatches)
+def replayed_period_s(schedule: Schedule, ran: dict[Action, float]) -> float:
+    """Simulated seconds per batch with every action as long as it was in a run, transfers and reductions free."""
     batches = 1 + max(action.batch for action in ran)
     taken = {action._replace(version=None): s for action, s in ran.items()}
     free = Durations(forward_s=0, backward_s=0)
@@ -164,12 +175,13 @@ def report_gpt(results: Results) -> list[str]:
     """Lines of part one."""
     title = "Real GPT: PP=2, 8 layers, hidden 256, sequence 128, microbatch 4, fp32, clipping on, one thread per rank"
     lines = ["", title, ""]
-    lines.append(f"{'compared':<12} {'arm':<32} {'ms/iteration':>12} {'min':>8} {'max':>8}")
+    lines.append(f"{'compared':<12} {'arm':<32} {'ms/iteration':>12} {'min':>8} {'max':>8} {'stolen':>7}")
     for comparison, arms in results.items():
         for label, measured in arms.items():
             times = [1000 * s for s in measured.iteration_s]
             lines.append(
-                f"{comparison:<12} {label:<32} {statistics.median(times):>12.1f} {min(times):>8.1f} {max(times):>8.1f}"
+                f"{comparison:<12} {label:<32} {statistics.median(times):>12.1f} {min(times):>8.1f} {max(times):>8.1f} "
+                f"{statistics.median(measured.stolen):>7.1%}"
             )
     return [*lines, *_bounds(results), *_other_ratios(results)]
 
@@ -180,33 +192,41 @@ def _bounds(results: Results) -> list[str]:
         "bound: simulated from the median F, B and update of each stage, transfers free",
         "replayed: the same from every single F, B and update of the run, so with the waits that uneven ones cause",
         "own: simulated over measured time per batch of the 2bw run itself",
+        "stolen: share of the busy processor time that the machine's host gave to others",
         "",
-        f"{'2bw over 1f1b':<14} {'measured':>9} {'min':>6} {'max':>6} {'bound':>7} {'share':>6} {'own':>6} "
+        f"{'2bw over 1f1b':<30} {'measured':>9} {'min':>6} {'max':>6} {'bound':>7} {'share':>6} {'own':>6} "
         f"{'replayed':>9} {'share':>6} {'own':>6}   F, B, update per stage (ms)",
     ]
     for m in MICROBATCHES:
-        stock, ours = results[f"m={m}"].values()
-        spent_s = {type_: ours.stage_s(type_) for type_ in COMPUTED}
-        durations = Durations(
-            forward_s=spent_s[ActionType.FORWARD],
-            backward_s=spent_s[ActionType.BACKWARD],
-            update_s=spent_s[ActionType.UPDATE],
-        )
-        mine_s = period_s("2bw", m, durations)
-        bound = period_s("1f1b-flush", m, durations) / mine_s
-        replayed_s = [replayed_period_s("2bw", m, ran) for ran in ours.ran]
-        replayed = statistics.median(
-            replayed_period_s("1f1b-flush", m, ran) / own_s for ran, own_s in zip(ours.ran, replayed_s, strict=True)
-        )
-        own = statistics.median(a / b for a, b in zip(replayed_s, ours.iteration_s, strict=True))
-        ratios = [a / b for a, b in zip(stock.iteration_s, ours.iteration_s, strict=True)]
-        speed = statistics.median(ratios)
-        spent = " / ".join(", ".join(f"{1000 * s[stage]:.1f}" for s in spent_s.values()) for stage in range(STAGES))
-        lines.append(
-            f"{f'm={m}':<14} {speed:>9.3f} {min(ratios):>6.3f} {max(ratios):>6.3f} {bound:>7.3f} {speed / bound:>6.3f} "
-            f"{mine_s / ours.median_s():>6.3f} {replayed:>9.3f} {speed / replayed:>6.3f} {own:>6.3f}   {spent}"
-        )
+        stock, *ours = COMPARISONS[f"m={m}"]
+        lines += (_bound(arm, results[f"m={m}"][stock.label], results[f"m={m}"][arm.label]) for arm in ours)
     return lines
+
+
+def _bound(arm: Arm, stock: Measured, ours: Measured) -> str:
+    spent_s = {type_: ours.stage_s(type_) for type_ in COMPUTED}
+    durations = Durations(
+        forward_s=spent_s[ActionType.FORWARD],
+        backward_s=spent_s[ActionType.BACKWARD],
+        update_s=spent_s[ActionType.UPDATE],
+    )
+    flush = build("1f1b-flush", stages=STAGES, microbatches=arm.microbatches)
+    two_bw = build("2bw", stages=STAGES, microbatches=arm.microbatches, extra_in_flight=arm.extra_in_flight)
+    mine_s = steady_state(two_bw, durations).period_s
+    bound = steady_state(flush, durations).period_s / mine_s
+    replayed_s = [replayed_period_s(two_bw, ran) for ran in ours.ran]
+    replayed = statistics.median(
+        replayed_period_s(flush, ran) / own_s for ran, own_s in zip(ours.ran, replayed_s, strict=True)
+    )
+    own = statistics.median(a / b for a, b in zip(replayed_s, ours.iteration_s, strict=True))
+    ratios = [a / b for a, b in zip(stock.iteration_s, ours.iteration_s, strict=True)]
+    speed = statistics.median(ratios)
+    spent = " / ".join(", ".join(f"{1000 * s[stage]:.1f}" for s in spent_s.values()) for stage in range(STAGES))
+    label = f"m={arm.microbatches}, {arm.label}"
+    return (
+        f"{label:<30} {speed:>9.3f} {min(ratios):>6.3f} {max(ratios):>6.3f} {bound:>7.3f} {speed / bound:>6.3f} "
+        f"{mine_s / ours.median_s():>6.3f} {replayed:>9.3f} {speed / replayed:>6.3f} {own:>6.3f}   {spent}"
+    )
 
 
 def _other_ratios(results: Results) -> list[str]:
