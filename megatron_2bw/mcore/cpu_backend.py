@@ -227,7 +227,13 @@ def _checkpoints() -> tuple[Replacement, ...]:
     )
 
 
-_IN_MEGATRON = (_random_state, _training_loop, _checkpoints)
+def _experts() -> tuple[Replacement, ...]:
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    reason = "alltoall wants its splits as numpy arrays, and gets them only from a GPU"
+    return (Replacement(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_if_asked, reason),)
+
+
+_IN_MEGATRON = (_random_state, _training_loop, _checkpoints, _experts)
 """Groups that import Megatron."""
 
 
@@ -235,6 +241,10 @@ def _dataset_helpers() -> tuple[Replacement, ...]:
     utils = importlib.import_module("megatron.core.datasets.utils")
     reason = "the wheel ships no Makefile, and a failing make ends the process"
     return (Replacement(utils, "compile_helpers", _unless_shipped(utils.compile_helpers), reason),)
+
+
+def _as_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _nothing(*args: object, **kwargs: object) -> None: ...

@@ -198,12 +198,16 @@ USED: tuple[Used, ...] = (
     Used(module=_SCHEDULES, name="deallocate_output_tensor", parameters=("out", "deallocate_pipeline_outputs")),
     Used(module=f"{_OPTIMIZER}.clip_grads", name="multi_tensor_applier"),
     Used(module=f"{_OPTIMIZER}.clip_grads", name="l2_norm_impl"),
-    Used(module=f"{_OPTIMIZER}.optimizer", name="SEPARATE_GRAD_NORM_GROUPS"),
+    Used(module=f"{_OPTIMIZER}.optimizer", name="SEPARATE_GRAD_NORM_GROUPS", since=(0, 19)),
     Used(module=f"{_OPTIMIZER}.optimizer", name="ChainedOptimizer.get_grad_norm"),
     Used(
-        module=f"{_OPTIMIZER}.optimizer", name="ChainedOptimizer.has_grad_norm_group", parameters=("grad_norm_group",)
+        module=f"{_OPTIMIZER}.optimizer",
+        name="ChainedOptimizer.has_grad_norm_group",
+        parameters=("grad_norm_group",),
+        since=(0, 19),
     ),
-    Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_grads_for_grad_norm"),
+    Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_grads_for_grad_norm", since=(0, 19)),
+    Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_main_grads_for_grad_norm", until=(0, 19)),
     Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.prepare_grads"),
     Used(
         module="megatron.core.num_microbatches_calculator",

@@ -131,27 +131,26 @@ class DelayedOptimizer:
         self._scheduler = scheduler
         return DrivenScheduler(scheduler)
 
-    def reduce_start(
-        self, reduction: Reduction, batch: int, *, samples: int = 0, num_tokens: torch.Tensor | None = None
-    ) -> None:
-        """Start one reduction of ``batch``, the first one with the capture of its gradients.
+    def begin(self, batch: int, *, samples: int, num_tokens: torch.Tensor | None) -> None:
+        """Keep what the update of ``batch`` depends on, right before its gradients are captured.
 
         Args:
-            reduction: which link of the chain.
             batch: whose gradients have been accumulated.
             samples: in the batch, over all replicas; what the learning-rate schedule counts.
             num_tokens: on this rank, where the loss is a mean over tokens.
         """
-        if reduction is Reduction.GRADIENTS:
-            self._hyperparameters = [_hyperparameters_of(group) for group in self._inner.param_groups]
-            self._samples = samples
-            self._reductions.num_tokens = num_tokens
-            if self.scales:
-                scale = self.scales[max(batch - 1, 0)]
-                self._reductions.inverse_scale = scale.double().reciprocal().float()
-        self._pending.reduce_start(reduction, batch)
-        if reduction is Reduction.GRADIENTS and self._scheduler is not None:
+        self._hyperparameters = [_hyperparameters_of(group) for group in self._inner.param_groups]
+        self._samples = samples
+        self._reductions.num_tokens = num_tokens
+        if self.scales:
+            scale = self.scales[max(batch - 1, 0)]
+            self._reductions.inverse_scale = scale.double().reciprocal().float()
+        if self._scheduler is not None:
             self._scheduler.step(increment=samples)
+
+    def reduce_start(self, reduction: Reduction, batch: int) -> None:
+        """Start one reduction of ``batch``, the first one with the capture of its gradients."""
+        self._pending.reduce_start(reduction, batch)
 
     def reduce_wait(self, reduction: Reduction, batch: int) -> None:
         """Block until the reduction is complete; returns at once for a batch that is finished."""
@@ -207,7 +206,7 @@ class DelayedOptimizer:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        for_norm = [self._captured.view_of(gradient) for gradient in optimizer.get_grads_for_grad_norm()]
+        for_norm = [self._captured.view_of(gradient) for gradient in _gradients_for_norm(optimizer)]
         optimizer.zero_grad()
         self._main_gradients[optimizer] = pairs
         return Part([gradient for _, gradient in pairs], for_norm, optimizer.get_grad_stats_parallel_group())
@@ -219,8 +218,8 @@ class DelayedOptimizer:
             optimizer.prepare_grads = functools.partial(self._prepare_grads, optimizer)
         inner.get_grad_norm = lambda: self._statistics.norm
         inner.count_zeros = lambda: self._statistics.zeros
-        # Groups with a norm of their own never change and are asked for once, here.
-        for name in megatron_optimizer.SEPARATE_GRAD_NORM_GROUPS:
+        # Groups with a norm of their own never change and are asked for once, here; Megatron 0.18 has none.
+        for name in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
             inner.has_grad_norm_group(name)
         # Captured gradients are zeroed when they are captured; before, a reduction may still read them.
         for buffer in [*self._model.buffers, *self._model.expert_parallel_buffers]:
@@ -288,6 +287,13 @@ def _forget_shards_of_weights(model: torch.nn.Module) -> None:
 def _scaler_of(optimizer: Any) -> Any:
     """Megatron's gradient scaler; None in fp32 and bf16."""
     return getattr(optimizer, "grad_scaler", None)
+
+
+def _gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
+    """Those of ``optimizer`` that count in the global norm."""
+    if hasattr(optimizer, "get_grads_for_grad_norm"):
+        return optimizer.get_grads_for_grad_norm()
+    return optimizer.get_main_grads_for_grad_norm()  # Megatron 0.18.
 
 
 def _hyperparameters_of(group: dict[str, Any]) -> dict[str, float]:

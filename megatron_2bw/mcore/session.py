@@ -165,6 +165,7 @@ class Session:
             forward_group=self._transfers.forward,
             backward_group=self._transfers.backward,
             ranks=self._transfers.ranks,
+            per_boundary=1 + args.pipeline_extra_in_flight,
         )
         self._stage = FlushedStage(call) if self.optimizer is None else DelayedStage(call, self.optimizer)
         if self.optimizer is not None:

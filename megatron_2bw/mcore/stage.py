@@ -16,7 +16,7 @@ from megatron.training import get_args
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.runtime.links import Boundary
-from megatron_2bw.schedule.action import Action
+from megatron_2bw.schedule.action import Action, Reduction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +130,14 @@ class DelayedStage(MegatronStage):
         self._optimizer.weights.use(version)
 
     def reduce_start(self, action: Action) -> None:
-        args = get_args()
-        self._optimizer.reduce_start(
-            action.reduction,
-            action.batch,
-            samples=self.call.num_microbatches * args.micro_batch_size * args.data_parallel_size,
-            num_tokens=self.num_tokens.clone() if self.config.calculate_per_token_loss else None,
-        )
+        if action.reduction is Reduction.GRADIENTS:
+            args = get_args()
+            self._optimizer.begin(
+                action.batch,
+                samples=self.call.num_microbatches * args.micro_batch_size * args.data_parallel_size,
+                num_tokens=self.num_tokens.clone() if self.config.calculate_per_token_loss else None,
+            )
+        self._optimizer.reduce_start(action.reduction, action.batch)
 
     def reduce_wait(self, action: Action) -> None:
         self._optimizer.reduce_wait(action.reduction, action.batch)

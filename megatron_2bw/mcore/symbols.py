@@ -6,11 +6,12 @@ import functools
 import importlib
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED_VERSIONS = "0.19.2"
+SUPPORTED_VERSIONS = "0.18.2 and 0.19.2"
 
 
 class UnsupportedMegatronError(RuntimeError):
@@ -26,6 +27,10 @@ class Used:
     """Of a module's attribute, or of a class's, as ``Class.attribute``."""
     parameters: tuple[str, ...] = ()
     """Parameters that we rely on."""
+    since: tuple[int, ...] = (0,)
+    """First release of Megatron in which we do."""
+    until: tuple[int, ...] | None = None
+    """First release in which we no longer do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,10 @@ def check(symbols: Iterable[Used]) -> None:
     Raises:
         UnsupportedMegatronError: names the symbol, what is wrong with it and the versions.
     """
+    release = tuple(int(part) for part in re.findall(r"\d+", megatron_version())[:3])
     for used in symbols:
+        if release < used.since or (used.until is not None and release >= used.until):
+            continue
         symbol = f"{used.module}.{used.name}"
         try:
             target = operator.attrgetter(used.name)(importlib.import_module(used.module))
@@ -93,5 +101,5 @@ def revert(hook: Hook) -> None:
 def _unsupported(symbol: str, problem: str) -> UnsupportedMegatronError:
     return UnsupportedMegatronError(
         f"{symbol} {problem} in megatron-core {megatron_version()}; this release of megatron_2bw works with "
-        f"megatron-core {SUPPORTED_VERSIONS}: install that version, or a newer megatron_2bw"
+        f"megatron-core {SUPPORTED_VERSIONS}: install one of these, or a newer megatron_2bw"
     )

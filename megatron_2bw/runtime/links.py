@@ -53,13 +53,18 @@ class Links:
         forward_group: group of the pipeline's ranks for activations.
         backward_group: group of the same ranks for gradients.
         ranks: global rank of each rank of the pipeline.
+        per_boundary: tensors that may lie between two stages when a call ends.
     """
 
-    _UNFINISHED_SENDS = 2
-
     def __init__(
-        self, *, forward_group: dist.ProcessGroup, backward_group: dist.ProcessGroup, ranks: list[int]
+        self,
+        *,
+        forward_group: dist.ProcessGroup,
+        backward_group: dist.ProcessGroup,
+        ranks: list[int],
+        per_boundary: int = 1,
     ) -> None:
+        self._most_sends = per_boundary + 1
         self._forward_group = forward_group
         self._backward_group = backward_group
         self._ranks = ranks
@@ -84,7 +89,7 @@ class Links:
             sends.popleft()
         if tensor.device.type == "cpu":
             # Gloo reports a send complete only to a caller that waits for it.
-            while len(sends) >= self._UNFINISHED_SENDS:
+            while len(sends) >= self._most_sends:
                 sends.popleft().wait()
         payload = tensor.detach().contiguous()
         with needs_peers(_what(action, self._ranks[peer])):

@@ -76,6 +76,8 @@ class Case:
     """Keep when every action ran."""
     record_gradients: bool = False
     """Keep the gradient of every update."""
+    device: str = "cpu"
+    """cpu, or cuda: all ranks share the GPUs that there are."""
 
     @property
     def ranks(self) -> int:

@@ -181,15 +181,15 @@ def _everywhere_finite(gradients: list[torch.Tensor]) -> bool:
 def _set_scale_of_auxiliary_losses(scale: float) -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]).cuda())
 
 
 def loss_of(model: torch.nn.Module, data: Any, position: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the losses per token, and the number of tokens, of the microbatch at ``position``."""
-    from .model import masked_sum, run_model
+    from .model import masked_sum, on_device, run_model
 
     indices = range(position * MICRO_BATCH_SIZE, (position + 1) * MICRO_BATCH_SIZE)
-    batch = torch.utils.data.default_collate([data[index] for index in indices])
+    batch = on_device(torch.utils.data.default_collate([data[index] for index in indices]))
     return masked_sum(run_model(model, batch), batch["loss_mask"])
 
 
@@ -235,7 +235,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
 
     model = _model(rules, args)
     record.initial = weights(model)
-    model.to(_DTYPES[case.precision])
+    model.cuda().to(_DTYPES[case.precision])
     named = {parameter: shard for shard, parameter in shards(model)}
     main_of: dict[Shard, torch.nn.Parameter] = {}
     for parameter, shard in named.items():

@@ -17,8 +17,9 @@ LATENT = tuple(
 )
 EXPERTS = tuple(
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 "
-    "--moe-token-dispatcher-type allgather --swiglu --disable-bias-linear".split()
+    "--swiglu --disable-bias-linear".split()
 )
+ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
 PER_TOKEN = ("--calculate-per-token-loss",)
 TWO_REPLICAS = replace(CASE, replicas=2, microbatches=2)
 EXACT = {
@@ -60,6 +61,7 @@ MORE = {
         TWO_REPLICAS, model=PER_TOKEN, precision="bf16", distributed_optimizer=True
     ),
     "experts": replace(CASE, model=EXPERTS),
+    "experts, alltoall": replace(TWO_REPLICAS, model=ALL_TO_ALL),
     "experts, loss per token": replace(TWO_REPLICAS, model=(*EXPERTS, *PER_TOKEN)),
     "experts, bf16, full recompute": replace(CASE, model=EXPERTS, precision="bf16", recompute="full"),
     "uneven stages": replace(

@@ -92,7 +92,9 @@ def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: floa
         ended = launch(target, case, ranks, folder, timeout_s)
         if any(ended.exit_codes):
             raise RuntimeError(f"{case} failed after {ended.seconds:.0f} s\n{ended.tails()}")
-        records = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+        records = [
+            torch.load(folder / f"rank{rank}.pt", map_location="cpu", weights_only=False) for rank in range(ranks)
+        ]
     for record, output in zip(records, ended.outputs, strict=True):
         if isinstance(record, RankRecord):
             record.output = output
@@ -103,9 +105,11 @@ def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, ti
     """Start one process per rank, wait for all and kill what still runs at the timeout."""
     start_s = time.monotonic()
     port = _free_port()
-    processes = [_context().Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
+    context = _context() if case.device == "cpu" else multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)]
+    with unittest.mock.patch.dict(os.environ, {} if case.device == "cpu" else ENVIRONMENT_ON_GPU):
+        for process in processes:
+            process.start()
     try:
         for process in processes:
             process.join(max(0.0, start_s + timeout_s - time.monotonic()))
@@ -174,6 +178,9 @@ def _free_port() -> int:
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Of every rank: one thread, nothing compiled, no GPU."""
+
+ENVIRONMENT_ON_GPU = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""What Megatron asks for on most GPUs, and what torch needs for matrix products that repeat to the last bit."""
 
 
 def import_path() -> str:

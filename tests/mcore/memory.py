@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from . import stand_ins
 from .case import Case
 from .worker import install, pretrain, set_environment
 
@@ -26,7 +26,7 @@ class Memory:
     """Of one rank, in bytes."""
 
     peak: int
-    """Most that was allocated at once by torch, after the start."""
+    """Most that was allocated at once by torch on the host, or on the GPU, after the start."""
     lasting: int
     """Median over the moments at which a forward begins: without what a collective or a step needs for itself."""
     weights: int
@@ -38,30 +38,51 @@ class Memory:
 
 
 def measure(case: Case, rank: int, port: int, folder: Path) -> None:
-    """Run ``case`` with every allocation traced; the forkserver's imports come before that."""
+    """Run ``case`` with every allocation traced, of the host or of the device it runs on."""
     set_environment(rank, case.ranks, port)
     install(case)
     from megatron.training.arguments import parse_and_validate_args
 
-    from .model import build_model, forward_step
-
     sys.argv = ["pretrain_small_gpt.py", *case.arguments()]
     args = parse_and_validate_args()
+    stand_ins.install(case, args)
     chunks, in_flight = _keep_model(), _count_in_flight()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
-        pretrain(args, partial(_marked, forward_step), build_model)
+    allocated = (_on_host if case.device == "cpu" else _on_device)(args)
     weights, gradients = _sizes(case, chunks[0])
-    torch.save(Memory(*_allocated(traced), weights, gradients, max(in_flight)), folder / f"rank{rank}.pt")
+    torch.save(Memory(*allocated, weights, gradients, max(in_flight)), folder / f"rank{rank}.pt")
 
 
-def _marked(forward_step: Any, data_iterator: Any, model: Any) -> Any:
-    with record_function(FORWARD):
-        pass
-    return forward_step(data_iterator, model, [], [])
+def _on_host(args: Any) -> tuple[int, int]:
+    """Most, and the median at the beginnings of forwards, in bytes, beyond what the forkserver's imports took."""
+    from .model import build_model, forward_step
+
+    def marked(data_iterator: Any, model: Any) -> Any:
+        with record_function(FORWARD):
+            pass
+        return forward_step(data_iterator, model, [], [])
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        pretrain(args, marked, build_model)
+    return _allocated(traced)
+
+
+def _on_device(args: Any) -> tuple[int, int]:
+    """The same, of what torch has allocated on this rank's GPU."""
+    from .model import build_model, forward_step
+
+    at_forwards: list[int] = []
+
+    def marked(data_iterator: Any, model: Any) -> Any:
+        at_forwards.append(torch.cuda.memory_allocated())
+        if len(at_forwards) == SETTLING_FORWARDS:
+            torch.cuda.reset_peak_memory_stats()
+        return forward_step(data_iterator, model, [], [])
+
+    pretrain(args, marked, build_model)
+    return torch.cuda.max_memory_allocated(), median_low(at_forwards[SETTLING_FORWARDS:])
 
 
 def _allocated(traced: profile) -> tuple[int, int]:
-    """Most, and the median at the beginnings of forwards, in bytes."""
     events = sorted(traced.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     live, forwards, totals, at_forwards = 0, 0, [], []
     for event in events:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.utils import Split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.training import get_args
-from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.arguments import core_transformer_config_from_args
 
 from .case import SEQUENCE_LENGTH, VOCABULARY
 from .shards import Shard, part_of, whole_shape
@@ -63,8 +64,21 @@ datasets.is_distributed = True
 
 def build_model(pre_process: bool = True, post_process: bool = True, pg_collection: Any = None, **_: Any) -> Any:
     """Megatron's model provider: one stage with weights that depend on their global names only."""
-    builder = GPTModelBuilder(gpt_config_from_args(get_args()))
-    model = builder.build_model(pg_collection, pre_process=pre_process, post_process=post_process)
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    has_engine = args.transformer_impl == "transformer_engine"
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=has_engine, normalization=args.normalization)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        pg_collection=pg_collection,
+    )
     load_initial(model)
     return model
 
@@ -127,7 +141,7 @@ def forward_step(
     """Megatron's forward step; losses, and the gradients that backward starts with, are recorded on the way."""
     batch: dict[str, torch.Tensor] = {}
     if parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage():
-        batch = next(data_iterator)
+        batch = on_device(next(data_iterator))
     output = run_model(model, batch)
     return output, partial(_loss, batch.get("loss_mask"), recorded_losses, recorded_seeds)
 
@@ -135,8 +149,13 @@ def forward_step(
 def run_model(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Losses per token on the last stage, activations elsewhere."""
     tokens = batch.get("tokens")
-    positions = None if tokens is None else torch.arange(SEQUENCE_LENGTH).expand_as(tokens)
+    positions = None if tokens is None else torch.arange(SEQUENCE_LENGTH, device=tokens.device).expand_as(tokens)
     return model(tokens, positions, None, labels=batch.get("labels"))
+
+
+def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``batch`` where the model is."""
+    return {name: value.cuda() for name, value in batch.items()}
 
 
 def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

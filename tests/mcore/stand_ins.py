@@ -1,4 +1,4 @@
-"""Stand-ins for kernels that a CPU does not have: same interface, same mathematics."""
+"""Stand-ins for what a machine does not have, same interface, same mathematics: kernels, and a GPU per rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .case import Case
 
 
 def install(case: Case, args: Any) -> None:
     """Put those in place that ``case`` needs, after Megatron has validated its arguments."""
-    if case.fused_gradients:
+    if case.device == "cuda":
+        torch.use_deterministic_algorithms(True)
+        dist.isend, dist.irecv = _through_host(dist.isend), _into_device(dist.irecv)
+    if case.fused_gradients and case.device == "cpu":
         from megatron.core.tensor_parallel import layers
 
         layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
@@ -30,6 +34,36 @@ def install(case: Case, args: Any) -> None:
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 
         DotProductAttention.__init__ = _told_head_sizes(DotProductAttention.__init__)
+
+
+def _through_host(isend: Callable[..., Any]) -> Callable[..., Any]:
+    """Gloo sends tensors of the host only, and NCCL needs a GPU for every rank."""
+
+    @functools.wraps(isend)
+    def wrapper(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        return isend(tensor.cpu(), *args, **keywords)
+
+    return wrapper
+
+
+def _into_device(irecv: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(irecv)
+    def wrapper(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        host = torch.empty_like(tensor, device="cpu")
+        return _Received(irecv(host, *args, **keywords), host, tensor)
+
+    return wrapper
+
+
+class _Received:
+    """A receive into the host's memory, on its way to the device."""
+
+    def __init__(self, work: dist.Work, host: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._work, self._host, self._tensor = work, host, tensor
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensor.copy_(self._host)
 
 
 def _add_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:

@@ -57,11 +57,11 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
     ),
     "symbol that is gone": (
         _without_symbol("missing symbol", "megatron.training.training.evaluate"),
-        ["megatron.training.training.evaluate", "missing", "0.19.2"],
+        ["megatron.training.training.evaluate", "missing", "0.18.2 and 0.19.2"],
     ),
     "symbol that changed": (
         _without_symbol("changed symbol", "megatron.training.training.save_checkpoint_and_time"),
-        ["megatron.training.training.save_checkpoint_and_time", "optimizer", "0.19.2"],
+        ["megatron.training.training.save_checkpoint_and_time", "optimizer", "0.18.2 and 0.19.2"],
     ),
 }
 

@@ -59,7 +59,13 @@ def pretrain(args: Any, forward_step: Any, model_provider: Any) -> None:
     from .model import datasets
 
     container = pretrain_cfg_container_from_args(args)
-    training.pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step, model_provider=model_provider)
+    training.pretrain(
+        container,
+        datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=model_provider,
+    )
 
 
 def _start_queue_of_writers() -> None:
@@ -113,8 +119,9 @@ def initialize(case: Case, rank: int, ranks: int, port: int) -> Any:
 
 def set_environment(rank: int, ranks: int, port: int) -> None:
     """What torchrun would set."""
+    local = rank % torch.cuda.device_count() if torch.cuda.is_available() else rank
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
 
 
@@ -123,7 +130,8 @@ def install(case: Case) -> None:
     if case.schedule is None:
         from megatron_2bw.mcore import cpu_backend
 
-        cpu_backend.install()
+        if cpu_backend.needed():
+            cpu_backend.install()
     else:
         import megatron_2bw
 

@@ -1,0 +1,96 @@
+"""2BW on a GPU, several ranks on one device: the tests of ``tests/mcore`` where the device could make a difference."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from tests.mcore.case import Case, Fault
+from tests.mcore.compare import differing
+from tests.mcore.faults import INFINITE_GRADIENT
+from tests.mcore.features import EXPERTS, LLAMA
+from tests.mcore.harness import collect, run
+from tests.mcore.matrix import compared
+from tests.mcore.memory import Memory, measure
+from tests.mcore.oracle import oracle
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case(
+    schedule="2bw", stages=2, microbatches=2, batches=12, clip=1.0, tied=True, record_gradients=True, device="cuda"
+)
+TWO_REPLICAS = replace(CASE, replicas=2)
+ENGINE = ("--transformer-impl", "transformer_engine")
+SETTINGS = {
+    "fp32": CASE,
+    "bf16": replace(CASE, precision="bf16"),
+    "fp16, four stages": replace(CASE, precision="fp16", stages=4, microbatches=4),
+    "tightest fit": replace(CASE, stages=4, microbatches=3, tied=False),
+    "bf16, one more in flight": replace(
+        CASE, precision="bf16", microbatches=4, flags=("--pipeline-extra-in-flight", "1")
+    ),
+    "bf16, full recompute": replace(CASE, precision="bf16", recompute="full"),
+    "bf16, two replicas": replace(TWO_REPLICAS, precision="bf16"),
+    "bf16, distributed optimizer": replace(TWO_REPLICAS, precision="bf16", distributed_optimizer=True),
+    "fp16, distributed optimizer, one gradient buffer": replace(
+        TWO_REPLICAS,
+        precision="fp16",
+        distributed_optimizer=True,
+        flags=("--pipeline-gradient-buffers", "1"),
+    ),
+    "GQA, SwiGLU, RoPE, RMSNorm, bf16": replace(CASE, model=LLAMA, precision="bf16", tied=False),
+    "experts, bf16": replace(CASE, model=EXPERTS, precision="bf16", tied=False),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS.values(), ids=SETTINGS)
+def test_equal_to_the_oracle(case: Case) -> None:
+    comparison = compared(case)
+    assert comparison.problems() == []
+    assert comparison.clipped > 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_layers_of_transformer_engine(precision: str) -> None:
+    comparison = compared(replace(CASE, precision=precision, tied=False, model=ENGINE))
+    assert comparison.problems() == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None, reason="needs Apex's fused weight gradients"
+)
+def test_weight_gradients_fused_into_the_buffer() -> None:
+    """Megatron's default where Apex is installed: the buffer is captured when the forward runs."""
+    case = replace(CASE, precision="bf16", fused_gradients=True)
+    comparison = compared(case)
+    assert comparison.problems() == []
+
+
+def test_an_overflow_skips_the_batch_of_the_oracle() -> None:
+    infinite = Fault(kind=INFINITE_GRADIENT, rank=0, call=7)
+    comparison = compared(replace(CASE, precision="fp16", faults=(infinite,)))
+    assert comparison.problems() == []
+
+
+def test_many_batches_repeat() -> None:
+    """A missing wait between streams shows now and then."""
+    case = replace(CASE, precision="bf16", batches=150, record_gradients=False)
+    found = run(case)
+    assert differing(found, oracle(case, delay=1, norms=found.norms), norms=False) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_peak_has_one_more_copy_of_weights_and_gradients(precision: str) -> None:
+    large = ("--num-layers", "8", "--hidden-size", "1024")
+    case = Case(schedule="2bw", stages=2, microbatches=2, batches=8, precision=precision, device="cuda", flags=large)
+    ours, theirs = memory_of(case), memory_of(replace(case, schedule="1f1b-flush"))
+    for stage, (two_bw, flush) in enumerate(zip(ours, theirs, strict=True)):
+        assert two_bw.peak - flush.peak == pytest.approx(two_bw.weights + two_bw.gradients, rel=0.05)
+        assert two_bw.in_flight == flush.in_flight == case.stages - stage
+
+
+def memory_of(case: Case) -> list[Memory]:
+    return collect(measure, case, case.ranks)
