@@ -12,7 +12,7 @@ for version in 0.18.2 0.19.2; do
     packages="$VENV/megatron-core-$version"
     if [ ! -e "$packages/megatron" ]; then
         "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps \
-            --target "$packages" "megatron-core==$version"
+            --target "$packages" "megatron-core==$version" pyyaml==6.0.3  # 0.18 reads YAML without saying so.
     fi
     echo "megatron-core $version"
     PYTHONPATH="$packages" "$VENV/bin/python" -m pytest tests/mcore tests/examples "$@"

@@ -108,9 +108,15 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         module=_TRAINING,
         name="evaluate",
-        wrapper=wrappers.settled,
+        wrapper=wrappers.evaluate,
         parameters=("model",),
-        why="evaluation uses the newest weights",
+        why="evaluation uses the newest weights, and one that is cut short may be followed by another batch",
+    ),
+    Hook(
+        module=_TRAINING,
+        name="consume_seqlen_stats_in_iteration",
+        wrapper=wrappers.packed_tokens,
+        why="all ranks meet if one of them has run a forward in this call, and in a drained one some have not",
     ),
     Hook(
         module=_TRAINING,
@@ -190,6 +196,7 @@ HOOKS: tuple[Hook, ...] = (
 """Every binding that `install` replaces."""
 
 _OPTIMIZER = "megatron.core.optimizer"
+_MOE_LOGGING = "megatron.core.transformer.moe.moe_logging"
 
 USED: tuple[Used, ...] = (
     Used(module=_SCHEDULES, name="forward_step", parameters=("current_microbatch", "is_last_stage", "cp_group_size")),
@@ -227,5 +234,19 @@ USED: tuple[Used, ...] = (
     Used(module="megatron.core.timers", name="Timer.set_elapsed", parameters=("value",)),
     Used(module="megatron.core.timers", name="DummyTimer"),
     Used(module="megatron.core.distributed", name="finalize_model_grads"),
+    Used(module=_MOE_LOGGING, name="get_moe_metrics_tracker"),
+    Used(module=_MOE_LOGGING, name="set_moe_metrics_tracker", parameters=("tracker",)),
+    Used(
+        module=_MOE_LOGGING,
+        name="MoEMetricsTracker.report",
+        parameters=("loss_scale", "writer", "wandb_writer", "per_layer_logging", "total_loss_dict"),
+    ),
+    Used(
+        module=_MOE_LOGGING,
+        name="MoEMetricsTracker.ensure_initialized",
+        parameters=("name", "num_layers", "device"),
+    ),
+    Used(module=_MOE_LOGGING, name="MoEMetricsTracker.metrics"),
+    Used(module=_MOE_LOGGING, name="MetricEntry", parameters=("values", "reduce_group", "avg_group", "needs_dp_avg")),
 )
 """Every symbol of Megatron that `install` leaves alone and a run relies on."""

@@ -15,6 +15,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 
 from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
+from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
@@ -87,7 +88,7 @@ class DelayedOptimizer:
         )
         self._pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
         self._scaler = next((scaler for scaler in map(_scaler_of, inner.chained_optimizers) if scaler), None)
-        self._check_for_nan = check_for_nan and self._scaler is None
+        self._check_for_nan = check_for_nan  # Megatron switches it off where the loss scale is dynamic.
         self.scales = {} if self._scaler is None else {0: self._scaler.scale.clone()}
         """Loss scale by weight version; empty without loss scaling."""
         self._hyperparameters: list[dict[str, float]] = []
@@ -215,15 +216,15 @@ class DelayedOptimizer:
         """Give Megatron's step what the chain has found out, where it would ask all ranks."""
         inner = self._inner
         for optimizer in inner.chained_optimizers:
-            optimizer.prepare_grads = functools.partial(self._prepare_grads, optimizer)
-        inner.get_grad_norm = lambda: self._statistics.norm
-        inner.count_zeros = lambda: self._statistics.zeros
+            replace(optimizer, "prepare_grads", functools.partial(self._prepare_grads, optimizer))
+        replace(inner, "get_grad_norm", lambda: self._statistics.norm)
+        replace(inner, "count_zeros", lambda: self._statistics.zeros)
         # Groups with a norm of their own never change and are asked for once, here; Megatron 0.18 has none.
         for name in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
             inner.has_grad_norm_group(name)
         # Captured gradients are zeroed when they are captured; before, a reduction may still read them.
         for buffer in [*self._model.buffers, *self._model.expert_parallel_buffers]:
-            buffer.reset = lambda: None
+            replace(buffer, "reset", lambda: None)
 
     def _prepare_grads(self, optimizer: Any) -> bool:
         """In place of Megatron's; the chain has removed the loss scale and looked for overflows."""
@@ -281,7 +282,7 @@ def _versions_of(inner: Any, model: torch.nn.Module) -> WeightVersions:
 def _forget_shards_of_weights(model: torch.nn.Module) -> None:
     """Bucket groups remember views of their parameter buffers, which have moved to another version."""
     for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
-        group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+        replace(group, "cached_param_buffer_shard_list", [None] * len(group.buckets))
 
 
 def _scaler_of(optimizer: Any) -> Any:

@@ -144,7 +144,7 @@ class GradientReductions:
             squares.append(summed[0].item())
             found_inf |= summed[1].item() > 0
             if self._count_zeros:
-                count = torch.tensor(sum(g.numel() - int(torch.count_nonzero(g)) for g in part.for_norm))
+                count = _zeros_among(part.for_norm)
                 with needs_peers("the number of zeros among the gradients"):
                     dist.all_reduce(count, group=group)
                 zeros += int(count)
@@ -199,6 +199,13 @@ def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     overflow = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
     norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
     return (norm**2.0).reshape([]).cpu()
+
+
+def _zeros_among(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Their number, on the host, int64, no dimensions."""
+    elements = torch.tensor(sum(gradient.numel() for gradient in gradients))
+    nonzero = [torch.count_nonzero(gradient) for gradient in gradients]
+    return elements - torch.stack(nonzero).sum().cpu() if nonzero else elements
 
 
 def _replicated_gradients(

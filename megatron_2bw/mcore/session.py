@@ -18,6 +18,7 @@ from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.checkpoint import Checkpoints
 from megatron_2bw.mcore.exits import ExitRequests
 from megatron_2bw.mcore.failure import end_at_once_on_errors
+from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
@@ -54,6 +55,8 @@ class Session:
         self.exits: ExitRequests | None = None
         """Where the schedule must not wait for early exits to be agreed on."""
         self._stage: DelayedStage | FlushedStage | None = None
+        self._moe_metrics: MoEMetrics | None = None
+        """Of a model with experts, where forwards run ahead of Megatron's report."""
         self._transfers: groups.TransferGroups | None = None
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self._tied = False
@@ -98,6 +101,8 @@ class Session:
         self._stage.begin(call)
         with get_timers().inside_call():
             self.executor.run(self._batch, last=self._batch_sizes.ends_with(call.num_microbatches))
+        if self._moe_metrics is not None:
+            self._moe_metrics.end(self._batch)
         self._batch += 1
         self._calls += 1
         if timers is not None:
@@ -140,6 +145,8 @@ class Session:
         """Forget the run of this process, if there is one."""
         if cls.current is not None:
             cls.current._undo()
+            if cls.current._moe_metrics is not None:
+                cls.current._moe_metrics.close()
         cls.current = None
 
     def _start(self, call: Call) -> None:
@@ -167,8 +174,12 @@ class Session:
             ranks=self._transfers.ranks,
             per_boundary=1 + args.pipeline_extra_in_flight,
         )
-        self._stage = FlushedStage(call) if self.optimizer is None else DelayedStage(call, self.optimizer)
-        if self.optimizer is not None:
+        if self.optimizer is None:
+            self._stage = FlushedStage(call)
+        else:
+            if config.num_moe_experts is not None:
+                self._moe_metrics = MoEMetrics(self.logs_this_batch)
+            self._stage = DelayedStage(call, self.optimizer, self._moe_metrics)
             self._batch = self.optimizer.weights.newest  # 1 where a checkpoint brought the version before, too.
         if args.pipeline_trace is not None:
             self.recorder = Recorder(self._stage.boundary.device)

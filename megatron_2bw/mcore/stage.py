@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as Auxi
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
+from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.runtime.links import Boundary
@@ -34,12 +35,26 @@ class Call:
 
     @classmethod
     def of(cls, keywords: dict[str, Any]) -> Call:
-        """Pick our fields; the other keywords serve systems that are refused before training."""
+        """Pick our fields.
+
+        Raises:
+            RuntimeError: a keyword asks for what our schedules do not do.
+        """
+        for name in ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"):
+            if keywords.get(name) is not None:
+                raise RuntimeError(
+                    f"the training loop passes {name} to its schedule, and --pipeline-schedule {_schedule()} has no "
+                    "use for it: distillation, multi-module models and custom groups need --pipeline-schedule megatron"
+                )
         call = {name: keywords[name] for name in cls.__slots__ if name in keywords}
         for name in ("model", "data_iterator"):
             if isinstance(call[name], list):
                 (call[name],) = call[name]
         return cls(**call)
+
+
+def _schedule() -> str:
+    return get_args().pipeline_schedule
 
 
 class MegatronStage:
@@ -53,6 +68,11 @@ class MegatronStage:
         self.num_tokens = torch.zeros([], dtype=torch.int)
         self._is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._context_parallel = parallel_state.get_context_parallel_world_size()
+        if self.config.variable_seq_lengths:
+            raise RuntimeError(
+                f"variable_seq_lengths is set in the model's config, and --pipeline-schedule {_schedule()} transfers "
+                "tensors of one shape: pad all sequences to one length, or use --pipeline-schedule megatron"
+            )
         (shape,) = schedules.get_tensor_shapes(
             seq_length=call.seq_length,
             micro_batch_size=call.micro_batch_size,
@@ -99,29 +119,38 @@ class MegatronStage:
 
 
 class DelayedStage(MegatronStage):
-    """A stage of 2BW: two weight versions, updates one batch late."""
+    """A stage of 2BW: two weight versions, updates one batch late.
 
-    def __init__(self, call: Call, optimizer: DelayedOptimizer) -> None:
+    Args:
+        call: the first one's arguments.
+        optimizer: holds the weight versions.
+        moe_metrics: of a model with experts.
+    """
+
+    def __init__(self, call: Call, optimizer: DelayedOptimizer, moe_metrics: MoEMetrics | None) -> None:
         super().__init__(call)
         self._optimizer = optimizer
+        self._moe_metrics = moe_metrics
         self.random_state: tuple[int, RandomState] | None = None
         """The newest batch with a forward here, and the random state before that batch's first forward."""
-        self._has_experts = self.config.num_moe_experts is not None
         self._auxiliary_scales: dict[tuple[int, int | None], torch.Tensor] = {}
         """Factor of the experts' auxiliary loss, per microbatch in flight."""
 
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
         if action.microbatch == 0:
             self.random_state = action.batch, RandomState.present()
+        if self._moe_metrics is not None:
+            self._moe_metrics.use(action.batch)
         output = super().forward(action, received)
-        if self._has_experts:
+        if self._moe_metrics is not None:
             self._auxiliary_scales[action.batch, action.microbatch] = AuxiliaryLoss.main_loss_backward_scale.clone()
         return output
 
     def backward(
         self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        if self._has_experts:
+        if self._moe_metrics is not None:
+            self._moe_metrics.use(action.batch)
             # A forward of the next batch, under another loss scale, may have set the one of the process.
             AuxiliaryLoss.set_loss_scale(self._auxiliary_scales.pop((action.batch, action.microbatch)))
         return super().backward(action, received, output, grad)

@@ -6,7 +6,7 @@ One table drives the checks before training and the documentation. A flag in no 
 from __future__ import annotations
 
 from megatron_2bw.mcore.refused import REFUSED
-from megatron_2bw.mcore.rows import DELAYED, OURS, Mapped, Slowed, given, set_to
+from megatron_2bw.mcore.rows import DELAYED, OURS, Mapped, Slowed, above, given, set_to
 
 __all__ = ["MAPPED", "OURS", "REFUSED", "SLOWED", "table"]
 
@@ -68,6 +68,36 @@ SLOWED: tuple[Slowed, ...] = (
         is_set=given("log_params_norm"),
         schedules=DELAYED,
         reason="all stages finish their update before every log line that shows the norm",
+    ),
+    Slowed(
+        flag="--sft / --dataloader-inter-document-masking",
+        is_set=given("sft", "dataloader_inter_document_masking"),
+        schedules=DELAYED,
+        reason="all ranks add up the lengths of packed sequences after every batch",
+    ),
+    Slowed(
+        flag="--timing-log-level above 0",
+        is_set=above("timing_log_level", 0),
+        schedules=DELAYED,
+        reason="all ranks gather their timers at every log line, and level 1 waits for the device after every batch",
+    ),
+    Slowed(
+        flag="--train-sync-interval",
+        is_set=given("train_sync_interval"),
+        schedules=DELAYED,
+        reason="all ranks meet after so many batches",
+    ),
+    Slowed(
+        flag="--log-straggler",
+        is_set=given("log_straggler"),
+        schedules=DELAYED,
+        reason="all ranks compare their speeds at every log line",
+    ),
+    Slowed(
+        flag="--num-experts",
+        is_set=given("num_experts"),
+        schedules=DELAYED,
+        reason="all stages add up the experts' losses at every log line and every entry in Tensorboard",
     ),
     Slowed(
         flag="--empty-unused-memory-level",

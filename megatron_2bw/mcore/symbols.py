@@ -75,6 +75,17 @@ def check(symbols: Iterable[Used]) -> None:
             raise _unsupported(symbol, f"no longer takes {', '.join(missing)}")
 
 
+def replace(target: object, name: str, value: object) -> None:
+    """Set an attribute that Megatron reads.
+
+    Raises:
+        UnsupportedMegatronError: there is none of that name, so nobody would read it.
+    """
+    if not hasattr(target, name):
+        raise _unsupported(f"{type(target).__module__}.{type(target).__name__}.{name}", "is missing")
+    setattr(target, name, value)
+
+
 def apply(hook: Hook) -> None:
     """Put the wrapper in place of the original, once."""
     module = importlib.import_module(hook.module)

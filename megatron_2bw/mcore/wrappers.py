@@ -80,6 +80,28 @@ def settled(original: Any, *args: Any, **keywords: Any) -> Any:
     return original(*args, **keywords)
 
 
+def evaluate(original: Any, *args: Any, **keywords: Any) -> Any:
+    session = _session()
+    if session is None:
+        return original(*args, **keywords)
+    model = inspect.signature(original).bind(*args, **keywords).arguments["model"]
+    session.settle()
+    try:
+        return original(*args, **keywords)
+    finally:
+        for chunk in model:  # Out of time, Megatron returns without this: it would exit at once.
+            chunk.train()
+
+
+def packed_tokens(original: Any, *args: Any, **keywords: Any) -> Any:
+    session = _session()
+    if session is not None and session.is_delayed:
+        from megatron.training import training
+
+        training._seqlen_stats_active = training._seqlen_stats_in_iteration is not None
+    return original(*args, **keywords)
+
+
 def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
     session = _session()
     if session is None or session.optimizer is None:

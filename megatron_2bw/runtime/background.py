@@ -16,8 +16,11 @@ class Background:
     """Runs functions one after the other on one thread, each when the one before it is done.
 
     Blocking collectives in it wait for other ranks while this rank's computation, and its blocking
-    receives, go on: the next link of a chain never waits for the main thread to look. On a GPU the
-    thread has a stream of its own.
+    receives, go on: the next link of a chain never waits for the main thread to look.
+
+    On a GPU the work has a stream of its own. Collectives of the device do not block the host there, and
+    must be enqueued in one order on all ranks: ``enqueue`` does so in the caller's thread. Whatever
+    reads a result on the host belongs into ``submit``.
 
     The thread is a daemon: a rank that fails must end, not wait for a reduction with its peers.
 
@@ -31,14 +34,28 @@ class Background:
         self._device = device
         self._timeout_s = timeout_s
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._queue: SimpleQueue[tuple[Future, Callable[[], object], object]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future, Callable[[], object], torch.cuda.Event | None]] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], object]) -> Future:
-        """Run ``function`` after all work given so far, here and on the caller's stream."""
+        """Run ``function`` on the thread, after all work given so far, here and on the caller's stream."""
         future: Future = Future()
-        ready = torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
+        ready = None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            ready = self._stream.record_event()
         self._queue.put((future, function, ready))
+        return future
+
+    def enqueue(self, function: Callable[[], object]) -> Future:
+        """The same for a function that on a GPU only enqueues work: there it runs at once, in this thread."""
+        if self._stream is None:
+            return self.submit(function)
+        future: Future = Future()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            value = function()
+        future.set_result((value, self._stream.record_event()))
         return future
 
     def result(self, future: Future) -> object:
@@ -50,21 +67,25 @@ class Background:
         """
         if not wait([future], self._timeout_s).done:
             raise PeerLostError(f"not complete after {self._timeout_s:.0f} s: this rank or a peer hangs in it")
-        value = future.result()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        value, done = future.result()
+        if done is not None:  # Not the whole stream: the next link may wait for a rank that waits for this one.
+            torch.cuda.current_stream(self._device).wait_event(done)
         return value
 
     def _work(self) -> None:
+        stream = None
         if self._stream is not None:
             torch.cuda.set_device(self._device)
-            torch.cuda.set_stream(self._stream)
+            stream = torch.cuda.Stream(self._device)
+            torch.cuda.set_stream(stream)
         while True:
             future, function, ready = self._queue.get()
             try:
                 if ready is not None:
-                    self._stream.wait_event(ready)
+                    # On the host: with one hardware queue, a kernel that waits there holds up the computation.
+                    ready.synchronize()
                 with torch.no_grad():
-                    future.set_result(function())
+                    value = function()
+                future.set_result((value, None if stream is None else stream.record_event()))
             except BaseException as error:  # Raised again in the thread that waits for the result.
                 future.set_exception(error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from megatron_2bw.schedule.action import Action
 
 
@@ -23,9 +25,12 @@ def needs_peers(what: str) -> Iterator[None]:
 
     Raises:
         PeerLostError: the process group raised an error.
+        torch.OutOfMemoryError: this rank's own.
     """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise PeerLostError(
             f"{what} failed: a rank is gone or too late, so look for that rank's own error. ({error})"

@@ -87,8 +87,8 @@ class Links:
         sends = self._sends.setdefault((action.type, peer), deque())
         while sends and sends[0].work.is_completed():
             sends.popleft()
-        if tensor.device.type == "cpu":
-            # Gloo reports a send complete only to a caller that waits for it.
+        if dist.get_backend(self._group(action)) == "gloo":
+            # It reports a send complete only to a caller that waits for it.
             while len(sends) >= self._most_sends:
                 sends.popleft().wait()
         payload = tensor.detach().contiguous()

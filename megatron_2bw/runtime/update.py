@@ -23,7 +23,7 @@ class PendingUpdate:
     Args:
         weights: the versions to update.
         captured: where the gradients of the batch are kept.
-        links: for each reduction, a blocking function.
+        links: for each reduction, a blocking function; on a GPU, those of the gradients only enqueue work there.
         timeout_s: how long to wait for one of them; None for as long as it takes.
     """
 
@@ -53,7 +53,8 @@ class PendingUpdate:
                 raise RuntimeError(f"batch {batch} cannot be captured: the update of batch {self.batch} is pending")
             self.captured.capture()
             self.batch = batch
-        self._chain[reduction] = self._background.submit(self._links[reduction])
+        run = self._background.submit if reduction is Reduction.NORM else self._background.enqueue
+        self._chain[reduction] = run(self._links[reduction])
 
     def reduce_wait(self, reduction: Reduction, batch: int) -> object:
         """Block until the link is complete and return its result; None for a batch that is done."""

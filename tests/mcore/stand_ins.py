@@ -17,7 +17,8 @@ def install(case: Case, args: Any) -> None:
     """Put those in place that ``case`` needs, after Megatron has validated its arguments."""
     if case.device == "cuda":
         torch.use_deterministic_algorithms(True)
-        dist.isend, dist.irecv = _through_host(dist.isend), _into_device(dist.irecv)
+        if args.distributed_backend == "gloo":
+            dist.isend, dist.irecv = _through_host(dist.isend), _into_device(dist.irecv)
     if case.fused_gradients and case.device == "cpu":
         from megatron.core.tensor_parallel import layers
 

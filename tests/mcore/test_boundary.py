@@ -16,6 +16,7 @@ from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import Durations, simulate
 
 from .case import Case, Fault
+from .features import EXPERTS
 from .harness import run
 
 BATCH = 2
@@ -45,6 +46,13 @@ def test_others_go_on_as_far_as_their_inputs_allow(stages: int, microbatches: in
 def test_early_exits_are_agreed_on_without_a_meeting(sleeper: int) -> None:
     case = _sleeping(Case(schedule="2bw", stages=2, microbatches=2), sleeper, AFTER_LAST_BACKWARD)
     case = replace(case, flags=(*case.flags, "--exit-signal-handler", "--exit-duration-in-mins", "1000"))
+    assert missing(case, independent(case)) == []
+
+
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_experts_meet_only_where_their_losses_are_logged(sleeper: int) -> None:
+    case = _sleeping(Case(schedule="2bw", stages=2, microbatches=2, model=EXPERTS), sleeper, AFTER_LAST_BACKWARD)
+    case = replace(case, flags=("--log-interval", "1000"))
     assert missing(case, independent(case)) == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from .case import EVALUATION_ITERATIONS, Case, Fault
 from .compare import differing
-from .faults import INFINITE_GRADIENT
+from .faults import INFINITE_GRADIENT, before, in_call
 from .harness import collect, launch, merge, run
 from .oracle import oracle
 from .worker import main, set_environment
@@ -125,7 +124,54 @@ def test_the_time_is_up_on_one_rank(rank: int) -> None:
     assert differing(found, oracle(replace(CASE, batches=finished), delay=1), norms=False) == []
 
 
+def test_the_time_is_up_in_an_evaluation() -> None:
+    """Megatron leaves its model in evaluation mode then; the batch that still comes must be trained."""
+    every = 5
+    flags = f"--exit-duration-in-mins 30 --eval-interval {every} --eval-iters 2".split()
+    case = replace(CASE, flags=tuple(flags))
+    found = merge(collect(_with_a_jump_in_an_evaluation, case, case.ranks), case.stages, case.microbatches)
+    assert found.losses.shape[1] == every + 1
+    assert differing(found, oracle(replace(CASE, batches=every + 1), delay=1), norms=False) == []
+
+
 def _with_a_jump_of_the_clock(case: Case, rank: int, port: int, folder: Path, *, of: int, call: int) -> None:
+    set_environment(rank, case.ranks, port)
+    import megatron_2bw
+
+    megatron_2bw.install()
+    from megatron_2bw.mcore.stage import MegatronStage
+
+    if rank == of:
+        MegatronStage.backward = before(MegatronStage.backward, in_call(call, _jump))
+    main(case, rank, port, folder)
+
+
+def _with_a_jump_in_an_evaluation(case: Case, rank: int, port: int, folder: Path) -> None:
+    set_environment(rank, case.ranks, port)
+    import megatron_2bw
+
+    megatron_2bw.install()
+    from megatron_2bw.mcore.session import Session
+
+    run_batch = Session.forward_backward
+
+    def forward_backward(self: Session, stock: Any, **keywords: Any) -> Any:
+        if keywords.get("forward_only"):
+            _jump()
+        return run_batch(self, stock, **keywords)
+
+    Session.forward_backward = forward_backward
+    main(case, rank, port, folder)
+
+
+def test_packed_sequences_are_counted_where_a_drained_call_runs_no_forward() -> None:
+    """All ranks meet for that, at m = d - 1 also the first stage in the last call."""
+    case = replace(CASE, microbatches=1)
+    found = merge(collect(_with_packed_sequences, case, case.ranks), case.stages, case.microbatches)
+    assert differing(found, oracle(case, delay=1), norms=False) == []
+
+
+def _with_packed_sequences(case: Case, rank: int, port: int, folder: Path) -> None:
     set_environment(rank, case.ranks, port)
     import megatron_2bw
 
@@ -134,23 +180,16 @@ def _with_a_jump_of_the_clock(case: Case, rank: int, port: int, folder: Path, *,
 
     from megatron_2bw.mcore.stage import MegatronStage
 
-    def jump() -> None:
-        training._TRAIN_START_TIME = time.time() - 3600
-
-    if rank == of:
-        MegatronStage.backward = _before(MegatronStage.backward, call, jump)
+    ends = torch.tensor([0, 5, 16], dtype=torch.int32)
+    count = partial(training.update_seqlen_stats_from_cu_seqlens, ends)
+    MegatronStage.forward = before(MegatronStage.forward, count)
     main(case, rank, port, folder)
 
 
-def _before(function: Callable[..., Any], call: int, action: Callable[[], None]) -> Callable[..., Any]:
-    calls = itertools.count()
+def _jump() -> None:
+    from megatron.training import training
 
-    def wrapper(*args: Any, **keywords: Any) -> Any:
-        if next(calls) == call:
-            action()
-        return function(*args, **keywords)
-
-    return wrapper
+    training._TRAIN_START_TIME = time.time() - 3600
 
 
 def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""The experts' losses in the log are those of stock Megatron, line by line."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from .case import Case
+from .features import EXPERTS
+from .growing import GrowingCase, grown
+from .harness import run
+
+LOSSES = ("load_balancing_loss", "z_loss")
+NO_UPDATES = tuple("--lr 0 --min-lr 0 --lr-warmup-init 0".split())
+"""Every batch sees the initial weights, so delayed training must log what ordinary training does."""
+CASE = Case(
+    schedule="2bw",
+    stages=2,
+    batches=8,
+    tied=False,
+    model=(*EXPERTS, "--moe-z-loss-coeff", "1e-2", *NO_UPDATES),
+)
+GROWING = GrowingCase(
+    schedule="2bw", stages=2, tied=False, model=CASE.model, steps=((4, 1), (CASE.batches - 4, 2)), skipped=(1,)
+)
+RELATIVE = 1e-6
+"""The log shows seven digits."""
+
+
+@pytest.mark.parametrize(
+    ("case", "interval"),
+    [
+        pytest.param(replace(CASE, microbatches=1), 1, id="m1, every batch"),
+        pytest.param(replace(CASE, microbatches=1), 3, id="m1, every third"),
+        pytest.param(replace(CASE, microbatches=4), 1, id="m4, every batch"),
+        pytest.param(replace(CASE, microbatches=4), 3, id="m4, every third"),
+        pytest.param(replace(CASE, microbatches=2, replicas=2, recompute="full"), 3, id="replicas, recomputed"),
+        pytest.param(
+            replace(CASE, microbatches=2, model=(*CASE.model, "--moe-layer-freq", "([1,1,0,0])")),
+            3,
+            id="no experts on the last stage",
+        ),
+        pytest.param(GROWING, 3, id="growing, one skipped"),
+    ],
+)
+def test_every_line_is_megatrons(case: Case, interval: int) -> None:
+    case = replace(case, flags=(*case.flags, "--log-interval", str(interval)))
+    found, expected = _logged(case), _logged(replace(case, schedule=None, stages=1))
+    assert [iteration for iteration, *_ in expected] == [1, *range(max(interval, 2), CASE.batches + 1, interval)]
+    for loss in range(1, 1 + len(LOSSES)):  # Another batch's would be noticed.
+        values = sorted(line[loss] for line in expected)
+        assert all(b > a * (1 + 10 * RELATIVE) for a, b in itertools.pairwise(values))
+    assert found == [pytest.approx(line, rel=RELATIVE, abs=0) for line in expected]
+
+
+def _logged(case: Case) -> list[tuple[float, ...]]:
+    """Per line of the log: its iteration, and the mean of each of ``LOSSES`` over the batches since the line before."""
+    shown = ".*".join([r"iteration +(\d+)/", *(rf"\| {loss}: (\S+)" for loss in LOSSES)])
+    results = grown(case) if isinstance(case, GrowingCase) else run(case)
+    return [tuple(map(float, values)) for values in re.findall(shown, results.outputs[-1])]
