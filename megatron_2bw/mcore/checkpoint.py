@@ -7,9 +7,10 @@ run, leave the older version out too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,6 @@ class Checkpoints:
     def __init__(self) -> None:
         self._found: dict[str, Any] = {}
         """Our entry in the checkpoint that is being loaded."""
-        self._complete: set[int] = set()
-        """Iterations whose checkpoint in ``--save`` this run has written or read."""
 
     def add_to(self, state: dict[str, Any], args: Any, model: Any, optimizer: DelayedOptimizer, **rest: Any) -> None:
         """Add our entry to Megatron's state dict, to be saved, or to be filled from a torch_dist checkpoint."""
@@ -67,8 +66,6 @@ class Checkpoints:
         self._found = {}
         result = original(model, optimizer, *rest, **keywords)
         args = get_args()
-        if args.save is not None and args.load is not None and Path(args.save).resolve() == Path(args.load).resolve():
-            self._complete.add(result[0])
         if not args.finetune and not args.no_load_optim:
             if OLDER in self._found:
                 _restore(model, optimizer, self._found)
@@ -83,44 +80,88 @@ class Checkpoints:
         return result
 
     def save(self, original: Callable[..., Any], iteration: int, *rest: Any, **keywords: Any) -> Any:
-        """Save as Megatron does, so that an interrupted save leaves no checkpoint that would load."""
-        if keywords.get("non_persistent_ckpt"):
-            return original(iteration, *rest, **keywords)
-        folder = get_args().save
-        overwrites = [Path(checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True)).exists()]
-        dist.broadcast_object_list(overwrites, src=0)
-        if overwrites[0]:
+        """Save as Megatron does; a checkpoint that is there already stays until the new one is complete."""
+        non_persistent = keywords.get("non_persistent_ckpt", False)
+        present = Path(checkpointing.get_checkpoint_name(_folder(non_persistent), iteration, return_base_dir=True))
+        if non_persistent:
             maybe_finalize_async_save(blocking=True)
-            self._complete.discard(iteration)
             if dist.get_rank() == 0:
-                discard_checkpoint(folder, iteration, others=self._complete)
-            dist.barrier()
-        result = original(iteration, *rest, **keywords)
-        self._complete.add(iteration)
+                remove_all_but_the_named(present.parent)
+        overwrites = [present.exists()]
+        dist.broadcast_object_list(overwrites, src=0)
+        if not overwrites[0]:
+            return original(iteration, *rest, **keywords)
+        maybe_finalize_async_save(blocking=True)
+        beside = present.with_name(f"unfinished_{present.name}")
+        if dist.get_rank() == 0:
+            remove(beside)
+        dist.barrier()
+        with _writing_to(beside, instead_of=present):
+            result = original(iteration, *rest, **keywords)
+        maybe_finalize_async_save(blocking=True)
+        if dist.get_rank() == 0:
+            replace(present, beside)
+        dist.barrier()
         return result
 
 
-def discard_checkpoint(folder: str, iteration: int, *, others: Iterable[int]) -> None:
-    """Remove the checkpoint of ``iteration`` before it is written anew.
+def replace(present: Path, new: Path) -> None:
+    """Put the checkpoint ``new`` in the place of ``present``.
 
-    Half overwritten, it would load as a mixture of two runs. Megatron's tracker file moves on first,
-    to the newest of ``others`` that is there, so it never names a checkpoint that is not complete.
+    Half overwritten, a checkpoint would load as a mixture of two runs; without one, the tracker file
+    would name nothing. A process that is killed between the two renames leaves both checkpoints
+    complete, beside a name that does not exist and fails to load.
     """
-    old = Path(checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True))
-    tracker = Path(checkpointing.get_checkpoint_tracker_filename(folder))
-    if tracker.exists() and tracker.read_text().strip() == str(iteration):
-        names = {other: checkpointing.get_checkpoint_name(folder, other, return_base_dir=True) for other in others}
-        remaining = [other for other, name in names.items() if Path(name).exists()]
-        if remaining:
-            replacement = tracker.with_suffix(".new")
-            replacement.write_text(str(max(remaining)))
-            os.replace(replacement, tracker)
-        else:
-            tracker.unlink()
-    if old.is_symlink():
-        old.unlink()
-    else:
-        shutil.rmtree(old)
+    old = present.with_name(f"replaced_{present.name}")
+    remove(old)
+    if present.exists():
+        present.rename(old)
+    new.rename(present)
+    remove(old)
+
+
+def remove_all_but_the_named(folder: Path) -> None:
+    """Remove non-persistent checkpoints that Megatron's tracker file does not name: they are half written.
+
+    Megatron keeps the one of the highest number, and would remove the named one for the sake of it.
+    """
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(str(folder)))
+    named = f"iter_{int(tracker.read_text()):07d}" if tracker.exists() else None
+    for checkpoint in folder.glob("iter_*"):
+        if checkpoint.name != named:
+            remove(checkpoint)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a folder, or the link to one; neither need be there."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    elif checkpoint.exists():
+        shutil.rmtree(checkpoint)
+
+
+def _folder(non_persistent: bool) -> str:
+    """Where Megatron's ``save_checkpoint`` puts checkpoints."""
+    args = get_args()
+    if not non_persistent:
+        return args.save
+    return args.non_persistent_global_ckpt_dir or os.path.join(args.save, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+
+
+@contextlib.contextmanager
+def _writing_to(beside: Path, *, instead_of: Path) -> Iterator[None]:
+    """Let Megatron write one checkpoint under another name, which no run loads."""
+    original = checkpointing.get_checkpoint_name
+
+    def name(*args: Any, **keywords: Any) -> str:
+        path = Path(original(*args, **keywords))
+        return str(beside / path.relative_to(instead_of) if path.is_relative_to(instead_of) else path)
+
+    checkpointing.get_checkpoint_name = name
+    try:
+        yield
+    finally:
+        checkpointing.get_checkpoint_name = original
 
 
 def _manifest(args: Any, optimizer: DelayedOptimizer, iteration: int) -> dict[str, Any]:

@@ -63,11 +63,14 @@ def lowered(schedule: Schedule) -> Schedule:
     return lower(schedule)
 
 
-def members(schedule: Schedule, kind: Reduction, rank: int) -> tuple[int, ...]:
-    """Ranks of one pipeline that take part in a reduction which ``rank`` starts."""
-    if kind is Reduction.GRADIENTS:  # Its other members are replicas of this rank, which run the same Program.
-        return (rank,)
-    if kind is Reduction.EMBEDDING:
-        ends = {0, schedule.stages - 1}
-        return tuple(r for r, p in enumerate(schedule.programs) if any(a.stage in ends for a in p.steady))
-    return tuple(range(len(schedule.programs)))
+def groups(schedule: Schedule) -> dict[tuple[Reduction, int], tuple[int, ...]]:
+    """By reduction and rank: the ranks of one pipeline that take part in what this rank starts."""
+    ranks = range(len(schedule.programs))
+    ends = {0, schedule.stages - 1}
+    stages = [{action.stage for action in program.steady} for program in schedule.programs]
+    shared = {
+        Reduction.EMBEDDING: tuple(rank for rank in ranks if not ends.isdisjoint(stages[rank])),
+        Reduction.NORM: tuple(ranks),
+    }
+    # The other members of a sum of gradients are replicas of this rank, which run the same Program.
+    return {(kind, rank): shared.get(kind, (rank,)) for kind in Reduction for rank in ranks}

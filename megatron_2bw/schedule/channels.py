@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import COMPUTE, TRANSFERS, Action, ActionType
-from megatron_2bw.schedule.calls import Span
+from megatron_2bw.schedule.calls import Phase, Span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import Rule, RuleBroken
 
@@ -32,39 +33,85 @@ class RuleBrokenAt(RuleBroken):
         self.place = place
 
 
-class _Use(NamedTuple):
-    """The action that needs the tensor of a transfer; its batch counts from the start."""
+Channel = tuple[int, int, bool]
+"""Source rank, destination rank, and whether it carries activations; first in, first out."""
 
-    type: ActionType
-    stage: int
-    microbatch: int | None
-    batch: int
+
+class _Transfers:
+    """What one rank sends into a channel, or expects from it, in every phase."""
+
+    def __init__(self) -> None:
+        self._actions: dict[Phase, list[Action]] = {phase: [] for phase in Phase}
+        self._uses: dict[Phase, list[int]] = {phase: [] for phase in Phase}
+
+    def add(self, phase: Phase, action: Action, use: int) -> None:
+        """Take down an action; ``use`` is the number of the one that needs the tensor, in call 0."""
+        self._actions[phase].append(action)
+        self._uses[phase].append(use)
+
+    def uses(self, walk: tuple[Span, ...], stride: int) -> list[int]:
+        """Of the whole walk, in order, with ``stride`` from call to call."""
+        return [use + span.call * stride for span in walk for use in self._uses[span.phase]]
+
+    def calls(self, walk: tuple[Span, ...]) -> list[int]:
+        """The call of each."""
+        return [span.call for span in walk for _ in self._uses[span.phase]]
+
+    def find(self, walk: tuple[Span, ...], index: int) -> tuple[Span, Action] | None:
+        """The action of that index; None behind the last one."""
+        for span in walk:
+            actions = self._actions[span.phase]
+            if index < len(actions):
+                return span, actions[index]
+            index -= len(actions)
+        return None
 
 
 class Channels:
-    """All transfers of a run, as each rank lists them."""
+    """All transfers of a walk through the Programs of all ranks, as each rank lists them.
 
-    def __init__(self, schedule: Schedule) -> None:
+    Args:
+        schedule: lowered.
+        phases: of each rank.
+        walk: the phases in the order in which every rank runs them.
+    """
+
+    def __init__(
+        self, schedule: Schedule, phases: Sequence[Mapping[Phase, Iterable[Action]]], walk: tuple[Span, ...]
+    ) -> None:
         self._schedule = schedule
-        self._sent: dict[tuple[int, int | None, bool], list[tuple[_Use, Place]]] = defaultdict(list)
-        self._posted: dict[tuple[int | None, int, bool], list[tuple[_Use, Place]]] = defaultdict(list)
-        self._call_of_use: dict[_Use, int] = {}
+        self._walk = walk
+        self._stride = 2 * schedule.stages * schedule.microbatches
+        self._sent: defaultdict[Channel, _Transfers] = defaultdict(_Transfers)
+        self._posted: defaultdict[Channel, _Transfers] = defaultdict(_Transfers)
+        self._call_of_use: dict[int, int] = {}
+        for rank, of_phase in enumerate(phases):
+            for phase, actions in of_phase.items():
+                computed = self._take_down(rank, phase, actions)
+                for call in (span.call for span in walk if span.phase is phase):
+                    self._call_of_use.update((use + call * self._stride, call) for use in computed)
 
-    def note(self, place: Place) -> None:
-        """Take down an action of one rank; call it in that rank's order."""
-        rank, span, action = place
-        stage, microbatch, batch = action.stage, action.microbatch, action.batch + span.call
-        if action.type in COMPUTE:
-            self._call_of_use[_Use(action.type, stage, microbatch, batch)] = span.call
-        elif action.type in TRANSFERS:
-            peer = self._schedule.peer_of(action)
-            activations = action.type in _ACTIVATIONS
-            user = ActionType.FORWARD if activations else ActionType.BACKWARD
-            if action.type in _SENDS:
-                use = _Use(user, stage + (1 if activations else -1), microbatch, batch)
-                self._sent[rank, peer, activations].append((use, place))
-            else:
-                self._posted[peer, rank, activations].append((_Use(user, stage, microbatch, batch), place))
+    def _take_down(self, rank: int, phase: Phase, actions: Iterable[Action]) -> list[int]:
+        """Sort the transfers of a phase by channel; returns the uses that forwards and backwards are."""
+        computed = []
+        for action in actions:
+            type_, stage = action.type, action.stage
+            if type_ in COMPUTE:
+                computed.append(self._use(type_ is ActionType.FORWARD, stage, action))
+            elif type_ in TRANSFERS:
+                peer = self._schedule.peer_of(action)
+                activations = type_ in _ACTIVATIONS
+                if type_ in _SENDS:
+                    use = self._use(activations, stage + (1 if activations else -1), action)
+                    self._sent[rank, peer, activations].add(phase, action, use)
+                else:
+                    self._posted[peer, rank, activations].add(phase, action, self._use(activations, stage, action))
+        return computed
+
+    def _use(self, activations: bool, stage: int, action: Action) -> int:
+        """A number for the action that needs a tensor, in call 0."""
+        index = 2 * (stage * self._schedule.microbatches + action.microbatch) + activations
+        return index + action.batch * self._stride
 
     def check(self) -> None:
         """Compare both sides of every channel, and count what is in flight when calls end.
@@ -74,33 +121,36 @@ class Channels:
         """
         in_flight: Counter[tuple[int, int]] = Counter()
         for channel in sorted({*self._sent, *self._posted}):
-            for sent, posted in zip_longest(self._sent[channel], self._posted[channel]):
-                _check_match(channel, sent, posted)
-                use, place = posted
-                boundary = use.stage - (use.type is ActionType.FORWARD)
-                for call in range(min(sent[1].span.call, place.span.call), self._call_of_use[use]):
-                    in_flight[boundary, call] += 1
-                    if in_flight[boundary, call] > self._schedule.per_boundary:
-                        raise RuleBrokenAt(
-                            Rule.BOUNDARY,
-                            f"{in_flight[boundary, call]} tensors are between stages {boundary} and {boundary + 1} "
-                            f"at the end of call {call}; declared: {self._schedule.per_boundary}",
-                            place,
-                        )
+            self._check_channel(channel, in_flight)
 
+    def _check_channel(self, channel: Channel, in_flight: Counter[tuple[int, int]]) -> None:
+        activations = channel[2]
+        sent, posted = self._sent[channel], self._posted[channel]
+        both = zip_longest(sent.uses(self._walk, self._stride), posted.uses(self._walk, self._stride))
+        calls = zip_longest(sent.calls(self._walk), posted.calls(self._walk))
+        for index, ((use, expected), both_calls) in enumerate(zip(both, calls, strict=True)):
+            if use != expected:
+                raise self._mismatch(channel, index)
+            for call in range(min(both_calls), self._call_of_use[use]):
+                boundary = use % self._stride // (2 * self._schedule.microbatches) - activations
+                in_flight[boundary, call] += 1
+                if in_flight[boundary, call] > self._schedule.per_boundary:
+                    raise RuleBrokenAt(
+                        Rule.BOUNDARY,
+                        f"{in_flight[boundary, call]} tensors are between stages {boundary} and {boundary + 1} "
+                        f"at the end of call {call}; declared: {self._schedule.per_boundary}",
+                        Place(channel[1], *posted.find(self._walk, index)),
+                    )
 
-def _check_match(
-    channel: tuple[int, int, bool], sent: tuple[_Use, Place] | None, posted: tuple[_Use, Place] | None
-) -> None:
-    if sent is not None and posted is not None and sent[0] == posted[0]:
-        return
-    source, destination, _ = channel
+    def _mismatch(self, channel: Channel, index: int) -> RuleBrokenAt:
+        source, destination, _ = channel
+        sent, posted = (side[channel].find(self._walk, index) for side in (self._sent, self._posted))
 
-    def written(side: tuple[_Use, Place] | None) -> str:
-        return "nothing" if side is None else f"{side[1].action} in call {side[1].span.call}"
+        def written(side: tuple[Span, Action] | None) -> str:
+            return "nothing" if side is None else f"{side[1]} in call {side[0].call}"
 
-    raise RuleBrokenAt(
-        Rule.TRANSFER_ORDER,
-        f"rank {source} sends {written(sent)} where rank {destination} expects {written(posted)}",
-        (posted or sent)[1],
-    )
+        return RuleBrokenAt(
+            Rule.TRANSFER_ORDER,
+            f"rank {source} sends {written(sent)} where rank {destination} expects {written(posted)}",
+            Place(destination, *posted) if posted else Place(source, *sent),
+        )

@@ -15,9 +15,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import TRANSFERS, Action, ActionType, Reduction
-from megatron_2bw.schedule.calls import Span, members, phases_of, spans
+from megatron_2bw.schedule.calls import Phase, Span, groups, phases_of, spans
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.program import Program, Schedule
 
 Seconds = int | float | Fraction
 """Any exact or floating number; the engine only adds and compares, so exact input gives exact output."""
@@ -98,6 +98,7 @@ def run(
     *,
     model: Model = Model.HOST,
     delays: Mapping[tuple[int, Action], Seconds] | None = None,
+    record: bool = True,
 ) -> Outcome:
     """Run the Programs of all ranks of a lowered schedule together.
 
@@ -108,12 +109,11 @@ def run(
         model: what waiting means.
         delays: by how much single actions take longer; the key is (rank, action), the action's batch and
             version counted from the start.
+        record: without it, ``Outcome.timed`` stays empty.
     """
-    return _Engine(schedule, runs, durations, model, dict(delays or {})).run()
+    return _Engine(schedule, runs, durations, model, dict(delays or {}), record).run()
 
 
-Channel = tuple[int | None, int | None, bool]
-"""Source rank, destination rank, and whether it carries activations; first in, first out."""
 _SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})
 
 
@@ -124,7 +124,7 @@ class _Step(NamedTuple):
     cost: Seconds
     awaits: int | None = None
     gives: int | None = None
-    channel: Channel | None = None
+    channel: int | None = None
     of_batch: int | None = None
     """Batch of an update or reduction."""
 
@@ -137,30 +137,28 @@ class _Engine:
         durations: Durations,
         model: Model,
         delays: dict[tuple[int, Action], Seconds],
+        record: bool,
     ) -> None:
         self._schedule = schedule
         self._durations = durations
         self._model = model
         self._delays = delays
+        self._record = record
         self._spans = spans(runs)
         self._ranks = range(len(schedule.programs))
+        self._channels: dict[tuple[int | None, int | None, bool], int] = {}
         # Keys are numbers, tuples would cost half of the time: one block per batch.
         self._stride = 2 * schedule.stages * schedule.microbatches + len(Reduction) * len(self._ranks)
-        self._steps = [
-            {phase: self._compiled(rank, actions) for phase, actions in phases_of(program).items()}
-            for rank, program in enumerate(schedule.programs)
-        ]
+        self._steps = [self._compiled(rank, program) for rank, program in enumerate(schedule.programs)]
         self._timed: tuple[list[Timed], ...] = tuple([] for _ in self._ranks)
         self._there: dict[int, Seconds] = {}
         self._waiting: dict[int, list[int]] = {}
         self._ready = list(self._ranks)
         self._position: list[tuple[Span, Action] | None] = [None for _ in self._ranks]
-        self._channel_free_s: dict[Channel, Seconds] = {}
+        self._channel_free_s: dict[int, Seconds] = {}
         self._issued_s: dict[int, Seconds] = {}
-        groups = {
-            self._reduction_key(kind, rank): members(schedule, kind, rank) for kind in Reduction for rank in self._ranks
-        }
-        self._chains = _Chains(groups, self._stride, durations.reduce_s, self._provide)
+        members = {self._reduction_key(*of): ranks for of, ranks in groups(schedule).items()}
+        self._chains = _Chains(members, self._stride, durations.reduce_s, self._provide)
 
     def run(self) -> Outcome:
         walks = [self._walk(rank) for rank in self._ranks]
@@ -175,37 +173,51 @@ class _Engine:
         stuck = sorted(rank for ranks in self._waiting.values() for rank in ranks)
         return Outcome(self._timed, tuple(Blocked(rank, *self._position[rank]) for rank in stuck))
 
-    def _compiled(self, rank: int, actions: tuple[Action, ...]) -> list[_Step]:
-        steps = [self._step(rank, action) for action in actions]
+    def _compiled(self, rank: int, program: Program) -> dict[Phase, list[_Step]]:
+        known: dict[Action, _Step] = {}  # A drain repeats most of the steady call.
+        compiled: dict[Phase, list[_Step]] = {}
+        for phase, actions in phases_of(program).items():
+            steps = compiled[phase] = []
+            for action in actions:
+                step = known.get(action)
+                if step is None:
+                    step = known[action] = self._step(rank, action)
+                steps.append(step)
         if self._model is Model.HOST:  # Posting a receive does nothing that the others could see.
-            return [step for step in steps if step.channel is None or step.action.type in _SENDS]
-        return steps
+            for phase, steps in compiled.items():
+                compiled[phase] = [step for step in steps if step.channel is None or step.action.type in _SENDS]
+        return compiled
 
     def _step(self, rank: int, action: Action) -> _Step:
-        type_, batch = action.type, action.batch
+        type_, batch, stage = action.type, action.batch, action.stage
         if type_ in TRANSFERS:
             forward = type_ in (ActionType.SEND_FORWARD, ActionType.RECV_FORWARD)
             peer = self._schedule.peer_of(action)
             if type_ in _SENDS:
-                consumer = action._replace(stage=action.stage + (1 if forward else -1))
-                return _Step(action, 0, gives=self._transfer_key(consumer, forward), channel=(rank, peer, forward))
-            return _Step(action, 0, gives=self._transfer_key(action, forward), channel=(peer, rank, forward))
+                key = self._transfer_key(action, stage + (1 if forward else -1), forward)
+                return _Step(action, 0, None, key, self._channel(rank, peer, forward))
+            return _Step(
+                action, 0, None, self._transfer_key(action, stage, forward), self._channel(peer, rank, forward)
+            )
         if type_ in (ActionType.REDUCE_START, ActionType.REDUCE_WAIT):
             key = self._reduction_key(action.reduction, rank) + batch * self._stride
             if type_ is ActionType.REDUCE_START:
                 return _Step(action, 0, gives=key, of_batch=batch)
             return _Step(action, 0, awaits=key, of_batch=batch)
-        cost = self._durations.of_stage(type_, action.stage, self._schedule.stages)
+        cost = self._durations.of_stage(type_, stage, self._schedule.stages)
         if type_ is ActionType.UPDATE:
             return _Step(action, cost, of_batch=batch)
         forward = type_ is ActionType.FORWARD
-        receive = action._replace(type=ActionType.RECV_FORWARD if forward else ActionType.RECV_BACKWARD)
-        remote = self._schedule.peer_of(receive) not in (None, rank)
-        return _Step(action, cost, awaits=self._transfer_key(action, forward) if remote else None)
+        remote = self._schedule.rank_of(stage + (-1 if forward else 1), action.microbatch) not in (None, rank)
+        return _Step(action, cost, self._transfer_key(action, stage, forward) if remote else None)
 
-    def _transfer_key(self, consumer: Action, forward: bool) -> int:
-        index = 2 * (consumer.stage * self._schedule.microbatches + consumer.microbatch) + forward
-        return index + consumer.batch * self._stride
+    def _channel(self, source: int | None, destination: int | None, forward: bool) -> int:
+        """A number for the transfers of one kind between two ranks, which are first in, first out."""
+        return self._channels.setdefault((source, destination, forward), len(self._channels))
+
+    def _transfer_key(self, action: Action, consumer: int, forward: bool) -> int:
+        index = 2 * (consumer * self._schedule.microbatches + action.microbatch) + forward
+        return index + action.batch * self._stride
 
     def _reduction_key(self, kind: Reduction, rank: int) -> int:
         index = list(Reduction).index(kind) * len(self._ranks)
@@ -214,13 +226,14 @@ class _Engine:
 
     def _provide(self, key: int, time_s: Seconds) -> None:
         self._there[key] = time_s
-        self._ready.extend(self._waiting.pop(key, ()))
+        if key in self._waiting:
+            self._ready.extend(self._waiting.pop(key))
 
     def _walk(self, rank: int) -> Iterator[int]:
         """Run one rank's actions; yields the key of what it waits for, each time it has to."""
         there, timed, delays, stride = self._there, self._timed[rank], self._delays, self._stride
-        queued = self._model is Model.IN_ORDER_QUEUE
-        last_of_channel: dict[Channel, int] = {}
+        queued, record = self._model is Model.IN_ORDER_QUEUE, self._record
+        last_of_channel: dict[int, int] = {}
         now_s: Seconds = 0
         for span in self._spans:
             call = span.call
@@ -238,23 +251,28 @@ class _Engine:
                     while key not in there:
                         self._position[rank] = span, action
                         yield key
-                    now_s = max(now_s, there[key])
+                    if there[key] > now_s:
+                        now_s = there[key]
                 start_s = now_s
                 now_s += cost
                 if channel is not None:
                     self._transfer(gives + base, channel, now_s)
                 elif gives is not None:
                     self._chains.start(rank, gives + base, now_s)
-                elif action.type is not ActionType.REDUCE_WAIT:
+                elif record and action.type is not ActionType.REDUCE_WAIT:
                     timed.append(Timed(action, call, start_s, now_s))
 
-    def _transfer(self, key: int, channel: Channel, now_s: Seconds) -> None:
+    def _transfer(self, key: int, channel: int, now_s: Seconds) -> None:
         """A send is issued, or with a queue either side: the tensor moves once all that has to be is."""
-        if self._model is Model.IN_ORDER_QUEUE and key not in self._issued_s:
-            self._issued_s[key] = now_s
-            return
-        begin_s = max(now_s, self._issued_s.get(key, 0), self._channel_free_s.get(channel, 0))
-        end_s = begin_s + self._durations.send_s
+        begin_s = now_s
+        if self._model is Model.IN_ORDER_QUEUE:
+            issued_s = self._issued_s.pop(key, None)
+            if issued_s is None:
+                self._issued_s[key] = now_s
+                return
+            begin_s = max(begin_s, issued_s)
+        free_s = self._channel_free_s.get(channel, 0)
+        end_s = (free_s if free_s > begin_s else begin_s) + self._durations.send_s
         self._channel_free_s[channel] = end_s
         self._provide(key, end_s)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.lowering import lower
@@ -10,6 +12,7 @@ from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.validate import validate
 
 
+@lru_cache(maxsize=8)  # Megatron's arguments are checked before and after a checkpoint says what is left to do.
 def refusal(schedule: Schedule) -> str | None:
     """Why the validator refuses ``schedule`` with every reduction in its chain; None if it does not."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_2bw.schedule.action import COMPUTE, TRANSFERS, Action, ActionType, Reduction
-from megatron_2bw.schedule.calls import members
+from megatron_2bw.schedule.calls import groups
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import Rule, RuleBroken
 
@@ -107,15 +107,16 @@ def check_communication(schedule: Schedule) -> tuple[tuple[Reduction, ...], ...]
 
 def _check_counts(schedule: Schedule, only: frozenset[ActionType]) -> tuple[tuple[Reduction, ...], ...]:
     used = {action.reduction for _, action in _each(schedule)}
+    members = groups(schedule)
     chains = []
     for rank, program in enumerate(schedule.programs):
-        chain = tuple(kind for kind in Reduction if kind in used and rank in members(schedule, kind, rank))
-        missing = {action for action in _needed(schedule, rank, chain) if action.type in only}
+        chain = tuple(kind for kind in Reduction if kind in used and rank in members[kind, rank])
+        missing = set(_needed(schedule, rank, chain, only))
         seen = set()
         for action in program.steady:
-            bare = _bare(action)
             if action.type not in only:
                 continue
+            bare = _bare(action)
             if bare in seen:
                 raise Misplaced(Rule.DUPLICATE, f"rank {rank} has {bare} twice", rank, action)
             if bare not in missing:
@@ -128,25 +129,36 @@ def _check_counts(schedule: Schedule, only: frozenset[ActionType]) -> tuple[tupl
     return tuple(chains)
 
 
-def _needed(schedule: Schedule, rank: int, chain: tuple[Reduction, ...]) -> Iterator[Action]:
-    """What ``rank`` has to do per batch, given where forwards are."""
+def _needed(
+    schedule: Schedule, rank: int, chain: tuple[Reduction, ...], only: frozenset[ActionType]
+) -> Iterator[Action]:
+    """What ``rank`` has to do per batch, of the types in ``only``, given where forwards are."""
     forwards = [action for action in schedule.programs[rank].steady if action.type is ActionType.FORWARD]
-    for stage, microbatch in {(action.stage, action.microbatch) for action in forwards}:
-        yield from (Action(type_, stage, microbatch) for type_ in COMPUTE)
-        transfers = (Action(type_, stage, microbatch) for type_ in TRANSFERS)
+    homes = {(action.stage, action.microbatch) for action in forwards}
+    for type_ in only & COMPUTE:
+        yield from (Action(type_, stage, microbatch) for stage, microbatch in homes)
+    for type_ in only & TRANSFERS:
+        transfers = (Action(type_, stage, microbatch) for stage, microbatch in homes)
         yield from (transfer for transfer in transfers if schedule.peer_of(transfer) not in (None, rank))
-    ends = (0, schedule.stages - 1)
-    for stage in {action.stage for action in forwards}:
+    once = _needed_once({stage for stage, _ in homes}, schedule.stages, chain)
+    yield from (action for action in once if action.type in only)
+
+
+def _needed_once(homes: set[int], stages: int, chain: tuple[Reduction, ...]) -> Iterator[Action]:
+    """What a rank with the stages ``homes`` has to do once per batch, not once per microbatch."""
+    for stage in homes:
         yield Action(ActionType.UPDATE, stage)
         for kind in chain:
-            if kind is not Reduction.EMBEDDING or stage in ends:
+            if kind is not Reduction.EMBEDDING or stage in (0, stages - 1):
                 yield Action(ActionType.REDUCE_WAIT, stage, reduction=kind)
     # A rank starts a reduction once for all its stages; `_bare` leaves out which of them names it.
-    yield from (_bare(Action(ActionType.REDUCE_START, 0, reduction=kind)) for kind in chain)
+    yield from (Action(ActionType.REDUCE_START, 0, reduction=kind) for kind in chain)
 
 
 def _bare(action: Action) -> Action:
     """What is unique within a call."""
+    if action.type in TRANSFERS and action.batch == 0 and action.version is None:
+        return action
     stage = 0 if action.type is ActionType.REDUCE_START else action.stage
     return Action(action.type, stage, action.microbatch, reduction=action.reduction)
 

@@ -131,8 +131,11 @@ def _receive_of(send: Action) -> Action:
 def _with_receives(call: tuple[Action, ...], receives: list[Action]) -> Iterable[Action]:
     compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
     # The order of use goes on into the next call, whose compute actions are these, one batch later.
-    uses = [call[i] for i in compute] + [call[i].shifted(1) for i in compute]
-    slot_of = {(a.type, a.stage, a.microbatch, a.batch): max(use - 1, 0) for use, a in reversed([*enumerate(uses)])}
+    uses = [(call[i], calls) for calls in (0, 1) for i in compute]
+    slot_of = {
+        (action.type, action.stage, action.microbatch, action.batch + calls): max(use - 1, 0)
+        for use, (action, calls) in reversed([*enumerate(uses)])
+    }
     posted: dict[int, list[Action]] = {}
     for receive in receives:
         type_ = ActionType.FORWARD if receive.type is ActionType.RECV_FORWARD else ActionType.BACKWARD

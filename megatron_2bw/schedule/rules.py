@@ -87,19 +87,25 @@ class RankRules:
         self._rank = rank
         self._chain = chain
         self._slots = schedule.weight_versions[rank]
+        self._in_flight = schedule.in_flight[rank]
+        self._last = schedule.stages - 1
         self._first = 0
         actions = schedule.programs[rank].steady
+        self._here = {(action.stage, action.microbatch) for action in actions if action.type is ActionType.FORWARD}
         self._backwards = Counter(action.stage for action in actions if action.type is ActionType.BACKWARD)
         self._newest = dict.fromkeys(self._backwards, 0)
         self._left: dict[tuple[int, int], int] = {}
         """Backwards of a (stage, batch) still to come."""
         self._open: set[tuple[int, int | None, int]] = set()
+        """Stage, microbatch and batch of forwards without their backward."""
         self._inputs: set[tuple[ActionType, int, int | None, int]] = set()
-        """Of a forward or backward: receives posted and results of this rank's other stages."""
-        self._to_send: set[Action] = set()
+        """Type, stage, microbatch and batch of a forward or backward: receives posted and results of this rank's
+        other stages."""
+        self._to_send: set[tuple[ActionType, int, int | None, int, None, None]] = set()
+        """The fields of an Action; plain tuples, here and above, are made in a third of the time."""
         self._started: dict[int, list[Reduction]] = {}
         self._waited: dict[int, set[Reduction]] = {}
-        self._handlers: dict[ActionType, Callable[[Action], None]] = {
+        self._handlers: dict[ActionType, Callable[[Action, int], None]] = {
             ActionType.FORWARD: self._forward,
             ActionType.BACKWARD: self._backward,
             ActionType.SEND_FORWARD: self._send,
@@ -115,17 +121,18 @@ class RankRules:
         """A run starts with batch ``first``."""
         self._first = first
 
-    def step(self, action: Action) -> None:
-        """Run ``action``.
+    def step(self, action: Action, call: int) -> None:
+        """Run ``action`` in ``call``.
 
         Raises:
             RuleBroken: by this action, given all before it.
         """
-        if action.batch < self._first:
+        batch = action.batch + call
+        if batch < self._first:
             if action.type in (ActionType.UPDATE, ActionType.REDUCE_START, ActionType.REDUCE_WAIT):
                 return
-            raise RuleBroken(Rule.BATCH, f"batch {action.batch} comes before the first batch, {self._first}")
-        self._handlers[action.type](action)
+            raise RuleBroken(Rule.BATCH, f"batch {batch} comes before the first batch, {self._first}")
+        self._handlers[action.type](action, batch)
 
     def end(self, batches: int) -> None:
         """A run has ended after batch ``batches - 1``.
@@ -136,7 +143,7 @@ class RankRules:
         for what, left in (
             ("no backward for", {f"{stage}F{microbatch}" for stage, microbatch, _ in self._open}),
             ("no use of the input of", {f"{stage}{type_}{microbatch}" for type_, stage, microbatch, _ in self._inputs}),
-            ("no", {str(send) for send in self._to_send}),
+            ("no", {str(Action(*send)) for send in self._to_send}),
         ):
             if left:
                 raise RuleBroken(Rule.LEFT_OVER, f"{what} {', '.join(sorted(left))}")
@@ -144,34 +151,37 @@ class RankRules:
             if newest < batches:
                 raise RuleBroken(Rule.LEFT_OVER, f"stage {stage} has no update for batch {newest}")
 
-    def _forward(self, action: Action) -> None:
-        self._check_version(action)
-        if action.stage > 0:
-            self._take(action)
-        self._open.add((action.stage, action.microbatch, action.batch))
-        bound = self._schedule.in_flight[self._rank]
-        if len(self._open) > bound:
+    def _forward(self, action: Action, batch: int) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        self._check_version(action, batch)
+        if stage > 0:
+            self._take(ActionType.FORWARD, stage, microbatch, batch)
+        self._open.add((stage, microbatch, batch))
+        if len(self._open) > self._in_flight:
             raise RuleBroken(
-                Rule.IN_FLIGHT, f"{len(self._open)} forwards without their backward; rank {self._rank} declares {bound}"
+                Rule.IN_FLIGHT,
+                f"{len(self._open)} forwards without their backward; rank {self._rank} declares {self._in_flight}",
             )
-        if action.stage < self._schedule.stages - 1:
-            self._give(action, ActionType.SEND_FORWARD, towards=1)
+        if stage < self._last:
+            self._give(action, batch, ActionType.SEND_FORWARD, stage + 1)
 
-    def _backward(self, action: Action) -> None:
-        stage, microbatch, batch = action.stage, action.microbatch, action.batch
+    def _backward(self, action: Action, batch: int) -> None:
+        stage, microbatch = action.stage, action.microbatch
         if (stage, microbatch, batch) not in self._open:
             raise RuleBroken(Rule.NO_FORWARD, f"microbatch {microbatch} of batch {batch} has no forward before it")
-        self._check_version(action)
-        unsent = Action(ActionType.SEND_FORWARD, stage, microbatch, batch)
+        self._check_version(action, batch)
+        unsent = ActionType.SEND_FORWARD, stage, microbatch, batch, None, None
         if unsent in self._to_send:
-            raise RuleBroken(Rule.NOTHING_TO_SEND, f"{unsent} comes after this backward, which frees its tensor")
-        if stage < self._schedule.stages - 1:
-            self._take(action)
+            raise RuleBroken(
+                Rule.NOTHING_TO_SEND, f"{Action(*unsent)} comes after this backward, which frees its tensor"
+            )
+        if stage < self._last:
+            self._take(ActionType.BACKWARD, stage, microbatch, batch)
         self._check_saved(stage, batch)
         self._open.remove((stage, microbatch, batch))
         self._left[stage, batch] = self._left.get((stage, batch), self._backwards[stage]) - 1
         if stage > 0:
-            self._give(action, ActionType.SEND_BACKWARD, towards=-1)
+            self._give(action, batch, ActionType.SEND_BACKWARD, stage - 1)
 
     def _check_saved(self, stage: int, batch: int) -> None:
         """Batch ``batch`` is about to add to the gradients of the batch before it."""
@@ -189,8 +199,10 @@ class RankRules:
                 Rule.UNSAVED, f"{what} of batch {before} must come before batch {batch} adds to the same buffer"
             )
 
-    def _check_version(self, action: Action) -> None:
-        version, newest = max(action.version, 0), self._newest[action.stage]
+    def _check_version(self, action: Action, batch: int) -> None:
+        version, newest = action.version + batch - action.batch, self._newest[action.stage]
+        if version < 0:
+            version = 0
         if version > newest:
             raise RuleBroken(
                 Rule.NOT_CREATED,
@@ -203,36 +215,36 @@ class RankRules:
                 f"rank {self._rank} declares {self._slots} weight version{'s' if self._slots > 1 else ''}",
             )
 
-    def _take(self, consumer: Action) -> None:
-        key = consumer.type, consumer.stage, consumer.microbatch, consumer.batch
+    def _take(self, consumer: ActionType, stage: int, microbatch: int | None, batch: int) -> None:
+        key = consumer, stage, microbatch, batch
         if key not in self._inputs:
-            receive = f"{consumer.stage}RECV_{consumer.type}{consumer.microbatch}"
-            raise RuleBroken(Rule.NO_INPUT, f"{receive} of batch {consumer.batch} is not posted before it")
+            raise RuleBroken(
+                Rule.NO_INPUT, f"{stage}RECV_{consumer}{microbatch} of batch {batch} is not posted before it"
+            )
         self._inputs.remove(key)
 
-    def _give(self, producer: Action, send: ActionType, *, towards: int) -> None:
-        stage, microbatch, batch = producer.stage, producer.microbatch, producer.batch
-        if self._schedule.rank_of(stage + towards, microbatch) == self._rank:
-            self._inputs.add((producer.type, stage + towards, microbatch, batch))
+    def _give(self, producer: Action, batch: int, send: ActionType, user: int) -> None:
+        if (user, producer.microbatch) in self._here:
+            self._inputs.add((producer.type, user, producer.microbatch, batch))
         else:
-            self._to_send.add(Action(send, stage, microbatch, batch))
+            self._to_send.add((send, producer.stage, producer.microbatch, batch, None, None))
 
-    def _send(self, action: Action) -> None:
-        if action not in self._to_send:
-            raise RuleBroken(Rule.NOTHING_TO_SEND, f"its tensor, of batch {action.batch}, is not there")
-        self._to_send.remove(action)
+    def _send(self, action: Action, batch: int) -> None:
+        key = action.type, action.stage, action.microbatch, batch, action.version, action.reduction
+        if key not in self._to_send:
+            raise RuleBroken(Rule.NOTHING_TO_SEND, f"its tensor, of batch {batch}, is not there")
+        self._to_send.remove(key)
 
-    def _receive(self, action: Action) -> None:
+    def _receive(self, action: Action, batch: int) -> None:
         consumer = ActionType.FORWARD if action.type is ActionType.RECV_FORWARD else ActionType.BACKWARD
-        self._inputs.add((consumer, action.stage, action.microbatch, action.batch))
+        self._inputs.add((consumer, action.stage, action.microbatch, batch))
 
     def _backwards_left(self, batch: int, stage: int | None = None) -> int:
         return sum(
             self._left.get((s, batch), count) for s, count in self._backwards.items() if stage is None or s == stage
         )
 
-    def _reduce_start(self, action: Action) -> None:
-        batch = action.batch
+    def _reduce_start(self, action: Action, batch: int) -> None:
         left = self._backwards_left(batch)
         if left:
             raise RuleBroken(Rule.START_EARLY, f"backwards of batch {batch} still to come: {left}")
@@ -247,15 +259,15 @@ class RankRules:
             raise RuleBroken(Rule.CHAIN, f"{expected} of batch {batch} has to start first; the chain is {chain}")
         started.append(action.reduction)
 
-    def _reduce_wait(self, action: Action) -> None:
-        if action.reduction not in self._started.get(action.batch, ()):
-            detail = f"{action.reduction} of batch {action.batch} has not been started"
-            left = self._backwards_left(action.batch)
+    def _reduce_wait(self, action: Action, batch: int) -> None:
+        if action.reduction not in self._started.get(batch, ()):
+            detail = f"{action.reduction} of batch {batch} has not been started"
+            left = self._backwards_left(batch)
             raise RuleBroken(Rule.WAIT_EARLY, f"{detail}; backwards of that batch still to come: {left}")
-        self._waited.setdefault(action.batch, set()).add(action.reduction)
+        self._waited.setdefault(batch, set()).add(action.reduction)
 
-    def _update(self, action: Action) -> None:
-        stage, batch = action.stage, action.batch
+    def _update(self, action: Action, batch: int) -> None:
+        stage = action.stage
         left = self._backwards_left(batch, stage)
         if left:
             raise RuleBroken(Rule.UPDATE_EARLY, f"backwards of batch {batch} still to come on stage {stage}: {left}")

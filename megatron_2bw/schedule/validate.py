@@ -58,36 +58,34 @@ def _calls_to_repeat(schedule: Schedule) -> int:
 
 def _check_ranks(schedule: Schedule, chains: tuple[tuple[Reduction, ...], ...], runs: tuple[int, ...]) -> None:
     """Follow each rank alone, then compare what they send with what they receive."""
-    channels = Channels(schedule)
-    for rank, program in enumerate(schedule.programs):
-        phases = phases_of(program)
+    phases = [phases_of(program) for program in schedule.programs]
+    walk = spans(runs)
+    for rank, of_phase in enumerate(phases):
         rules = RankRules(schedule, rank, chains[rank])
-        for span in spans(runs):
-            place = Place(rank, span, None)
+        for span in walk:
+            action = None
             try:
                 if span.phase is Phase.FILL:
                     rules.begin(span.first)
-                for action in phases[span.phase]:
-                    place = Place(rank, span, action)
-                    rules.step(action.shifted(span.call))
-                    channels.note(place)
+                for action in of_phase[span.phase]:
+                    rules.step(action, span.call)
+                action = None
                 if span.phase is Phase.DRAIN:
-                    place = Place(rank, span, None)
                     rules.end(span.call + 1)
             except RuleBroken as error:
-                raise _error_at(schedule, error, place) from None
+                raise _error_at(schedule, error, Place(rank, span, action)) from None
     try:
-        channels.check()
+        Channels(schedule, phases, walk).check()
     except RuleBrokenAt as error:
         raise _error_at(schedule, error, error.place) from None
 
 
 def _check_progress(schedule: Schedule, runs: tuple[int, ...]) -> None:
     """Look for deadlocks; what gets through the queue, which waits for more, gets through on the host."""
-    blocked, model = run(schedule, runs, _FREE, model=Model.IN_ORDER_QUEUE).blocked, Model.IN_ORDER_QUEUE
+    blocked, model = run(schedule, runs, _FREE, model=Model.IN_ORDER_QUEUE, record=False).blocked, Model.IN_ORDER_QUEUE
     if not blocked:
         return
-    on_host = run(schedule, runs, _FREE, model=Model.HOST).blocked
+    on_host = run(schedule, runs, _FREE, model=Model.HOST, record=False).blocked
     if on_host:
         blocked, model = on_host, Model.HOST
     places = (f"rank {rank} in {_call(span)} at {action}" for rank, span, action in blocked)

@@ -81,21 +81,43 @@ def test_an_exit_by_signal_finishes_the_last_update(saving: bool, tmp_path: Path
     assert differing(found, oracle(replace(CASE, batches=finished), delay=1), norms=False) == []
 
 
-@pytest.mark.parametrize(
-    ("tracker", "others", "expected"),
-    [("6", {2, 4}, "4"), ("6", {2, 8}, "2"), ("6", set(), None), ("4", {2}, "4")],
-    ids=["newest complete one", "not one that is gone", "none left", "names another"],
-)
-def test_an_overwritten_checkpoint_goes_with_its_tracker(
-    tracker: str, others: set[int], expected: str | None, tmp_path: Path
+def _checkpoint(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "file").write_text(text)
+    return folder
+
+
+def test_a_complete_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
+    from megatron_2bw.mcore.checkpoint import replace
+
+    present = _checkpoint(tmp_path / "iter_0000006", "old")
+    _checkpoint(tmp_path / "replaced_iter_0000006", "left behind by a killed run")
+    replace(present, _checkpoint(tmp_path / "unfinished_iter_0000006", "new"))
+    assert [path.name for path in tmp_path.iterdir()] == [present.name]
+    assert (present / "file").read_text() == "new"
+
+
+def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path: Path) -> None:
+    from megatron_2bw.mcore.checkpoint import replace
+
+    target = _checkpoint(tmp_path / "elsewhere" / "iter_0000006", "old")
+    present = tmp_path / "iter_0000006"
+    present.symlink_to(target)
+    replace(present, _checkpoint(tmp_path / "unfinished_iter_0000006", "new"))
+    assert not present.is_symlink()
+    assert (present / "file").read_text() == "new"
+    assert (target / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize(("tracker", "left"), [("4", ["iter_0000004"]), ("8", []), (None, [])])
+def test_of_non_persistent_checkpoints_only_the_named_one_stays(
+    tracker: str | None, left: list[str], tmp_path: Path
 ) -> None:
-    from megatron_2bw.mcore.checkpoint import discard_checkpoint
+    from megatron_2bw.mcore.checkpoint import remove_all_but_the_named
 
     for iteration in (2, 4, 6):
-        (tmp_path / f"iter_{iteration:07d}").mkdir()
-        (tmp_path / f"iter_{iteration:07d}" / "file").touch()
-    file = tmp_path / "latest_checkpointed_iteration.txt"
-    file.write_text(tracker)
-    discard_checkpoint(str(tmp_path), 6, others=others)
-    assert (file.read_text() if file.exists() else None) == expected
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+        _checkpoint(tmp_path / f"iter_{iteration:07d}", "")
+    if tracker is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
+    remove_all_but_the_named(tmp_path)
+    assert [path.name for path in tmp_path.glob("iter_*")] == left

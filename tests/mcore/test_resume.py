@@ -23,6 +23,7 @@ DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=BATCHES, clip=1.0, model=DROPOUT)
 DETERMINED = Case(schedule="2bw", stages=2, microbatches=4, batches=BATCHES, tied=False)
 """Without dropout, whose numbers depend on the layout: equal to the oracle to the last bit."""
+ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -120,23 +121,89 @@ def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint(saved: Saved, 
     assert_continues(resume(CASE, folder, saved.format), saved.results, complete)
 
 
+def copy(saved: Saved, folder: Path, *iterations: int) -> None:
+    """Checkpoints of a run; the tracker file names the last one."""
+    for iteration in iterations:
+        name = f"iter_{iteration:07d}"
+        shutil.copytree(saved.folder / name, folder / name)
+        (folder / TRACKER).write_text(str(iteration))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def kill_in_first_save(case: Case, folder: Path) -> None:
+    ended = launch(partial(killed, kill=Kill(rank=1, place="save", call=0)), case, case.ranks, folder)
+    assert ended.exit_codes == [1, -signal.SIGKILL], ended.tails()
+
+
 def test_a_killed_save_does_not_leave_a_mixture_of_two_runs(saved: Saved, tmp_path: Path) -> None:
     """Killed while it overwrites the checkpoint that Megatron's tracker file names."""
     folder = tmp_path / "checkpoints"
-    for iteration in (5, 6):
-        shutil.copytree(saved.folder / f"iter_{iteration:07d}", folder / f"iter_{iteration:07d}")
+    copy(saved, folder, 5, 6)
+    kill_in_first_save(saving(CASE, folder, saved.format, 1, "--load", str(folder), "--ckpt-step", "5"), tmp_path)
+    assert (folder / TRACKER).read_text() == "6"
+    assert_continues(resume(CASE, folder, saved.format), saved.results, 6)
+
+
+def test_a_killed_save_keeps_the_checkpoint_that_the_run_has_loaded(saved: Saved, tmp_path: Path) -> None:
+    """The only one: a finished run that is started again saves its last batch once more."""
+    folder = tmp_path / "checkpoints"
+    copy(saved, folder, BATCHES)
+    kill_in_first_save(saving(CASE, folder, saved.format, BATCHES - 1, "--load", str(folder)), tmp_path)
+    assert (folder / TRACKER).read_text() == str(BATCHES)
+    name = f"iter_{BATCHES:07d}"
+    assert contents(folder / name) == contents(saved.folder / name)
+
+
+@pytest.mark.parametrize("saved", ["torch_dist"], indirect=True)
+def test_a_killed_non_persistent_save_keeps_the_one_before_it(saved: Saved, tmp_path: Path) -> None:
+    """A killed run has left half of checkpoint 6, and the next one is killed there, too."""
+    folder = tmp_path / "checkpoints"
+    copy(saved, folder / "non_persistent", 6, 5)
+    (folder / "non_persistent" / "iter_0000006" / "metadata.json").unlink()
+    non_persistent = ("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "1")
+    kill_in_first_save(saving(CASE, folder, saved.format, BATCHES, "--load", str(folder), *non_persistent), tmp_path)
+    assert (folder / "non_persistent" / TRACKER).read_text() == "5"
+    resuming = replace(CASE, flags=non_persistent)
+    assert_continues(resume(resuming, folder, saved.format), saved.results, 5)
+
+
+@pytest.mark.parametrize("saved", ["torch_dist"], indirect=True)
+def test_a_killed_non_persistent_save_leaves_no_mixture(saved: Saved, tmp_path: Path) -> None:
+    """Killed while it overwrites the checkpoint of an earlier run in the same folder."""
+    folder = tmp_path / "checkpoints"
+    copy(saved, folder / "non_persistent", 6)
+    (saved.folder / TRACKER).write_text("5")
+    non_persistent = ("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "1")
+    from_saved = ("--load", str(saved.folder))
+    kill_in_first_save(saving(CASE, folder, saved.format, BATCHES, *from_saved, *non_persistent), tmp_path)
+    assert (folder / "non_persistent" / TRACKER).read_text() == "6"
+    assert contents(folder / "non_persistent" / "iter_0000006") == contents(saved.folder / "iter_0000006")
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags"),
+    [("torch", ()), ("torch_dist", ()), ("torch_dist", ASYNCHRONOUS)],
+    indirect=["saved"],
+    ids=["torch", "torch_dist", "torch_dist-asynchronous"],
+)
+def test_an_overwritten_checkpoint_is_the_new_one(saved: Saved, flags: tuple[str, ...], tmp_path: Path) -> None:
+    """It continues with the numbers of the run that wrote it, and nothing is left beside it."""
+    folder = tmp_path / "checkpoints"
+    copy(saved, folder, 5, 6)
+    other = replace(CASE, clip=0.5)
+    overwriting = run(saving(other, folder, saved.format, 6, "--load", str(folder), "--ckpt-step", "5", *flags))
+    assert sorted(path.name for path in folder.glob("*iter*")) == [f"iter_{i:07d}" for i in (5, 6, BATCHES)] + [TRACKER]
     (folder / TRACKER).write_text("6")
-    case = saving(CASE, folder, saved.format, 1, "--load", str(folder), "--ckpt-step", "5")
-    ended = launch(partial(killed, kill=Kill(rank=1, place="save", call=0)), case, case.ranks, tmp_path)
-    assert ended.exit_codes == [1, -signal.SIGKILL], ended.tails()
-    assert (folder / TRACKER).read_text() == "5"
-    assert_continues(resume(CASE, folder, saved.format), saved.results, 5)
+    found = resume(other, folder, saved.format)
+    assert differing(found, tail(overwriting, BATCHES - 6)) == []
 
 
 def test_an_asynchronous_save_holds_what_it_was_started_with(tmp_path: Path) -> None:
     """It is written while training changes both weight versions and the state of the optimizer."""
-    asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
-    case = saving(CASE, tmp_path, "torch_dist", 5, *asynchronous)
+    case = saving(CASE, tmp_path, "torch_dist", 5, *ASYNCHRONOUS)
     whole = merge(collect(partial(slow_to_write, seconds=1.0), case, case.ranks), case.stages, case.microbatches)
     assert differing(whole, run(CASE)) == []
     assert_continues(Saved(CASE, tmp_path, "torch_dist", whole).resumed(5), whole, 5)
