@@ -1,38 +1,48 @@
-"""The command ``megatron-2bw``: look at schedules and check them, without torch."""
+"""The command ``megatron-2bw``: look at schedules, check them and plan with them, without torch.
+
+What only one command needs is imported where that command runs, so that each starts at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_2bw import __version__
-from megatron_2bw.schedule.calls import Phase, lowered
-from megatron_2bw.schedule.draw import grid
+from megatron_2bw.planner.commands import add_commands
+from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.feasible import enough_microbatches, refusal
-from megatron_2bw.schedule.listing import listing
-from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, build, canonical_name
-from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
-from megatron_2bw.schedule.svg import svg
-from megatron_2bw.schedule.timeline import Timeline
-from megatron_2bw.schedule.trace import chrome_trace
+
+if TYPE_CHECKING:
+    from megatron_2bw.schedule.program import Schedule
+    from megatron_2bw.schedule.timeline import Timeline
 
 _MOST_SLOTS = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, 1 when nothing could be validated, 2 for bad input."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, flags = parser.parse_known_args(argv)
+    if flags and not args.takes_flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     try:
-        return args.command(args)
+        return args.command(args, flags) if args.takes_flags else args.command(args)
     except ScheduleError as error:
         message = error.message
+    except PlanError as error:
+        message = str(error)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader has seen enough.
+        return 1
     except OSError as error:
         message = f"cannot write {error.filename}: {error.strerror}"
     print(f"megatron-2bw: error: {message}", file=sys.stderr)
@@ -40,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-2bw", description="Look at pipeline schedules and check them.")
+    parser = argparse.ArgumentParser(prog="megatron-2bw", description="Plan pipelines, look at schedules, check them.")
+    parser.set_defaults(takes_flags=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -71,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("schedules", nargs="*", metavar="SCHEDULE", help="default: all")
     check.add_argument("--max-stages", type=_count, default=8, metavar="D", help="(default: %(default)s)")
     check.add_argument("--max-microbatches", type=_count, default=16, metavar="M", help="(default: %(default)s)")
+
+    add_commands(commands)
     return parser
 
 
@@ -84,6 +97,8 @@ def _add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
+    from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+
     durations = Durations(forward_s=args.forward_time, backward_s=args.backward_time)
     names = dict.fromkeys(canonical_name(name) for name in args.schedules)
     schedules = [_valid(name, args.stages, args.microbatches, args.extra_in_flight) for name in names]
@@ -92,15 +107,23 @@ def _show(args: argparse.Namespace) -> int:
     for schedule, timeline, bubble in zip(schedules, timelines, bubbles, strict=True):
         print("\n".join(_shown(schedule, timeline, bubble, args)), end="\n\n")
     if args.svg:
+        from megatron_2bw.schedule.svg import svg
+
         title = f"{_batches(args)} of {_microbatches(args)} on {_stages(args)}"
         notes = [_endless(timeline, bubble) for timeline, bubble in zip(timelines, bubbles, strict=True)]
         args.svg.write_text(svg(*timelines, title=title, notes=notes), encoding="utf-8")
     if args.trace:
+        from megatron_2bw.schedule.trace import chrome_trace
+
         args.trace.write_text(json.dumps(chrome_trace(*timelines)), encoding="utf-8")
     return 0
 
 
 def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args: argparse.Namespace) -> Iterable[str]:
+    from megatron_2bw.schedule.calls import Phase, lowered
+    from megatron_2bw.schedule.draw import grid
+    from megatron_2bw.schedule.listing import listing
+
     unit_s = min(args.forward_time, args.backward_time)
     forward, backward = (min(round(t / unit_s), _MOST_SLOTS) for t in (args.forward_time, args.backward_time))
     yield f"{schedule.name}: {_stages(args)}, {_microbatches(args)}, {_batches(args)}"
@@ -121,6 +144,8 @@ def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args
 
 def _valid(name: str, stages: int, microbatches: int, extra_in_flight: int) -> Schedule:
     """The schedule, or an error that says how many microbatches it needs."""
+    from megatron_2bw.schedule.feasible import enough_microbatches, refusal
+
     schedule = build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
     problem = refusal(schedule)
     if problem is None:
@@ -136,6 +161,9 @@ def _endless(timeline: Timeline, steady_bubble: Fraction) -> str:
 
 
 def _list(args: argparse.Namespace) -> int:
+    from megatron_2bw.schedule.feasible import refusal
+    from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+
     durations = Durations(forward_s=Fraction(1), backward_s=Fraction(2))
     for name, builder in SCHEDULES.items():
         aliases = [alias for alias, target in ALIASES.items() if target == name]
@@ -159,6 +187,8 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
+    from megatron_2bw.schedule.feasible import refusal
+
     names = dict.fromkeys(canonical_name(name) for name in args.schedules or SCHEDULES)
     found_all = True
     for name in names:

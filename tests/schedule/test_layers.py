@@ -24,6 +24,7 @@ def loaded_by(modules: list[str], unwanted: tuple[str, ...]) -> list[str]:
 
 LAYERS = {
     "schedule": (modules_of("schedule"), ("torch", "numpy", "megatron")),
+    "planner": (modules_of("planner"), ("torch", "numpy", "megatron")),
     "cli": (["megatron_2bw.cli"], ("torch", "numpy", "megatron")),
     "package": (["megatron_2bw"], ("torch", "numpy", "megatron")),
     "runtime": (modules_of("runtime"), ("megatron",)),

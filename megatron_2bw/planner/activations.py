@@ -1,0 +1,98 @@
+"""Bytes of activations that one transformer layer, the embedding and the loss keep for the backward.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4,
+generalised to grouped queries, gated MLPs and mixtures of experts. Everything is per tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_2bw.planner.layout import Layout, Recompute
+from megatron_2bw.planner.model import Model
+
+FP32_BYTES = 4
+MASK_BYTES = 1
+"""Of one number in a dropout mask."""
+
+
+class LayerActivations(NamedTuple):
+    """Of one layer and one microbatch, in bytes."""
+
+    input: float
+    """What full recomputation keeps."""
+    kept: float
+    """All that the backward needs, the scores of unfused attention left out if they are computed again."""
+    working: float
+    """More that is alive in the middle of the layer's backward: gradients, and what selective recomputation makes."""
+
+
+def of_layer(model: Model, layout: Layout) -> LayerActivations:
+    """``kept`` is ``s*b*h*(10 + 24/t + 5*a*s/(h*t))`` for GPT in 16 bits with dropout; Table 2 of the paper.
+
+    The last term is that of attention which stores its scores; with sequence parallelism all of it is divided by t.
+
+    >>> model = Model(num_layers=48, hidden_size=6144, num_attention_heads=64, seq_length=2048, vocab_size=51200)
+    >>> def per_sbh(**more):
+    ...     layout = Layout(schedule="megatron", pipeline=1, data=1, global_batch=4, microbatch=4, tensor=8, **more)
+    ...     return round(of_layer(model, layout).kept / (2048 * 4 * 6144), 3)
+    >>> per_sbh(fused_attention=False), per_sbh(), per_sbh(sequence_parallel=True)
+    (26.333, 13.0, 4.25)
+    """
+    width, tensor, hidden = layout.precision.width, layout.tensor, model.hidden_size
+    tokens = model.seq_length * layout.microbatch
+    outside = tensor if layout.sequence_parallel else 1
+    masks = MASK_BYTES if model.dropout else 0
+    queries = model.num_attention_heads * model.kv_channels
+    keys = model.num_query_groups * model.kv_channels
+    # Inputs of two norms and of what follows them; two dropout masks.
+    between = (4 * width + 2 * masks) * hidden / outside
+    # Q, K, V and the input of the projection; into and out of the activation function.
+    inside = width * (2 * queries + 2 * keys + _mlp_numbers(model)) / tensor
+    if model.num_experts:
+        between += width * 2 * model.moe_router_topk * hidden / outside
+    scores = model.num_attention_heads * model.seq_length / tensor
+    stored_scores = 0 if layout.fused_attention else scores * (2 * width + masks if model.dropout else width)
+    again = layout.recompute == Recompute.SELECTIVE
+    gathered = width * hidden if layout.sequence_parallel else 0
+    mlp_gradients = width * (_mlp_numbers(model) / tensor + 2 * hidden / outside)
+    score_gradients = 0 if layout.fused_attention else 2 * width * scores
+    return LayerActivations(
+        input=tokens * width * hidden / outside,
+        kept=tokens * (between + inside + (0 if again else stored_scores)),
+        working=tokens * (gathered + max(mlp_gradients, score_gradients + (stored_scores if again else 0))),
+    )
+
+
+def _mlp_numbers(model: Model) -> int:
+    """Per token, before it is split: what goes into the activation function and what comes out."""
+    return (3 if model.swiglu else 2) * model.ffn_hidden_size * (model.moe_router_topk if model.num_experts else 1)
+
+
+class LossActivations(NamedTuple):
+    """Of final norm, logits and loss for one microbatch, in bytes."""
+
+    kept: float
+    """Softmax in fp32, and the inputs of norm and output layer."""
+    working: float
+    """More at the loss: the logits, or their gradient, in compute precision."""
+
+
+def of_loss(model: Model, layout: Layout) -> LossActivations:
+    """fp32 softmax, as Megatron's ``_VocabParallelCrossEntropy`` saves it.
+
+    >>> model = Model(num_layers=48, hidden_size=6144, num_attention_heads=64, seq_length=2048, vocab_size=51200)
+    >>> of_loss(model, Layout(schedule="megatron", pipeline=1, data=1, global_batch=1, tensor=8))
+    LossActivations(kept=102760448.0, working=26214400.0)
+    """
+    width, tokens = layout.precision.width, model.seq_length * layout.microbatch
+    logits = tokens * model.padded_vocab_size(layout.tensor) / layout.tensor
+    outside = layout.tensor if layout.sequence_parallel else 1
+    inputs = tokens * 2 * width * model.hidden_size / outside
+    return LossActivations(FP32_BYTES * logits + inputs, width * logits)
+
+
+def of_embedding(model: Model, layout: Layout) -> float:
+    """The dropout mask; the output is the first layer's input and counted there."""
+    outside = layout.tensor if layout.sequence_parallel else 1
+    return model.seq_length * layout.microbatch * model.hidden_size * MASK_BYTES / outside if model.dropout else 0.0

@@ -1,0 +1,91 @@
+"""What ``[ ... ]`` and ``[[ ... ]]`` say, as far as that is known."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+
+from megatron_2bw.planner.bash.expand import settled
+
+_NUMBERS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+
+
+def holds(words: Sequence[str], *, patterns: bool = False) -> bool | None:
+    """Whether the condition of ``words`` holds; None where only running the script would tell.
+
+    Args:
+        words: within the brackets, expanded; ``&&``, ``||``, ``!`` are words too.
+        patterns: as in ``[[``: the right side of ``==`` is a pattern.
+
+    >>> holds(["8", "-gt", "1"]), holds(["-z", "x"]), holds(["-f", "run.sh"])
+    (True, False, None)
+    """
+    for separators, decisive in ((("||", "-o"), True), (("&&", "-a"), False)):
+        parts = _split(words, separators)
+        if len(parts) > 1:
+            answers = [holds(part, patterns=patterns) for part in parts]
+            if decisive in answers:
+                return decisive
+            return None if None in answers else not decisive
+    if words and words[0] == "!":
+        answer = holds(words[1:], patterns=patterns)
+        return None if answer is None else not answer
+    if len(words) > 2 and words[0] == "(" and words[-1] == ")":
+        return holds(words[1:-1], patterns=patterns)
+    return _primary(words, patterns=patterns)
+
+
+def _split(words: Sequence[str], separators: tuple[str, ...]) -> list[Sequence[str]]:
+    """Parts of ``words`` between separators that are not in brackets."""
+    parts: list[list[str]] = [[]]
+    depth = 0
+    for word in words:
+        depth += (word == "(") - (word == ")")
+        if word in separators and depth == 0:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _primary(words: Sequence[str], *, patterns: bool) -> bool | None:
+    known = [settled(word) for word in words]
+    match known:
+        case []:
+            return False
+        case [None, *_] | [_, None] | [_, _, None]:
+            return None
+        case [text]:
+            return bool(text)
+        case ["-z", text]:
+            return not text
+        case ["-n", text]:
+            return bool(text)
+        case [left, "=" | "==", right]:
+            return fnmatchcase(left, right) if patterns else left == right
+        case [left, "!=", right]:
+            return not fnmatchcase(left, right) if patterns else left != right
+        case [left, "=~", right]:
+            return _matches(left, right)
+        case [left, compare, right] if compare in _NUMBERS:
+            try:
+                return _NUMBERS[compare](int(left), int(right))
+            except ValueError:
+                return None
+    return None
+
+
+def _matches(text: str, expression: str) -> bool | None:
+    try:
+        return re.search(expression, text) is not None
+    except re.error:
+        return None

@@ -1,0 +1,277 @@
+"""The layouts that a model, a cluster and a batch allow, and the rules that the others break."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
+
+from megatron_2bw.planner import memory
+from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.rules import (
+    DELAYED,
+    MEGATRON,
+    least_microbatches,
+    microbatch_problem,
+    schedule_problem,
+    stage_problem,
+    tensor_problem,
+)
+from megatron_2bw.planner.space import Space
+
+GIB = 2**30
+SCHEDULES = ("2bw", "1f1b-flush", "gpipe", MEGATRON)
+
+
+@dataclass(slots=True, kw_only=True)
+class Rejection:
+    """A rule that some layouts break."""
+
+    rule: str
+    """A few words."""
+    reason: str
+    """The rule in full, for the first layout that breaks it."""
+    example: str
+    count: int = 1
+    """How often; once for all layouts that differ only in what the rule does not ask for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How the GPUs are split."""
+
+    pipeline: int
+    tensor: int
+    data: int
+
+
+class Saving(NamedTuple):
+    """One way to save memory, in one or more steps."""
+
+    base: Layout
+    gradient_buffers: int
+    recompute: Recompute
+    method: RecomputeMethod
+    sizes: Sequence[int]
+    """Of ``recompute_layers``, less time first; with equal times, the usual one first."""
+
+    @property
+    def falls(self) -> bool:
+        """Each size needs less memory, and more time, than the one before."""
+        return self.recompute == Recompute.FULL and self.method == RecomputeMethod.BLOCK
+
+    def layout(self, size: int) -> Layout:
+        if self.recompute == Recompute.NONE and self.gradient_buffers == self.base.gradient_buffers:
+            return self.base
+        return replace(
+            self.base,
+            gradient_buffers=self.gradient_buffers,
+            recompute=self.recompute,
+            recompute_method=self.method,
+            recompute_layers=size,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidates:
+    """Layouts to price, and what was ruled out on the way to them."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    space: Space
+    rejected: dict[str, Rejection] = field(default_factory=dict)
+    """By rule."""
+    layouts: int = 0
+    """Rejected or found so far."""
+    leanest: tuple[float, Layout] | None = None
+    """(bytes, layout) that needs least memory, of those that need too much."""
+    widths: set[int] = field(default_factory=set)
+    """Numbers of replicas that no rule but the batch size forbids."""
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of one GPU."""
+        return self.cluster.memory_bytes
+
+    def reject(self, rule: str, reason: str, example: str) -> None:
+        """Count a broken rule."""
+        self.layouts += 1
+        if rule in self.rejected:
+            self.rejected[rule].count += 1
+        else:
+            self.rejected[rule] = Rejection(rule=rule, reason=reason, example=example)
+
+    def _shapes(self) -> Iterator[Shape]:
+        """Splits of the GPUs that suit model and batch."""
+        gpus, space = self.cluster.gpus, self.space
+        for pipeline in space.allows("pipelines", divisors(gpus)):
+            for tensor in space.allows("tensors", divisors(gpus // pipeline)):
+                data = gpus // (pipeline * tensor)
+                if space.widths is not None and data not in space.widths:
+                    continue
+                shape = Shape(pipeline=pipeline, tensor=tensor, data=data)
+                problem = self._shape_problem(shape)
+                if problem:
+                    self.reject(*problem, f"d{pipeline},t{tensor},w{data}")
+                else:
+                    yield shape
+
+    def _shape_problem(self, shape: Shape) -> tuple[str, str] | None:
+        """(rule, reason)"""
+        tensor, node = shape.tensor, self.cluster.gpus_per_node
+        if self.space.tensors is None and tensor > node:
+            return "tensor-parallel groups stay in a node", f"tensor {tensor}: a node has {node} GPUs; use {node}"
+        sequence = (True, False) if tensor > 1 else (False,)
+        problems = [
+            tensor_problem(self.model, tensor, sequence_parallel=choice)
+            for choice in self.space.allows("sequence_parallel", sequence) or sequence
+        ]
+        if all(problems):
+            return "tensor-parallel ranks share heads, groups and MLP evenly", problems[0]
+        least = self._layout(shape, {"global_batch": shape.data, "schedule": MEGATRON})
+        problem = stage_problem(self.model, least)
+        if problem:
+            return "stages have the same number of layers", problem
+        self.widths.add(shape.data)
+        if self.global_batch % shape.data:
+            nearest = nearest_multiple(self.global_batch, shape.data)
+            return (
+                "replicas share the batch evenly",
+                f"global_batch {self.global_batch} is no multiple of data {shape.data}; use {nearest}",
+            )
+        return self._never_fits(shape)
+
+    def _never_fits(self, shape: Shape) -> tuple[str, str] | None:
+        """Whether not even the layout that needs least memory fits."""
+        sequence = shape.tensor > 1 and self.model.seq_length % shape.tensor == 0
+        layers = max(self.model.num_layers // shape.pipeline, 1)
+        lean = {"schedule": MEGATRON, "sequence_parallel": sequence, "distributed_optimizer": shape.data > 1}
+        full = {"recompute": Recompute.FULL}
+        sizes = ({"recompute_layers": count} for count in distinct_group_sizes(layers))
+        candidates = (self._layout(shape, lean | more) for more in ({}, *(full | size for size in sizes)))
+        needed, layout = min(
+            ((memory.largest(self.model, layout).total_bytes, layout) for layout in candidates),
+            key=lambda item: item[0],
+        )
+        if needed <= self.capacity_bytes:
+            return None
+        return "memory, with everything recomputed and b = 1", self.does_not_fit(layout, needed)
+
+    def does_not_fit(self, layout: Layout, needed: float) -> str:
+        """The reason, in words; remembered if no other layout needs less."""
+        if self.leanest is None or needed < self.leanest[0]:
+            self.leanest = needed, layout
+        return f"{name(layout)} needs {needed / GIB:.1f} GiB of {self.cluster.gpu.memory_gb:g} on its fullest stage"
+
+    def _layout(self, shape: Shape, more: dict[str, object]) -> Layout:
+        gpu = self.cluster.gpu
+        defaults = {
+            "pipeline": shape.pipeline,
+            "tensor": shape.tensor,
+            "data": shape.data,
+            "global_batch": self.global_batch,
+            "precision": self.space.precision or (Precision.BF16 if gpu.has_bf16 else Precision.FP16),
+            "fused_attention": gpu.has_bf16 if self.space.fused_attention is None else self.space.fused_attention,
+        }
+        return Layout(**(defaults | more))
+
+    def bases(self) -> Iterator[Layout]:
+        """Layouts without recomputation and with two gradient buffers; all others derive from them."""
+        for shape in self._shapes():
+            for schedule, chunks in self._schedules(shape):
+                for microbatch in self.space.allows("microbatches", divisors(self.global_batch // shape.data)):
+                    yield from self._switched(shape, schedule, chunks, microbatch)
+
+    def _schedules(self, shape: Shape) -> Iterator[tuple[str, int]]:
+        """(schedule, chunks)"""
+        layers = self.model.num_layers // shape.pipeline
+        for schedule in self.space.allows("schedules", SCHEDULES):
+            interleaves = schedule == MEGATRON and shape.pipeline > 1
+            chunks = divisors(layers) if interleaves else (1,)
+            if interleaves and self.space.chunks is None and self.space.schedules is None:
+                chunks = chunks[1:]  # With one chunk it is 1f1b-flush.
+            for count in self.space.allows("chunks", chunks):
+                layout = self._layout(shape, {"schedule": schedule, "chunks": count})
+                problem = schedule_problem(layout) or stage_problem(self.model, layout)
+                if problem:
+                    self.reject("the schedule suits the depth", problem, name(layout))
+                else:
+                    yield schedule, count
+
+    def _switched(self, shape: Shape, schedule: str, chunks: int, microbatch: int) -> Iterator[Layout]:
+        """Layouts that differ in what is not recomputation."""
+        delayed = schedule in DELAYED
+        base = {"schedule": schedule, "chunks": chunks, "microbatch": microbatch}
+        base["overlap_gradients"] = shape.data > 1 and not delayed
+        for extra in self.space.allows("extra_in_flight", (0, 1) if delayed else (0,)):
+            needed = least_microbatches(schedule, shape.pipeline, extra)
+            if delayed and not extra and not self.space.tight:
+                needed = shape.pipeline
+            for sequence in self._sequence_parallel(shape):
+                for distributed in self._distributed(shape):
+                    switches = {"sequence_parallel": sequence, "distributed_optimizer": distributed}
+                    layout = self._layout(shape, base | switches | {"extra_in_flight": extra})
+                    problem = microbatch_problem(layout, needed)
+                    if problem:
+                        self.reject("the batch has the microbatches that the schedule needs", problem, name(layout))
+                    else:
+                        self.layouts += sum(len(saving.sizes) for saving in self.savings(layout))
+                        yield layout
+
+    def _sequence_parallel(self, shape: Shape) -> tuple[bool, ...]:
+        """On where it works, unless the space says otherwise: it costs neither time nor memory."""
+        choices = self.space.allows("sequence_parallel", (True, False) if shape.tensor > 1 else (False,))
+        valid = [on for on in choices if not tensor_problem(self.model, shape.tensor, sequence_parallel=on)]
+        return tuple(valid[:1])
+
+    def _distributed(self, shape: Shape) -> tuple[bool, ...]:
+        return self.space.allows("distributed_optimizer", (True, False) if shape.data > 1 else (False,))
+
+    def savings(self, base: Layout) -> Iterator[Saving]:
+        """The ways to save memory."""
+        space, layers = self.space, self.model.num_layers // (base.pipeline * base.chunks)
+        recomputes = space.allows("recomputes", tuple(Recompute))
+        for buffers in space.allows("gradient_buffers", (2, 1) if base.schedule in DELAYED else (2,)):
+            for recompute in recomputes:
+                if recompute == Recompute.FULL:
+                    for method in space.allows("recompute_methods", tuple(RecomputeMethod)):
+                        block = method == RecomputeMethod.BLOCK
+                        sizes = range(1, layers) if block else distinct_group_sizes(layers)
+                        if space.recompute_layers is not None:
+                            sizes = space.allows("recompute_layers", tuple(sizes))
+                        if sizes:
+                            yield Saving(base, buffers, recompute, method, sizes)
+                elif recompute == Recompute.NONE or not base.fused_attention or space.recomputes is not None:
+                    yield Saving(base, buffers, recompute, base.recompute_method, (1,))
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Divisors of ``number``, rising.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    low = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return tuple(low + [number // count for count in reversed(low) if count * count != number])
+
+
+@cache
+def distinct_group_sizes(layers: int) -> tuple[int, ...]:
+    """Smallest sizes of groups that cut ``layers`` layers into each possible number of groups.
+
+    >>> distinct_group_sizes(8)
+    (1, 2, 3, 4, 8)
+    """
+    return tuple(sorted({-(-layers // groups) for groups in range(1, layers + 1)}))
+
+
+def nearest_multiple(number: int, unit: int) -> int:
+    """The multiple of ``unit`` that is nearest to ``number``, at least ``unit``."""
+    return max(round(number / unit), 1) * unit

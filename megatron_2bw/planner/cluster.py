@@ -1,0 +1,122 @@
+"""The machine: GPUs, nodes and the links between them."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+
+from megatron_2bw.planner.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """Data sheet of one GPU."""
+
+    name: str
+    memory_gb: float
+    """As printed: GiB."""
+    peak_tflops: float
+    """Dense matrix products in bf16, fp16 where there is no bf16."""
+    hbm_gb_s: float
+    nvlink_gb_s: float
+    """One direction."""
+    has_bf16: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal GPUs."""
+
+    name: str
+    gpu: Gpu
+    gpus_per_node: int
+    nodes: int
+    intra_node_gb_s: float
+    """Of one GPU within its node, one direction."""
+    inter_node_gb_s: float
+    """Of one node to the others, one direction, over all of its network cards."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    @property
+    def gpus(self) -> int:
+        return self.gpus_per_node * self.nodes
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of one GPU."""
+        return self.gpu.memory_gb * 2**30
+
+
+def _check_positive(part: Gpu | Cluster) -> None:
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.type in ("int", "float") and not (isinstance(value, int | float) and value > 0):
+            raise PlanError(f"{field.name} {value!r} of {part.name}: give a number above 0")
+
+
+def _gpu(name: str, memory_gb: float, peak_tflops: float, hbm_gb_s: float, nvlink_gb_s: float, **more: bool) -> Gpu:
+    return Gpu(
+        name=name, memory_gb=memory_gb, peak_tflops=peak_tflops, hbm_gb_s=hbm_gb_s, nvlink_gb_s=nvlink_gb_s, **more
+    )
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("v100-16gb", 16, 125, 900, 150, has_bf16=False),
+        _gpu("v100-32gb", 32, 125, 900, 150, has_bf16=False),
+        _gpu("a100-40gb", 40, 312, 1555, 300),
+        _gpu("a100-80gb", 80, 312, 2039, 300),
+        _gpu("h100-80gb", 80, 989, 3350, 450),
+        _gpu("h200-141gb", 141, 989, 4800, 450),
+        _gpu("b200-180gb", 180, 2250, 8000, 900),
+    )
+}
+"""NVIDIA's data sheets (SXM; tensor-core peak without sparsity); NVLink is half of the printed two-way number."""
+
+
+def _cluster(name: str, gpu: str, inter_node_gbit_s: float) -> Cluster:
+    """One node of eight GPUs."""
+    return Cluster(
+        name=name,
+        gpu=GPUS[gpu],
+        gpus_per_node=8,
+        nodes=1,
+        intra_node_gb_s=GPUS[gpu].nvlink_gb_s,
+        inter_node_gb_s=inter_node_gbit_s / 8,
+    )
+
+
+CLUSTERS: dict[str, Cluster] = {
+    cluster.name: cluster
+    for cluster in (
+        _cluster("p3.16xlarge", "v100-16gb", 25),
+        _cluster("p3dn.24xlarge", "v100-32gb", 100),
+        _cluster("p4d.24xlarge", "a100-40gb", 400),
+        _cluster("dgx-a100", "a100-80gb", 1600),
+        _cluster("p5.48xlarge", "h100-80gb", 3200),
+        _cluster("dgx-h100", "h100-80gb", 3200),
+        _cluster("p5en.48xlarge", "h200-141gb", 3200),
+        _cluster("dgx-b200", "b200-180gb", 3200),
+    )
+}
+"""One node of each; network: AWS' instance pages, and for DGX arXiv 2104.04473 section 5 (8 x 200 Gbit/s) and NVIDIA's
+data sheets (8 x 400 Gbit/s)."""
+
+
+def known(name: str, among: dict[str, object], what: str) -> object:
+    """What is called ``name``.
+
+    Raises:
+        PlanError: nothing is; the message lists the names, the nearest one first.
+    """
+    if name in among:
+        return among[name]
+    nearest = difflib.get_close_matches(name, among, n=1, cutoff=0.0)
+    listed = ", ".join(dict.fromkeys([*nearest, *among]))
+    raise PlanError(f"unknown {what} {name!r}; choose one of {listed}")

@@ -1,0 +1,267 @@
+"""How long a batch takes: kernels and collectives priced by size, put together by the schedule.
+
+Seconds of a layer come from ``layer``, those of links from ``speeds``, and the time of a batch from the closed forms
+in ``periods``, which equal the simulator that runs the executor's own Programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_2bw.planner import periods
+from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layer import Split, Work, Works, works_of
+from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.memory import state_bytes_per_weight
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.periods import Pipeline, Stage
+from megatron_2bw.planner.speeds import Machine, Speed, error_bar, machine_of
+from megatron_2bw.planner.stages import layers_of_stages, weights_of
+from megatron_2bw.schedule.program import GradientCopy
+
+SCHEDULES = ("2bw", "1f1b-flush", "gpipe", "megatron")
+FP32_BYTES = 4
+BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA = 40_000_000, 1_000_000
+"""Megatron's size of a gradient bucket is the larger: ``DistributedDataParallel.__init__``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """One batch of one layout, far from the ends of a run."""
+
+    time_s: float
+    bubble_ratio: float
+    """Idle share of all stages' time; updates are work, waiting for transfers or reductions is not."""
+    tokens_per_s: float
+    """Of the whole cluster."""
+    flops_per_gpu_s: float
+    """Of the model: what is recomputed does not count."""
+    parts: dict[str, float]
+    """Seconds of ``time_s`` on the slowest stage, by what they are spent on."""
+    relative_error: float
+    """Of ``time_s``: nine of ten measured batches are nearer."""
+    error_source: str
+
+
+class Times(NamedTuple):
+    """What a batch is put together from."""
+
+    pipeline: Pipeline
+    works: Works
+
+
+def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None = None) -> Iteration:
+    """Predict one batch.
+
+    Args:
+        model: what is trained.
+        layout: how.
+        cluster: where.
+        speed: constants in place of those of the cluster's GPU.
+
+    Raises:
+        PlanError: a schedule that is not priced, or layers that cannot be spread.
+
+    >>> from megatron_2bw.planner.cluster import CLUSTERS
+    >>> model = Model(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=50257)
+    >>> for schedule in ("1f1b-flush", "2bw"):
+    ...     layout = Layout(schedule=schedule, pipeline=4, data=2, microbatch=4, global_batch=64)
+    ...     batch = iteration(model, layout, CLUSTERS["dgx-a100"])
+    ...     print(f"{schedule}: {batch.time_s:.2f} s, bubble {batch.bubble_ratio:.0%}")
+    1f1b-flush: 1.17 s, bubble 39%
+    2bw: 0.92 s, bubble 22%
+    """
+    times = times_of(model, layout, cluster, speed)
+    time_s = batch_s(layout, times.pipeline)
+    pipeline, bar = times.pipeline, error_bar(cluster.gpu, model, fused_attention=layout.fused_attention)
+    busy_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
+    work_s = layout.microbatches * busy_s + layout.pipeline * pipeline.update_s
+    return Iteration(
+        time_s=time_s,
+        bubble_ratio=max(0.0, 1 - work_s / (layout.pipeline * time_s)),
+        tokens_per_s=layout.global_batch * model.seq_length / time_s,
+        flops_per_gpu_s=model_flops(model, layout.global_batch) / time_s / layout.gpus,
+        parts=_parts(model, layout, times, time_s),
+        relative_error=bar.share,
+        error_source=bar.source,
+    )
+
+
+def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None = None) -> Times:
+    """Price all that a batch consists of."""
+    if layout.schedule not in SCHEDULES:
+        raise PlanError(f"schedule {layout.schedule!r} has no cost model; choose one of {', '.join(SCHEDULES)}")
+    if layout.chunks > 1 and layout.schedule != "megatron":
+        raise PlanError(f"chunks {layout.chunks} of {layout.schedule}: use 1, or schedule megatron, which interleaves")
+    machine, layers = machine_of(cluster, speed), layers_of_stages(model, layout)
+    works = works_of(model, Split.of(layout), machine)
+    alone = layout.pipeline == 1
+    first = _stage(layout, works.layer, layers.first, works.embedding, *([works.loss] if alone else []))
+    weights = weights_of(model, layout.tensor)
+    on_first = weights.of(0, layers.first, model, layout.pipeline)
+    pipeline = Pipeline(
+        stages=layout.pipeline,
+        microbatches=layout.microbatches,
+        first=first,
+        middle=_stage(layout, works.layer, layers.middle),
+        last=_stage(layout, works.layer, layers.last, works.loss),
+        send_s=0.0 if alone else _send_s(model, layout, machine),
+        update_s=_update_s(layout, machine, on_first),
+        gradients_s=_gradients_s(layout, machine, on_first, first.backward_s),
+        norm_s=_norm_s(layout, machine, weights.word_embedding if model.tied and not alone else 0),
+    )
+    return Times(pipeline, works)
+
+
+def batch_s(layout: Layout, pipeline: Pipeline) -> float:
+    """Seconds per batch in an endless run, by closed form.
+
+    Exact but for stages with a number of layers of their own under 1F1B, which are simulated.
+    """
+    if layout.schedule == "2bw":
+        return periods.two_bw_s(pipeline, extra_in_flight=layout.extra_in_flight, copy=gradient_copy(layout))
+    if layout.schedule == "gpipe":
+        return periods.gpipe_s(pipeline)
+    if layout.chunks > 1:
+        return periods.interleaved_s(pipeline, layout.chunks)
+    if layout.first_stage_layers or layout.last_stage_layers:
+        return simulated_s(layout, pipeline)
+    return periods.one_f_one_b_s(pipeline)
+
+
+def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
+    """Seconds per batch in an endless run of the Programs that the executor runs.
+
+    The sums of gradients and of the norm share their time: the simulator's reductions all take as long.
+
+    Raises:
+        PlanError: Megatron's interleaved schedule, for which there are no Programs.
+    """
+    # A search does not need the simulator, and a tenth of a second to load it is long.
+    from megatron_2bw.schedule.lowering import DEFAULT_REDUCTIONS, with_gradient_copy
+    from megatron_2bw.schedule.registry import build
+    from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+
+    if layout.chunks > 1:
+        raise PlanError(f"chunks {layout.chunks}: the interleaved schedule has no Programs to simulate; use 1")
+    name = "1f1b-flush" if layout.schedule == "megatron" else layout.schedule
+    programs = build(
+        name, stages=pipeline.stages, microbatches=pipeline.microbatches, extra_in_flight=layout.extra_in_flight
+    )
+    stages = [stage for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True) for _ in range(count)]
+    durations = Durations(
+        forward_s=tuple(stage.forward_s for stage in stages),
+        backward_s=tuple(stage.backward_s for stage in stages),
+        update_s=pipeline.update_s,
+        send_s=pipeline.send_s,
+        reduce_s=(pipeline.gradients_s + pipeline.norm_s) / len(DEFAULT_REDUCTIONS),
+    )
+    if name != "2bw":  # A flush leaves nothing to the next batch.
+        return float(simulate(programs, durations, 1).makespan_s)
+    return float(steady_state(with_gradient_copy(programs, gradient_copy(layout)), durations).period_s)
+
+
+def gradient_copy(layout: Layout) -> GradientCopy:
+    """What 2bw keeps of finished gradients with these flags."""
+    if layout.gradient_buffers == 1:
+        return GradientCopy.NONE
+    return GradientCopy.SHARD if layout.distributed_optimizer else GradientCopy.WHOLE
+
+
+def _stage(layout: Layout, layer: Work, layers: int, *more: Work) -> Stage:
+    """So many layers, and embedding or loss."""
+    forward_s = layers * layer.forward_s
+    backward_s = layers * layer.backward_s + _computed_again(layout, layers) * layer.again_s
+    for work in more:
+        forward_s += work.forward_s
+        backward_s += work.backward_s
+    return Stage(forward_s, backward_s)
+
+
+def _computed_again(layout: Layout, layers: int) -> int:
+    """How many of a stage's layers recomputation applies to."""
+    if layout.recompute == Recompute.FULL and layout.recompute_method == RecomputeMethod.BLOCK:
+        return min(layers, layout.recompute_layers * layout.chunks)
+    return layers
+
+
+def _send_s(model: Model, layout: Layout, machine: Machine) -> float:
+    """Activations of one microbatch to the next stage, or their gradient back."""
+    size_bytes = model.seq_length * layout.microbatch * model.hidden_size * layout.precision.width
+    distance = layout.tensor * layout.data
+    if layout.sequence_parallel:
+        return machine.send_s(size_bytes / layout.tensor, distance, layout.gpus)
+    if layout.split_transfers and layout.tensor > 1:
+        share_s = machine.send_s(size_bytes / layout.tensor, distance, layout.gpus)
+        return share_s + machine.reduce_scatter_s(size_bytes, layout.tensor, 1)
+    return machine.send_s(size_bytes, distance, layout.gpus)
+
+
+def _gradients_s(layout: Layout, machine: Machine, weights: int, backward_s: float) -> float:
+    """Sum over replicas; with overlap, what goes on after the last backward, at least its last bucket."""
+    one = machine.reduce_scatter_s if layout.distributed_optimizer else machine.all_reduce_s
+    sum_s = one(state_bytes_per_weight(layout).gradient * weights, layout.data, layout.tensor)
+    if layout.schedule == "2bw" or not layout.overlap_gradients:
+        return sum_s
+    bucket = max(BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA * layout.data)
+    return max(sum_s - backward_s, sum_s * min(1.0, bucket / weights))
+
+
+def _norm_s(layout: Layout, machine: Machine, shared_weights: int) -> float:
+    """Sum of the tied embedding's gradient over first and last stage, and of the norm over all ranks."""
+    size_bytes = state_bytes_per_weight(layout).gradient * shared_weights
+    # Two ranks send each other all of it; so do those of the other replicas and shards, at the same time.
+    ends_s = machine.send_s(size_bytes, layout.tensor * layout.data, layout.gpus) if shared_weights else 0.0
+    return ends_s + machine.all_reduce_s(FP32_BYTES, layout.gpus, 1)
+
+
+def _update_s(layout: Layout, machine: Machine, weights: int) -> float:
+    """Adam reads four fp32 numbers per weight and writes three; gradients are read for the norm and zeroed."""
+    shards = layout.data if layout.distributed_optimizer else 1
+    gradient_width, width = state_bytes_per_weight(layout).gradient, layout.precision.width
+    moved_bytes = weights * (7 * FP32_BYTES + width + gradient_width) / shards + weights * gradient_width
+    gather_s = machine.reduce_scatter_s(width * weights, layout.data, layout.tensor) if shards > 1 else 0.0
+    return machine.elementwise_s(moved_bytes) + gather_s
+
+
+def _parts(model: Model, layout: Layout, times: Times, time_s: float) -> dict[str, float]:
+    """Seconds of a batch on the slower of first and last stage; they add up to ``time_s``."""
+    pipeline, works, layers = times.pipeline, times.works, layers_of_stages(model, layout)
+    on_last = layout.pipeline > 1 and pipeline.last.pair_s >= pipeline.first.pair_s
+    count = layers.last if on_last else layers.first
+    m, layer = layout.microbatches, works.layer
+    parts = {
+        "matrix products": m * count * (layer.forward.products_s + layer.backward.products_s),
+        "elementwise kernels": m * count * (layer.forward.elementwise_s + layer.backward.elementwise_s),
+        "tensor parallel": m * count * (layer.forward.tensor_parallel_s + layer.backward.tensor_parallel_s),
+        "launching kernels": m * count * (layer.forward.launch_s + layer.backward.launch_s),
+        "recompute": m * _computed_again(layout, count) * layer.again_s,
+        "embedding": 0.0 if on_last else m * (works.embedding.forward_s + works.embedding.backward_s),
+        "loss": m * (works.loss.forward_s + works.loss.backward_s) if on_last or layout.pipeline == 1 else 0.0,
+        "update": pipeline.update_s,
+    }
+    if layout.schedule != "2bw":
+        parts["sum of gradients"] = pipeline.gradients_s + pipeline.norm_s
+    parts["waiting"] = time_s - sum(parts.values())
+    return parts
+
+
+def model_flops(model: Model, samples: int) -> float:
+    """``72*B*L*s*h^2*(1 + s/(6*h) + V/(12*h*L))`` for plain GPT: three times the forward's, nothing computed again.
+
+    Source: Korthikanti et al., arXiv 2205.05198, appendix A.
+
+    >>> model = Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200)
+    >>> f"{model_flops(model, 1536) / 1e18:.2f}"
+    '3.39'
+    """
+    experts = model.moe_router_topk if model.num_experts else 1
+    queries = model.num_attention_heads * model.kv_channels
+    keys = model.num_query_groups * model.kv_channels
+    weights = model.hidden_size * (2 * queries + 2 * keys)
+    weights += experts * (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+    scores = 2 * queries * model.seq_length
+    per_token = model.num_layers * (weights + scores) + model.padded_vocab_size() * model.hidden_size
+    return 6 * samples * model.seq_length * per_token

@@ -1,0 +1,299 @@
+"""Megatron's flags for a Model and a Layout, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_2bw.planner.cluster import Gpu
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.naming import schedule_name
+from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.rules import MEGATRON, gpu_problem, problem
+from megatron_2bw.planner.unpriced import check_priced
+
+MODEL_NUMBERS: dict[str, str] = {
+    "--num-layers": "num_layers",
+    "--hidden-size": "hidden_size",
+    "--num-attention-heads": "num_attention_heads",
+    "--seq-length": "seq_length",
+    "--vocab-size": "vocab_size",
+    "--ffn-hidden-size": "ffn_hidden_size",
+    "--kv-channels": "kv_channels",
+    "--num-query-groups": "num_query_groups",
+    "--num-experts": "num_experts",
+    "--moe-router-topk": "moe_router_topk",
+    "--make-vocab-size-divisible-by": "make_vocab_size_divisible_by",
+}
+"""Flags with a number of the Model."""
+REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
+LAYOUT_NUMBERS: dict[str, str] = {
+    "--pipeline-model-parallel-size": "pipeline",
+    "--tensor-model-parallel-size": "tensor",
+    "--micro-batch-size": "microbatch",
+    "--recompute-num-layers": "recompute_layers",
+    "--num-virtual-stages-per-pipeline-rank": "chunks",
+    "--decoder-first-pipeline-num-layers": "first_stage_layers",
+    "--decoder-last-pipeline-num-layers": "last_stage_layers",
+    "--pipeline-extra-in-flight": "extra_in_flight",
+    "--pipeline-gradient-buffers": "gradient_buffers",
+}
+"""Flags with a number of the Layout."""
+DROPOUT = ("--attention-dropout", "--hidden-dropout")
+"""Flags that are both 0 where nothing is dropped."""
+VOCABULARIES: dict[str, int] = {
+    "GPT2BPETokenizer": 50257,
+    "Llama2Tokenizer": 32000,
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
+}
+"""Of tokenizers with one published vocabulary: GPT-2, Llama 2, BERT uncased and cased."""
+
+
+MODEL_FLAGS = frozenset(
+    {
+        *MODEL_NUMBERS,
+        *DROPOUT,
+        *"--group-query-attention --swiglu --disable-bias-linear --normalization --position-embedding-type".split(),
+        *"--use-rotary-position-embeddings --untie-embeddings-and-output-weights --moe-ffn-hidden-size".split(),
+        *"--max-position-embeddings --padded-vocab-size --tokenizer-type".split(),
+    }
+)
+"""All flags that ``read_model`` looks at, and the one that follows from them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A run as its flags describe it."""
+
+    model: Model
+    layout: Layout
+    notes: tuple[str, ...] = ()
+    """What the flags say beyond that, and the estimate leaves out."""
+
+
+def read(options: Options, *, gpus: int | None, kind: Kind = Kind.GPT, gpu: Gpu | None = None) -> Configuration:
+    """The Model and Layout that Megatron's flags describe.
+
+    Args:
+        options: flags; those without influence on the costs are ignored.
+        gpus: world size, from which Megatron derives the data-parallel size.
+        kind: of the model; Megatron has a script per kind and no flag.
+        gpu: that has to support what the flags ask for; None does not limit them.
+
+    Raises:
+        PlanError: a flag is missing, malformed, refused by Megatron or beyond the cost model.
+    """
+    notes = check_priced(options)
+    model = read_model(options, kind=kind)
+    layout = _layout(options, model, gpus, fused=gpu is None or gpu.has_bf16)
+    refused = problem(model, layout) or (gpu_problem(gpu, layout.precision) if gpu else None)
+    if refused:
+        raise PlanError(refused)
+    return Configuration(model=model, layout=layout, notes=notes)
+
+
+def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
+    """The Model that Megatron's flags describe, with Megatron's defaults.
+
+    Raises:
+        PlanError: a flag is missing or malformed.
+    """
+    numbers = {name: options.number(flag) for flag, name in MODEL_NUMBERS.items() if flag in options}
+    if "seq_length" not in numbers and "--encoder-seq-length" in options:
+        numbers["seq_length"] = options.number("--encoder-seq-length")
+    missing = [flag for flag in REQUIRED if MODEL_NUMBERS[flag] not in numbers]
+    if missing:
+        raise PlanError(f"{missing[0]} is missing: the costs depend on it; give {missing[0]} N")
+    if "--group-query-attention" in options:
+        numbers.setdefault("num_query_groups", 1)
+    else:
+        numbers.pop("num_query_groups", None)
+    swiglu = "--swiglu" in options or "--quick-geglu" in options
+    if "ffn_hidden_size" not in numbers:
+        numbers["ffn_hidden_size"] = default_ffn(numbers["hidden_size"], swiglu=swiglu)
+    if numbers.get("num_experts") and "--moe-ffn-hidden-size" in options:
+        numbers["ffn_hidden_size"] = options.number("--moe-ffn-hidden-size")
+    rotary = "--use-rotary-position-embeddings" in options
+    positions = "rope" if rotary else options.text("--position-embedding-type", "learned_absolute")
+    numbers["vocab_size"] = _vocabulary(options, kind)
+    return Model(
+        kind=kind,
+        swiglu=swiglu,
+        bias="--disable-bias-linear" not in options,
+        rmsnorm=options.text("--normalization", "LayerNorm") == "RMSNorm",
+        learned_positions=positions == "learned_absolute",
+        dropout=any(options.text(flag, "0.1").strip("0.") for flag in DROPOUT),
+        tied="--untie-embeddings-and-output-weights" not in options,
+        **numbers,
+    )
+
+
+def default_ffn(hidden_size: int, *, swiglu: bool) -> int:
+    """Megatron's default of ``--ffn-hidden-size``.
+
+    >>> default_ffn(4096, swiglu=True), default_ffn(4096, swiglu=False)
+    (10880, 16384)
+    """
+    return int((4 * hidden_size * 2 / 3) / 64) * 64 if swiglu else 4 * hidden_size
+
+
+def _vocabulary(options: Options, kind: Kind) -> int:
+    for flag in ("--padded-vocab-size", "--vocab-size"):
+        if flag in options:
+            return options.number(flag)
+    # Scripts of Megatron's examples leave the tokenizer to the files they name.
+    by_files = "GPT2BPETokenizer" if "--merge-file" in options else "none"
+    if kind is Kind.BERT and "--vocab-file" in options:
+        by_files = "BertWordPieceLowerCase"
+    tokenizer = options.text("--tokenizer-type", by_files)
+    if tokenizer not in VOCABULARIES:
+        raise PlanError(
+            f"--vocab-size is missing, and --tokenizer-type {tokenizer} has no fixed vocabulary; give --vocab-size N "
+            "(on the command line, behind --from-script FILE)"
+        )
+    return VOCABULARIES[tokenizer]
+
+
+def _layout(options: Options, model: Model, gpus: int | None, *, fused: bool) -> Layout:
+    numbers = {name: options.number(flag) for flag, name in LAYOUT_NUMBERS.items() if flag in options}
+    numbers.setdefault("pipeline", 1)
+    numbers.setdefault("tensor", 1)
+    if "microbatch" not in numbers:
+        raise PlanError("--micro-batch-size is missing: Megatron has no default; give --micro-batch-size N")
+    for name in ("pipeline", "tensor", "microbatch"):
+        if numbers[name] < 1:
+            raise PlanError(f"{name} {numbers[name]}: give a whole number of at least 1")
+    data = _width(gpus, numbers["pipeline"] * numbers["tensor"])
+    if "--num-layers-per-virtual-pipeline-stage" in options:
+        numbers["chunks"] = _chunks(options, model, numbers["pipeline"])
+    precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
+    return Layout(
+        schedule=schedule_name(options.text("--pipeline-schedule", MEGATRON)),
+        data=data,
+        global_batch=options.number("--global-batch-size", numbers["microbatch"] * data),
+        recompute=_recompute(options),
+        recompute_method=_one_of(options, "--recompute-method", RecomputeMethod, RecomputeMethod.UNIFORM),
+        sequence_parallel="--sequence-parallel" in options and numbers["tensor"] > 1,
+        distributed_optimizer="--use-distributed-optimizer" in options,
+        overlap_gradients="--overlap-grad-reduce" in options,
+        precision=precision,
+        fused_attention=_fused(options, fused),
+        **numbers,
+    )
+
+
+def _width(gpus: int | None, ranks: int) -> int:
+    if gpus is None:
+        raise PlanError(f"the number of GPUs is not known; give --gpus N, a multiple of {ranks}")
+    if gpus < 1 or gpus % ranks:
+        nearest = max(round(gpus / ranks), 1) * ranks
+        raise PlanError(f"gpus {gpus} is no multiple of tensor x pipeline = {ranks}; use {nearest}")
+    return gpus // ranks
+
+
+def _chunks(options: Options, model: Model, pipeline: int) -> int:
+    per_chunk = options.number("--num-layers-per-virtual-pipeline-stage")
+    per_stage = model.num_layers // pipeline
+    if model.num_layers % pipeline or per_chunk < 1 or per_stage % per_chunk:
+        raise PlanError(
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {model.num_layers} layers "
+            f"over {pipeline} stages; use 1"
+        )
+    return per_stage // per_chunk
+
+
+def _recompute(options: Options) -> Recompute:
+    if "--recompute-activations" in options:
+        return Recompute.SELECTIVE
+    if "--checkpoint-activations" in options:
+        return Recompute.FULL
+    return _one_of(options, "--recompute-granularity", Recompute, Recompute.NONE)
+
+
+def _one_of[Choice: str](options: Options, flag: str, choices: type[Choice], default: Choice) -> Choice:
+    text = options.text(flag, default)
+    try:
+        return choices(text)
+    except ValueError as error:
+        raise PlanError(f"{flag} {text}: choose one of {', '.join(choices)}") from error
+
+
+def _fused(options: Options, default: bool) -> bool:
+    """Whether attention is fused, which Megatron decides by itself where no flag does."""
+    if "--use-flash-attn" in options:
+        return True
+    if options.text("--transformer-impl", "transformer_engine") == "local":
+        return False
+    return {"auto": default, "unfused": False, "local": False}.get(options.text("--attention-backend", "auto"), True)
+
+
+def model_flags(model: Model) -> list[str]:
+    """Flags of the model, as far as it differs from Megatron's defaults; those of the tokenizer are left out.
+
+    >>> " ".join(model_flags(Model(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=9)))
+    '--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32'
+    """
+    words = [
+        *f"--num-layers {model.num_layers} --hidden-size {model.hidden_size}".split(),
+        *f"--num-attention-heads {model.num_attention_heads}".split(),
+        *f"--seq-length {model.seq_length} --max-position-embeddings {model.seq_length}".split(),
+    ]
+    if model.ffn_hidden_size != default_ffn(model.hidden_size, swiglu=model.swiglu):
+        words += ["--ffn-hidden-size", str(model.ffn_hidden_size)]
+    if model.kv_channels * model.num_attention_heads != model.hidden_size:
+        words += ["--kv-channels", str(model.kv_channels)]
+    if model.num_query_groups != model.num_attention_heads:
+        words += ["--group-query-attention", "--num-query-groups", str(model.num_query_groups)]
+    if model.num_experts:
+        words += ["--num-experts", str(model.num_experts), "--moe-router-topk", str(model.moe_router_topk)]
+    if model.make_vocab_size_divisible_by != 128:
+        words += ["--make-vocab-size-divisible-by", str(model.make_vocab_size_divisible_by)]
+    switches = {
+        "--swiglu": model.swiglu,
+        "--disable-bias-linear": not model.bias,
+        "--normalization RMSNorm": model.rmsnorm,
+        "--position-embedding-type rope": not model.learned_positions,
+        " ".join(f"{flag} 0" for flag in DROPOUT): not model.dropout,
+        "--untie-embeddings-and-output-weights": not model.tied,
+    }
+    return [*words, *(word for switch, on in switches.items() if on for word in switch.split())]
+
+
+def layout_flags(model: Model, layout: Layout) -> list[str]:
+    """Flags of ``layout``; the data-parallel size follows from the number of processes.
+
+    >>> model = Model(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=50257)
+    >>> print(*layout_flags(model, Layout(schedule="2bw", pipeline=4, data=2, microbatch=2, global_batch=32)))
+    --pipeline-schedule 2bw --pipeline-model-parallel-size 4 --micro-batch-size 2 --global-batch-size 32 --bf16
+    """
+    words = [] if layout.schedule == MEGATRON else ["--pipeline-schedule", layout.schedule]
+    counts = {
+        "--tensor-model-parallel-size": (layout.tensor, 1),
+        "--pipeline-model-parallel-size": (layout.pipeline, 1),
+        "--decoder-first-pipeline-num-layers": (layout.first_stage_layers, 0),
+        "--decoder-last-pipeline-num-layers": (layout.last_stage_layers, 0),
+        "--pipeline-extra-in-flight": (layout.extra_in_flight, 0),
+        "--pipeline-gradient-buffers": (layout.gradient_buffers, 2),
+        "--micro-batch-size": (layout.microbatch, 0),
+        "--global-batch-size": (layout.global_batch, 0),
+    }
+    words += [word for flag, (count, default) in counts.items() if count != default for word in (flag, str(count))]
+    if layout.chunks > 1 and (layout.first_stage_layers or layout.last_stage_layers):
+        words += ["--num-virtual-stages-per-pipeline-rank", str(layout.chunks)]
+    elif layout.chunks > 1:
+        per_chunk = model.num_layers // (layout.pipeline * layout.chunks)
+        words += ["--num-layers-per-virtual-pipeline-stage", str(per_chunk)]
+    if layout.recompute is not Recompute.NONE:
+        words += ["--recompute-granularity", layout.recompute]
+    if layout.recompute is Recompute.FULL:
+        words += ["--recompute-method", layout.recompute_method, "--recompute-num-layers", str(layout.recompute_layers)]
+    switches = {
+        "--sequence-parallel": layout.sequence_parallel,
+        "--use-distributed-optimizer": layout.distributed_optimizer,
+        "--overlap-grad-reduce": layout.overlap_gradients,
+        f"--{layout.precision}": layout.precision is not Precision.FP32,
+        "--attention-backend unfused": not layout.fused_attention,
+    }
+    return [*map(str, words), *(word for switch, on in switches.items() if on for word in switch.split())]

@@ -1,0 +1,179 @@
+"""Models and clusters by name or from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster, Gpu, known
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.models import MODELS
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def load_model(source: str) -> Model:
+    """The model called ``source``, or the one in the JSON file of that name.
+
+    >>> load_model("gpt-2.2b").hidden_size
+    2304
+
+    Raises:
+        PlanError: neither exists, or the file is no model.
+    """
+    if _is_file(source):
+        return model_of(_read(source), source)
+    return known(source, MODELS, "model")
+
+
+def load_cluster(source: str) -> Cluster:
+    """The cluster called ``source``, or the one in the JSON file of that name.
+
+    Raises:
+        PlanError: neither exists, or the file is no cluster.
+    """
+    if _is_file(source):
+        return cluster_of(_read(source), source)
+    return known(source, CLUSTERS, "cluster")
+
+
+def sized(cluster: Cluster, *, nodes: int | None = None, gpus: int | None = None) -> Cluster:
+    """``cluster`` with another number of nodes, or of GPUs: whole nodes, or a part of one.
+
+    >>> sized(CLUSTERS["dgx-a100"], gpus=64).nodes, sized(CLUSTERS["dgx-a100"], gpus=4).gpus_per_node
+    (8, 4)
+
+    Raises:
+        PlanError: a number below 1, or one that fills no whole nodes.
+    """
+    for field, count in (("nodes", nodes), ("gpus", gpus)):
+        if count is not None and count < 1:
+            raise PlanError(f"{field} {count}: give a whole number of at least 1")
+    node = cluster.gpus_per_node
+    if gpus is None:
+        return cluster if nodes is None else dataclasses.replace(cluster, nodes=nodes)
+    if nodes is not None and gpus != nodes * node:
+        raise PlanError(f"gpus {gpus} and nodes {nodes} disagree: a node has {node}; leave one out")
+    if gpus < node:
+        return dataclasses.replace(cluster, gpus_per_node=gpus, nodes=1)
+    if gpus % node:
+        raise PlanError(f"gpus {gpus} is no multiple of {node}, the GPUs of a node; use {round(gpus / node) * node}")
+    return dataclasses.replace(cluster, nodes=gpus // node)
+
+
+def model_of(values: dict[str, Any], where: str) -> Model:
+    """The Model that a JSON object describes; its keys are the fields.
+
+    Raises:
+        PlanError: a key is missing, unknown or of the wrong type; ``where`` says where.
+    """
+    return build(Model, values, where)
+
+
+def cluster_of(values: dict[str, Any], where: str) -> Cluster:
+    """The Cluster that a JSON object describes: ``gpu`` is a name or an object.
+
+    ``nodes`` is 1 and ``intra_node_gb_s`` the GPU's NVLink where they are not given.
+
+    Raises:
+        PlanError: a key is missing, unknown or of the wrong type; ``where`` says where.
+    """
+    gpu = values.get("gpu")
+    if isinstance(gpu, dict):
+        gpu = build(Gpu, {"name": where, **gpu}, f"{where}: gpu")
+    elif isinstance(gpu, str):
+        gpu = known(gpu, GPUS, "gpu")
+    else:
+        raise PlanError(f"{where}: gpu is missing; give a name, one of {', '.join(GPUS)}, or an object")
+    defaults = {"name": Path(where).stem, "nodes": 1, "intra_node_gb_s": gpu.nvlink_gb_s}
+    return build(Cluster, {**defaults, **values, "gpu": gpu}, where)
+
+
+def build[Thing](kind: type[Thing], values: dict[str, Any], where: str) -> Thing:
+    """An instance of the dataclass ``kind``; keys and types are checked.
+
+    Raises:
+        PlanError: a key is missing, unknown or of the wrong type; ``where`` says where.
+    """
+    fields, types = typed(kind, values, where), _types(kind)
+    for field in dataclasses.fields(kind):
+        if field.name not in values and field.default is dataclasses.MISSING:
+            raise PlanError(f"{where}: {field.name} is missing; give {_wanted(types[field.name])}")
+    try:
+        return kind(**fields)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
+def typed(kind: type, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """``values`` as the fields of the dataclass ``kind``, some of which may be missing.
+
+    Raises:
+        PlanError: a key is unknown or of the wrong type; ``where`` says where.
+    """
+    fields, types = [field.name for field in dataclasses.fields(kind)], _types(kind)
+    for key in values:
+        if key not in fields:
+            (nearest,) = difflib.get_close_matches(key, fields, n=1, cutoff=0.0)
+            raise PlanError(f"{where}: unknown key {key!r}; did you mean {nearest!r}? There are {', '.join(fields)}")
+    return {key: checked(value, types[key], f"{where}: {key}") for key, value in values.items()}
+
+
+def parsed(text: str, where: str) -> dict[str, Any]:
+    """The JSON object in ``text``.
+
+    Raises:
+        PlanError: it is malformed, or no object.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"{where}: no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise PlanError(f"{where}: {text.strip()[:40]!r} is no JSON object; write {{...}}")
+    return values
+
+
+@cache
+def _types(kind: type) -> dict[str, type]:
+    return get_type_hints(kind)
+
+
+def checked(value: Any, kind: type, where: str) -> Any:
+    """``value`` as a ``kind``.
+
+    Raises:
+        PlanError: it is none.
+    """
+    if issubclass(kind, Enum):
+        try:
+            return kind(value)
+        except ValueError as error:
+            raise PlanError(f"{where} {value!r}: choose one of {', '.join(kind)}") from error
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise PlanError(f"{where} {value!r}: give {_wanted(kind)}")
+    return value
+
+
+def _wanted(kind: type) -> str:
+    return f"one of {', '.join(kind)}" if issubclass(kind, Enum) else _KINDS.get(kind, "an object")
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith(".json") or Path(source).is_file()
+
+
+def _read(source: str) -> dict[str, Any]:
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        raise PlanError(f"{source}: {reason}; give a JSON file or a name") from error
+    return parsed(text, source)

@@ -1,0 +1,106 @@
+"""Megatron's flags and the number of GPUs out of a launch script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_2bw.planner.bash.expand import is_known, settled
+from megatron_2bw.planner.bash.script import commands
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.model import Kind
+
+_TELLING = frozenset({"--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length", "--num-attention-heads"})
+"""Flags that a training command has."""
+_SLURM = {"--nodes": "SLURM_NNODES", "--ntasks-per-node": "SLURM_NTASKS_PER_NODE", "--ntasks": "SLURM_NTASKS"}
+_SHORT = {"-N": "--nodes", "-n": "--ntasks"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The training command of a script."""
+
+    words: tuple[str, ...]
+    kind: Kind
+    gpus: int | None
+    """World size; None where the script does not tell."""
+
+
+def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> Launch:
+    """The training command of the bash script ``file``; nothing is executed.
+
+    Args:
+        file: to read.
+        environment: values of variables that the script does not set.
+        arguments: of the script.
+
+    Raises:
+        PlanError: it cannot be read or followed, or has no training command or several different ones.
+    """
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise PlanError(f"--from-script {file}: {error.strerror}; give a bash script") from error
+    slurm = _slurm(text)
+    found = commands(text, file=file, environment={**slurm, **environment}, arguments=arguments)
+    training = [words for words in found if len(_TELLING.intersection(words)) > 1]
+    different = list(dict.fromkeys(tuple(words) for words in training))
+    if not different:
+        raise PlanError(
+            f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file"
+        )
+    if len(different) > 1:
+        raise PlanError(
+            f"--from-script {file}: {len(different)} different training commands; leave one, or give its flags"
+        )
+    (words,) = different
+    kind = Kind.BERT if any("bert" in Path(word).name.lower() for word in words if word.endswith(".py")) else Kind.GPT
+    return Launch(words=words, kind=kind, gpus=_gpus(words, slurm, environment))
+
+
+def _slurm(text: str) -> dict[str, str]:
+    """Variables that Slurm would set, from the ``#SBATCH`` lines."""
+    words = [word for line in re.findall(r"^#SBATCH\s+(.*)$", text, re.MULTILINE) for word in line.split()]
+    asked = _options(words)
+    variables = {name: asked[flag] for flag, name in _SLURM.items() if flag in asked}
+    if "SLURM_NNODES" in variables:
+        variables["SLURM_JOB_NUM_NODES"] = variables["SLURM_NNODES"]
+    return variables
+
+
+def _options(words: list[str] | tuple[str, ...]) -> dict[str, str]:
+    """Options of a launcher: ``--nodes 4``, ``--nodes=4``, ``-N 4``, ``-N4``, ``--nproc_per_node 8``."""
+    found: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        if short := re.fullmatch(r"(-[Nn])(\d*)", word):
+            found.setdefault(_SHORT[short[1]], short[2] or following)
+        elif flag.startswith("--"):
+            found.setdefault(flag.replace("_", "-"), value if equals else following)
+    return found
+
+
+def _gpus(words: tuple[str, ...], slurm: Mapping[str, str], environment: Mapping[str, str]) -> int | None:
+    """World size, from torchrun's options, else from srun's, else from Slurm's variables."""
+    launcher = _options(words)
+    per_node = _count(launcher.get("--nproc-per-node"))
+    if per_node is not None:
+        nodes = _count(launcher.get("--nnodes", "1"))
+        return None if nodes is None else nodes * per_node
+    variables = {**slurm, **environment}
+    asked = {flag: _count(launcher.get(flag, variables.get(name))) for flag, name in _SLURM.items()}
+    if asked["--ntasks"] is not None:
+        return asked["--ntasks"]
+    if None not in (asked["--nodes"], asked["--ntasks-per-node"]):
+        return asked["--nodes"] * asked["--ntasks-per-node"]
+    return _count(environment.get("WORLD_SIZE"))
+
+
+def _count(text: str | None) -> int | None:
+    """The number in ``text``; of torchrun's ``2:4`` the first."""
+    if text is None or not is_known(text):
+        return None
+    number = re.match(r"\d+", settled(text) or "")
+    return int(number[0]) if number else None

@@ -1,0 +1,250 @@
+"""Seconds of forward and backward of one transformer layer, the embedding, and logits with loss, for one microbatch.
+
+Matrix products are bound by arithmetic or by HBM, everything else on the GPU by HBM; tensor-parallel ranks
+add an all-reduce after attention and MLP, forward and backward (Megatron-LM, arXiv 1909.08053, section 3).
+All is per tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from operator import attrgetter
+from typing import NamedTuple
+
+from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.speeds import Machine
+
+_PRODUCTS = 6
+"""Kernels of a forward with matrix products: four with weights, two with scores; the backward has twice as many."""
+_FORWARD, _UNFUSED_FORWARD = 5, 3
+"""Elementwise kernels: two norms, two residual sums, the activation function; around scores, three permutations."""
+_BACKWARD, _UNFUSED_BACKWARD = 12, 5
+"""Two per norm, one per residual sum and activation function, four bias gradients, one sum of gradients; around
+scores, softmax, dropout and three permutations."""
+_SCORES = 2
+"""Softmax and dropout."""
+
+
+class Parts(NamedTuple):
+    """Seconds by what they are spent on."""
+
+    products_s: float = 0.0
+    """Matrix products and fused attention."""
+    elementwise_s: float = 0.0
+    """Norms, activation functions, softmax, dropout, residuals, sums of gradients."""
+    tensor_parallel_s: float = 0.0
+    """Collectives of tensor-parallel ranks."""
+    launch_s: float = 0.0
+    """Waiting for the host, where it needs longer to launch the kernels than the GPU to run them."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self)
+
+
+NOTHING = Parts()
+
+
+class Work(NamedTuple):
+    """Forward and backward of some part of the model."""
+
+    forward: Parts
+    backward: Parts
+    again: Parts
+    """What the backward computes again first, where recomputation applies."""
+    forward_s: float
+    backward_s: float
+    again_s: float
+
+    @classmethod
+    def of(cls, forward: Parts, backward: Parts, again: Parts = NOTHING) -> Work:
+        """With the sums, which are needed often."""
+        return cls(forward, backward, again, forward.total_s, backward.total_s, again.total_s)
+
+
+class Split(NamedTuple):
+    """The fields of a layout on which the work of a layer depends."""
+
+    tensor: int
+    microbatch: int
+    sequence_parallel: bool
+    recompute: Recompute
+    precision: Precision
+    fused_attention: bool
+
+    @classmethod
+    def of(cls, layout: Layout) -> Split:
+        """Those of ``layout``."""
+        return cls(*_fields_of_split(layout))
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes per summed gradient."""
+        return 2 if self.precision == Precision.FP16 else 4
+
+
+_fields_of_split = attrgetter(*Split._fields)
+
+
+class Works(NamedTuple):
+    """For one microbatch."""
+
+    layer: Work
+    embedding: Work
+    loss: Work
+
+
+@lru_cache(maxsize=4096)
+def works_of(model: Model, split: Split, machine: Machine) -> Works:
+    """The parts of a model.
+
+    Forward and backward of a layer of Megatron's 22B model on A100s, in ms; Korthikanti et al. (arXiv 2205.05198),
+    Table 4, measured 7.7 and 11.9:
+
+    >>> from megatron_2bw.planner.cluster import CLUSTERS
+    >>> from megatron_2bw.planner.speeds import machine_of
+    >>> model = Model(num_layers=48, hidden_size=6144, num_attention_heads=64, seq_length=2048, vocab_size=51200)
+    >>> split = Split(8, 4, False, Recompute.NONE, Precision.FP16, False)
+    >>> work = works_of(model, split, machine_of(CLUSTERS["dgx-a100"])).layer
+    >>> round(1e3 * work.forward_s, 1), round(1e3 * work.backward_s, 1)
+    (7.7, 12.5)
+    """
+    return Works(_layer(model, split, machine), _embedding(model, split, machine), _loss(model, split, machine))
+
+
+def _layer(model: Model, split: Split, machine: Machine) -> Work:
+    sizes = _Sizes(model, split)
+    forward, core = _forward(sizes, machine)
+    again = {Recompute.FULL: forward, Recompute.SELECTIVE: core}.get(split.recompute, NOTHING)
+    return Work.of(forward, _backward(sizes, machine), again)
+
+
+class _Sizes:
+    """Numbers per tensor-parallel rank that several kernels share."""
+
+    def __init__(self, model: Model, split: Split) -> None:
+        self.model, self.split = model, split
+        self.width, self.tensor = split.precision.width, split.tensor
+        self.tokens = model.seq_length * split.microbatch
+        self.hidden = model.hidden_size
+        self.queries = model.num_attention_heads * model.kv_channels / self.tensor
+        self.keys = model.num_query_groups * model.kv_channels / self.tensor
+        self.routed = model.moe_router_topk if model.num_experts else 1
+        self.into_mlp = (2 if model.swiglu else 1) * model.ffn_hidden_size / self.tensor
+        self.out_of_mlp = model.ffn_hidden_size / self.tensor
+        self.outside = self.tensor if split.sequence_parallel else 1
+        self.mask = 1 if model.dropout else 0
+        self.collectives = 2 if split.tensor > 1 else 0
+        # Every head has a score per pair of tokens.
+        self.scores = self.tokens * model.seq_length * model.num_attention_heads / self.tensor
+        self.fused = split.fused_attention
+        self.products = (
+            (self.tokens, self.queries + 2 * self.keys, self.hidden, 1),
+            (self.tokens, self.hidden, self.queries, 1),
+            *self._mlp_products(),
+        )
+        weights = self.hidden * (2 * self.queries + 2 * self.keys)
+        weights += max(model.num_experts, 1) * self.hidden * (self.into_mlp + self.out_of_mlp)
+        self.weights = weights
+
+    def _mlp_products(self) -> tuple[tuple[float, float, float, int], ...]:
+        experts = max(self.model.num_experts, 1)
+        rows = self.tokens * self.routed / experts
+        return (rows, self.into_mlp, self.hidden, experts), (rows, self.hidden, self.out_of_mlp, experts)
+
+    def attention_s(self, machine: Machine, passes: int) -> float:
+        """Products with scores; ``passes``: 1 forward, 2 backward."""
+        channels = self.model.kv_channels
+        if not self.fused:
+            heads = self.split.microbatch * self.model.num_attention_heads / self.tensor
+            length = self.model.seq_length
+            return 2 * passes * machine.product_s(length, length, channels, width=self.width, count=heads)
+        # A fused backward computes the scores again; causal attention skips half.
+        flops = 4 * self.scores * channels * (1 if passes == 1 else 2.5)
+        causal = 0.5 if self.model.kind is Kind.GPT else 1.0
+        return machine.kernel_s + causal * flops / machine.flash_flops_per_s
+
+    def all_reduces_s(self, machine: Machine) -> float:
+        """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each."""
+        size_bytes = self.tokens * self.hidden * self.width
+        return 2 * machine.all_reduce_s(size_bytes, self.tensor, 1)
+
+
+def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
+    """The layer, and of it the attention's core, which selective recomputation computes again."""
+    width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
+    products_s = sum(machine.product_s(r, c, k, width=width, count=n) for r, c, k, n in sizes.products)
+    core_s = sizes.attention_s(machine, 1)
+    # Two norms read and write; two residual sums read two, write one, and a mask.
+    outside = (4 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
+    inside = width * tokens * sizes.routed * (sizes.into_mlp + sizes.out_of_mlp)
+    scores, kernels = 0.0, _FORWARD
+    if not sizes.fused:
+        scores = sizes.scores * (2 * width + sizes.mask * (2 * width + 1))
+        inside += 2 * width * tokens * sizes.queries
+        kernels += _UNFUSED_FORWARD
+    elementwise_s = machine.elementwise_s(outside + inside, kernels)
+    scores_s = machine.elementwise_s(scores, _SCORES) if scores else 0.0
+    whole = Parts(products_s + core_s, elementwise_s + scores_s, sizes.all_reduces_s(machine))
+    core = Parts(core_s, scores_s)
+    core_launches = 1 if sizes.fused else 2 * _SCORES
+    return _launched(whole, machine, kernels + _PRODUCTS + sizes.collectives), _launched(core, machine, core_launches)
+
+
+def _launched(parts: Parts, machine: Machine, launches: int) -> Parts:
+    """With the wait for the host, where its launches take longer than the kernels."""
+    return parts._replace(launch_s=max(0.0, launches * machine.launch_s - parts.total_s))
+
+
+def _backward(sizes: _Sizes, machine: Machine) -> Parts:
+    width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
+    products_s = sum(
+        machine.product_s(rows, inner, columns, width=width, count=n)
+        + machine.product_s(inner, columns, rows, width=width, count=n)
+        for rows, columns, inner, n in sizes.products
+    )
+    products_s += sizes.attention_s(machine, 2)
+    # Norms read gradient and input, write a gradient; residual sums likewise, and a mask.
+    outside = (6 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
+    inside = width * tokens * sizes.routed * 1.5 * (sizes.into_mlp + sizes.out_of_mlp)
+    inside += 2 * sizes.split.gradient_width * sizes.weights
+    scores, kernels = 0.0, _BACKWARD
+    if not sizes.fused:
+        scores = sizes.scores * (3 * width + sizes.mask * (2 * width + 1))
+        inside += 2 * width * tokens * sizes.queries
+        kernels += _UNFUSED_BACKWARD
+    elementwise_s = machine.elementwise_s(outside + inside + scores, kernels)
+    whole = Parts(products_s, elementwise_s, sizes.all_reduces_s(machine))
+    return _launched(whole, machine, kernels + 2 * _PRODUCTS + sizes.collectives)
+
+
+def _embedding(model: Model, split: Split, machine: Machine) -> Work:
+    """Gather rows, add positions, drop out; the backward adds rows to the gradient; one all-reduce forward."""
+    width, tokens = split.precision.width, model.seq_length * split.microbatch
+    moved = 6 * width * tokens * model.hidden_size
+    reduced_s = machine.all_reduce_s(width * tokens * model.hidden_size, split.tensor, 1)
+    return Work.of(Parts(0.0, machine.elementwise_s(moved, 4), reduced_s), Parts(0.0, machine.elementwise_s(moved, 4)))
+
+
+def _loss(model: Model, split: Split, machine: Machine) -> Work:
+    """Final norm, logits and the loss in fp32; the backward all-reduces the gradient of its input."""
+    width, tokens, tensor = split.precision.width, model.seq_length * split.microbatch, split.tensor
+    columns, hidden = model.padded_vocab_size(tensor) / tensor, model.hidden_size
+    logits = tokens * columns
+    # Copy to fp32, maximum, difference, exponential, sum, quotient; then scale, copy back.
+    forward_bytes = (width + 4 + 4 + 8 + 8 + 4 + 8) * logits + 2 * width * tokens * hidden
+    backward_bytes = (8 + 4 + width) * logits + 3 * width * tokens * hidden
+    backward_bytes += 2 * split.gradient_width * columns * hidden
+    forward = Parts(
+        machine.product_s(tokens, columns, hidden, width=width),
+        machine.elementwise_s(forward_bytes, 9),
+        3 * machine.all_reduce_s(4 * tokens, tensor, 1),
+    )
+    backward = Parts(
+        machine.product_s(tokens, hidden, columns, width=width)
+        + machine.product_s(hidden, columns, tokens, width=width),
+        machine.elementwise_s(backward_bytes, 5),
+        machine.all_reduce_s(width * tokens * hidden, tensor, 1),
+    )
+    return Work.of(forward, backward)

@@ -1,0 +1,127 @@
+"""How a model is spread over GPUs and a batch over time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_2bw.planner.errors import PlanError
+
+
+class Recompute(StrEnum):
+    """What the backward computes again: ``--recompute-granularity``."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """The attention's core: its scores, softmax and dropout."""
+    FULL = "full"
+    """Whole layers; ``Layout.recompute_method`` and ``recompute_layers`` say which."""
+
+
+class RecomputeMethod(StrEnum):
+    """Which layers ``Recompute.FULL`` computes again: ``--recompute-method``."""
+
+    UNIFORM = "uniform"
+    """All: the input of every ``recompute_layers``-th layer is kept."""
+    BLOCK = "block"
+    """The first ``recompute_layers`` of every (virtual) stage, each by itself; the others keep everything."""
+
+
+class Precision(StrEnum):
+    """Of forward and backward; main weights and gradients are in fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def width(self) -> int:
+        """Bytes per number."""
+        return 4 if self is Precision.FP32 else 2
+
+
+_COUNTS = {
+    "pipeline": 1,
+    "data": 1,
+    "tensor": 1,
+    "microbatch": 1,
+    "global_batch": 1,
+    "recompute_layers": 1,
+    "chunks": 1,
+    "gradient_buffers": 1,
+    "extra_in_flight": 0,
+    "first_stage_layers": 0,
+    "last_stage_layers": 0,
+}
+"""The least value of every whole number in a Layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One configuration; names are those of the papers (d, w, b) and of Megatron's flags.
+
+    >>> layout = Layout(schedule="2bw", pipeline=4, data=2, tensor=8, microbatch=2, global_batch=64)
+    >>> layout.gpus, layout.microbatches
+    (64, 16)
+
+    Raises:
+        PlanError: a count below its least value, or a batch that does not split into microbatches.
+    """
+
+    schedule: str
+    """As typed after ``--pipeline-schedule``; ``megatron`` with ``chunks`` above 1 is the interleaved schedule."""
+    pipeline: int
+    """Depth d."""
+    data: int
+    """Width w: replicas."""
+    tensor: int = 1
+    microbatch: int = 1
+    """Samples b."""
+    global_batch: int
+    """Samples B = b * w * m."""
+    recompute: Recompute = Recompute.NONE
+    recompute_method: RecomputeMethod = RecomputeMethod.UNIFORM
+    """Of ``Recompute.FULL``."""
+    recompute_layers: int = 1
+    """Of ``Recompute.FULL``: ``--recompute-num-layers``."""
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    overlap_gradients: bool = False
+    """``--overlap-grad-reduce``: replicas sum gradients during the last backward; 2bw always overlaps."""
+    split_transfers: bool = False
+    """Tensor-parallel ranks send a share each over the pipeline and gather it, as Megatron-LM before Core did."""
+    chunks: int = 1
+    """Virtual stages per rank."""
+    precision: Precision = Precision.BF16
+    fused_attention: bool = True
+    """Attention that never stores its scores."""
+    extra_in_flight: int = 0
+    gradient_buffers: int = 2
+    """Of 2bw: ``--pipeline-gradient-buffers``."""
+    first_stage_layers: int = 0
+    """``--decoder-first-pipeline-num-layers``; 0: as many as the other stages."""
+    last_stage_layers: int = 0
+    """``--decoder-last-pipeline-num-layers``; 0: as many as the other stages."""
+
+    def __post_init__(self) -> None:
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise PlanError(f"{name} {value!r}: give a whole number of at least {least}")
+        unit = self.microbatch * self.data
+        if self.global_batch % unit:
+            nearest = max(unit, round(self.global_batch / unit) * unit)
+            raise PlanError(
+                f"global_batch {self.global_batch} is no multiple of microbatch {self.microbatch} x data {self.data}: "
+                f"use {nearest}"
+            )
+
+    @property
+    def microbatches(self) -> int:
+        """m, per replica."""
+        return self.global_batch // (self.microbatch * self.data)
+
+    @property
+    def gpus(self) -> int:
+        """Ranks in all."""
+        return self.pipeline * self.data * self.tensor

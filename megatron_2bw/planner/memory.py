@@ -1,0 +1,208 @@
+"""How much memory every pipeline stage needs, by component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import NamedTuple
+
+from megatron_2bw.planner import activations
+from megatron_2bw.planner.activations import LayerActivations
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.stages import Layers, Weights, chunks_in_flight, layers_of_stages, weights_of
+
+FP32_BYTES = 4
+CONTEXT_BYTES = 1.5 * 2**30
+"""CUDA context, cuBLAS workspaces and NCCL's buffers, which torch's allocator does not see. Assumed: about 0.5 GiB
+for context and libraries, the rest for the communicators of a few process groups."""
+FRAGMENTED_SHARE = 0.05
+"""Of activations. Assumed: torch gives cached blocks back before it runs out, what remains is between live tensors;
+far from the limit mbridge's README (memory_estimator) shows 0 to 20% more reserved than allocated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on each GPU of one stage when it needs most."""
+
+    stage: int
+    weights_bytes: float
+    """In the precision of forward and backward."""
+    older_weights_bytes: float
+    """2bw: the second weight version."""
+    gradients_bytes: float
+    """The buffer in which microbatches are summed."""
+    captured_gradients_bytes: float
+    """2bw: gradients of the batch before, or this rank's shard, until its update."""
+    optimizer_bytes: float
+    """Adam: two moments, and fp32 weights where weights are in 16 bits."""
+    activations_bytes: float
+    """Of the layers, for all forwards whose backward has not run."""
+    logits_bytes: float
+    """Of the last stage: logits, softmax and loss."""
+    working_bytes: float
+    """Of the layer under way: what is recomputed, gradients of activations; or what the update needs."""
+    reserve_bytes: float
+    """What torch does not count: the CUDA context, communicators, fragments."""
+
+    @property
+    def allocated_bytes(self) -> float:
+        """What ``torch.cuda.max_memory_allocated`` shows: all but the reserve."""
+        return self.total_bytes - self.reserve_bytes
+
+    @property
+    def total_bytes(self) -> float:
+        """What the GPU has to have."""
+        return sum(_components(self))
+
+
+_components = attrgetter(*(field.name for field in fields(StageMemory) if field.name.endswith("_bytes")))
+
+
+def stages(model: Model, layout: Layout) -> tuple[StageMemory, ...]:
+    """Memory of every pipeline stage.
+
+    Raises:
+        PlanError: the layers cannot be spread over the stages.
+
+    >>> model = Model(num_layers=32, hidden_size=2304, num_attention_heads=32, seq_length=512, vocab_size=50257)
+    >>> layout = Layout(schedule="2bw", pipeline=8, data=1, microbatch=4, global_batch=64, recompute=Recompute.FULL)
+    >>> [round(stage.total_bytes / 1e9, 1) for stage in stages(model, layout)]
+    [11.2, 8.3, 8.2, 8.2, 8.2, 8.1, 8.1, 11.2]
+    """
+    shares = _shares(model, layout)
+    return tuple(_stage(model, layout, shares, stage) for stage in range(layout.pipeline))
+
+
+def largest(model: Model, layout: Layout) -> StageMemory:
+    """The stage that needs most memory, without a look at every stage.
+
+    Stages between the first and the last differ only in their forwards in flight, which fall from stage to stage.
+
+    Raises:
+        PlanError: the layers cannot be spread over the stages.
+    """
+    shares = _shares(model, layout)
+    candidates = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
+    return max((_stage(model, layout, shares, stage) for stage in candidates), key=lambda memory: memory.total_bytes)
+
+
+class _Shares(NamedTuple):
+    """What all stages have in common."""
+
+    layers: Layers
+    weights: Weights
+    states: WeightStates
+    layer: LayerActivations
+
+
+def _shares(model: Model, layout: Layout) -> _Shares:
+    return _Shares(
+        layers_of_stages(model, layout),
+        weights_of(model, layout.tensor),
+        state_bytes_per_weight(layout),
+        activations.of_layer(model, layout),
+    )
+
+
+def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMemory:
+    states, layer = shares.states, shares.layer
+    count = shares.layers.of(stage, layout.pipeline)
+    weights = shares.weights.of(stage, count, model, layout.pipeline)
+    chunks = chunks_in_flight(layout, stage)
+    kept = chunks * _kept_by_chunk(layer, layout, count // layout.chunks)
+    if stage == 0:
+        kept += -(-chunks // layout.chunks) * activations.of_embedding(model, layout)
+    logits, working = _peak(model, layout, layer, is_last=stage == layout.pipeline - 1)
+    in_update = weights * states.update
+    return StageMemory(
+        stage=stage,
+        weights_bytes=weights * states.weight,
+        older_weights_bytes=weights * states.older_weight,
+        gradients_bytes=weights * states.gradient,
+        captured_gradients_bytes=weights * states.captured_gradient,
+        optimizer_bytes=weights * states.optimizer,
+        activations_bytes=kept,
+        logits_bytes=logits,
+        # A flush leaves no activations while weights are updated.
+        working_bytes=max(working, in_update - kept - logits),
+        reserve_bytes=CONTEXT_BYTES + FRAGMENTED_SHARE * (kept + logits + working),
+    )
+
+
+class WeightStates(NamedTuple):
+    """Bytes per weight of a stage."""
+
+    weight: int
+    older_weight: int
+    gradient: int
+    captured_gradient: float
+    optimizer: float
+    update: float
+    """While weights are updated."""
+
+    @property
+    def total(self) -> float:
+        """All that lasts."""
+        return self.weight + self.older_weight + self.gradient + self.captured_gradient + self.optimizer
+
+
+def state_bytes_per_weight(layout: Layout) -> WeightStates:
+    """Megatron's 18, or ``6 + 12/w`` with the distributed optimizer, and what 2bw adds to them.
+
+    fp16 without 2bw sums gradients in 16 bits (Megatron's ``accumulate_allreduce_grads_in_fp32`` is off) and
+    copies them to fp32 for the update.
+
+    >>> for schedule in ("megatron", "2bw"):
+    ...     for distributed in (False, True):
+    ...         layout = Layout(
+    ...             schedule=schedule, pipeline=2, data=4, global_batch=8, distributed_optimizer=distributed
+    ...         )
+    ...         print(schedule, state_bytes_per_weight(layout).total)
+    megatron 18
+    megatron 9.0
+    2bw 24
+    2bw 12.0
+    """
+    delayed = layout.schedule == "2bw"
+    width, shards = layout.precision.width, layout.data if layout.distributed_optimizer else 1
+    in_16_bits = layout.precision == Precision.FP16 and not delayed
+    main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES
+    captures = delayed and layout.gradient_buffers > 1
+    return WeightStates(
+        weight=width,
+        older_weight=width if delayed else 0,
+        gradient=width if in_16_bits else FP32_BYTES,
+        captured_gradient=_shared(FP32_BYTES, shards) if captures else 0,
+        optimizer=_shared(main_weight + 2 * FP32_BYTES, shards),
+        update=_shared(FP32_BYTES, shards) if in_16_bits else 0,
+    )
+
+
+def _shared(size: int, shards: int) -> float:
+    return size if shards == 1 else size / shards
+
+
+def _kept_by_chunk(layer: LayerActivations, layout: Layout, layers: int) -> float:
+    """Bytes that one forward of one chunk leaves for its backward."""
+    if layout.recompute != Recompute.FULL:
+        return layers * layer.kept
+    if layout.recompute_method == RecomputeMethod.UNIFORM:
+        return -(-layers // layout.recompute_layers) * layer.input
+    again = min(layers, layout.recompute_layers)
+    return again * layer.input + (layers - again) * layer.kept
+
+
+def _peak(model: Model, layout: Layout, layer: LayerActivations, *, is_last: bool) -> tuple[float, float]:
+    """Bytes of the loss, and of the layer under way, at whichever of the two moments takes more."""
+    working = layer.working
+    if layout.recompute == Recompute.FULL:
+        at_once = layout.recompute_layers if layout.recompute_method == RecomputeMethod.UNIFORM else 1
+        working += at_once * layer.kept
+    if not is_last:
+        return 0.0, working
+    loss = activations.of_loss(model, layout)
+    losses = layout.microbatches if layout.schedule == "gpipe" else 1
+    in_layer = (losses - 1) * loss.kept
+    at_loss = losses * loss.kept + loss.working
+    return (at_loss, 0.0) if at_loss > in_layer + working else (in_layer, working)

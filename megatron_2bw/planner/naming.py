@@ -1,0 +1,95 @@
+"""Layouts as short words: ``2bw:d8,t4,w2,b1,selective,sp,do``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.rules import MEGATRON
+from megatron_2bw.planner.space import Space
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.registry import canonical_name
+
+_COUNTS = {
+    "d": "pipelines",
+    "t": "tensors",
+    "w": "widths",
+    "b": "microbatches",
+    "v": "chunks",
+    "x": "extra_in_flight",
+    "g": "gradient_buffers",
+}
+_SWITCHES = {
+    "sp": ("sequence_parallel", True),
+    "nosp": ("sequence_parallel", False),
+    "do": ("distributed_optimizer", True),
+    "nodo": ("distributed_optimizer", False),
+}
+_RECOMPUTE = re.compile(r"(none|selective|full)|(block|uniform)(\d+)")
+
+
+def name(layout: Layout) -> str:
+    """``layout`` in one word, without what is as usual.
+
+    d, t, w: pipeline, tensor and data-parallel size; b: microbatch size; v: chunks; sp: sequence parallel;
+    do: distributed optimizer; blockN, uniformN: full recomputation; x: extra in flight; g: gradient buffers.
+
+    >>> name(Layout(schedule="2bw", pipeline=4, data=2, tensor=8, microbatch=2, global_batch=64, recompute="full"))
+    '2bw:d4,t8,w2,b2,uniform1'
+    """
+    parts = [f"d{layout.pipeline}", f"t{layout.tensor}", f"w{layout.data}", f"b{layout.microbatch}"]
+    parts += [f"v{layout.chunks}"] * (layout.chunks > 1)
+    if layout.recompute == Recompute.FULL:
+        parts.append(f"{layout.recompute_method}{layout.recompute_layers}")
+    elif layout.recompute != Recompute.NONE:
+        parts.append(layout.recompute)
+    parts += ["sp"] * layout.sequence_parallel + ["do"] * layout.distributed_optimizer
+    parts += [f"x{layout.extra_in_flight}"] * (layout.extra_in_flight > 0)
+    parts += [f"g{layout.gradient_buffers}"] * (layout.gradient_buffers != 2)
+    return f"{layout.schedule}:{','.join(parts)}"
+
+
+def within(space: Space, text: str) -> Space:
+    """``space`` narrowed to what ``text`` names; parts that it leaves out stay open.
+
+    >>> within(Space(), "2bw:d8,t4").pipelines
+    (8,)
+
+    Raises:
+        PlanError: ``text`` is no name of a layout.
+    """
+    schedule, _, rest = text.partition(":")
+    chosen: dict[str, tuple] = {"schedules": (schedule_name(schedule),)}
+    for part in filter(None, rest.split(",")):
+        count, recompute = re.fullmatch(r"([a-z])(\d+)", part), _RECOMPUTE.fullmatch(part)
+        if count and count[1] in _COUNTS:
+            chosen[_COUNTS[count[1]]] = (int(count[2]),)
+        elif part in _SWITCHES:
+            dimension, value = _SWITCHES[part]
+            chosen[dimension] = (value,)
+        elif recompute and recompute[1]:
+            chosen["recomputes"] = (Recompute(recompute[1]),)
+        elif recompute:
+            chosen["recomputes"] = (Recompute.FULL,)
+            chosen["recompute_methods"] = (RecomputeMethod(recompute[2]),)
+            chosen["recompute_layers"] = (int(recompute[3]),)
+        else:
+            raise PlanError(
+                f"layout {text!r}: {part!r} is none of {', '.join(f'{key}N' for key in _COUNTS)}, "
+                f"{', '.join(_SWITCHES)}, none, selective, full, blockN, uniformN; write such as 2bw:d4,t2,w1,b1"
+            )
+    return dataclasses.replace(space, **chosen)
+
+
+def schedule_name(text: str) -> str:
+    """The schedule called ``text``, which may be an alias, or Megatron's own.
+
+    Raises:
+        PlanError: there is none; the message lists the names.
+    """
+    try:
+        return text if text == MEGATRON else canonical_name(text)
+    except ScheduleError as error:
+        raise PlanError(f"{error.message}, {MEGATRON}") from error

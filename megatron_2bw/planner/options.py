@@ -1,0 +1,85 @@
+"""Flags and their values, before they mean anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from megatron_2bw.planner.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Flags and the words behind each; a flag given twice counts as last given."""
+
+    values: dict[str, list[str]]
+    explain: Callable[[str], str] = field(default=str)
+    """How to show a value in a message."""
+    is_known: Callable[[str], bool] = field(default=lambda value: True)
+    """False for a value that only running a script would tell."""
+
+    @classmethod
+    def parse(cls, words: Iterable[str], **more: Callable) -> Options:
+        """Read ``--flag value ...`` and ``--flag=value``; words before the first flag are ignored.
+
+        >>> Options.parse("torchrun x.py --bf16 --lr=1e-4 --split 9 1".split()).values
+        {'--bf16': [], '--lr': ['1e-4'], '--split': ['9', '1']}
+        """
+        values: dict[str, list[str]] = {}
+        current: list[str] = []
+        for word in words:
+            if word.startswith("--"):
+                flag, equals, value = word.partition("=")
+                current = values[flag] = [value] if equals else []
+            else:
+                current.append(word)
+        return cls(values=values, **more)
+
+    def without(self, flags: Iterable[str]) -> Options:
+        """These options but ``flags``.
+
+        Raises:
+            PlanError: a flag is not among them.
+        """
+        flags = set(flags)
+        missing = sorted(flags - self.values.keys())
+        if missing:
+            raise PlanError(f"--ignore {missing[0]}: it is not given; leave it out")
+        values = {flag: words for flag, words in self.values.items() if flag not in flags}
+        return Options(values=values, explain=self.explain, is_known=self.is_known)
+
+    def __contains__(self, flag: str) -> bool:
+        return flag in self.values
+
+    def text(self, flag: str, default: str = "") -> str:
+        """The first word behind ``flag``.
+
+        Raises:
+            PlanError: there is none, or running a script would be needed to know it.
+        """
+        if flag not in self.values:
+            return default
+        words = self.values[flag]
+        if not words:
+            raise PlanError(f"{flag} has no value; give one, such as {flag} {default or 1}")
+        if not self.is_known(words[0]):
+            shown = self.explain(words[0])
+            raise PlanError(
+                f"{flag} {shown}: nothing sets it; set its variables in the environment, or give the arguments of the "
+                "script with --script-args"
+            )
+        return words[0]
+
+    def number(self, flag: str, default: int | None = None) -> int | None:
+        """The whole number behind ``flag``.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if flag not in self.values:
+            return default
+        text = self.text(flag)
+        try:
+            return int(text)
+        except ValueError as error:
+            raise PlanError(f"{flag} {text}: give a whole number, such as {flag} {default or 1}") from error

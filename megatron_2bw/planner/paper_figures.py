@@ -1,0 +1,265 @@
+"""The tables behind figures of the two papers, as far as their closed forms give them.
+
+PipeDream-2BW (arXiv 2006.09503v3): servers are p3.16xlarge with 8 V100 of 16 GB each, models those of its
+scripts, sequences 512 tokens. What depends on flushes, logits or tensor parallelism is not in its cost model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron_2bw.planner import mixpipe, paper
+from megatron_2bw.planner.blocks import Blocks, compute_s, estimate
+from megatron_2bw.planner.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.model import Kind, Model
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of one figure and what they were computed for."""
+
+    title: str
+    setting: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | float | None, ...], ...]
+    """None where a configuration does not fit or does not exist."""
+
+    def __str__(self) -> str:
+        cells = [self.columns, *(tuple(map(_cell, row)) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [" | ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join([self.title, self.setting, "", *lines])
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def gpt(layers: int, hidden: int, heads: int, name: str) -> Model:
+    """A GPT of the paper: sequences of 512 tokens, GPT-2's vocabulary.
+
+    Source of the sizes: scripts/driver_sweep.py of github.com/msr-fiddle/pipedream, branch pipedream_2bw.
+    """
+    return Model(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=512,
+        vocab_size=50257,
+        name=name,
+    )
+
+
+GPT_1_3B = gpt(24, 2048, 16, "GPT 1.3B")
+GPT_2_2B = gpt(32, 2304, 32, "GPT 2.2B")
+GPT_3_8B = gpt(32, 3072, 32, "GPT 3.8B")
+BERT_2_2B = dataclasses.replace(GPT_2_2B, kind=Kind.BERT, vocab_size=30522, name="BERT 2.2B")
+BERT_3_8B = dataclasses.replace(GPT_3_8B, kind=Kind.BERT, vocab_size=30522, name="BERT 3.8B")
+
+
+def servers(count: int) -> Cluster:
+    """``count`` p3.16xlarge."""
+    return dataclasses.replace(CLUSTERS["p3.16xlarge"], nodes=count, name=f"{count} x p3.16xlarge")
+
+
+def decisions() -> Table:
+    """Section 5.2: what Algorithm 1 picks with recompute and the largest microbatch that fits."""
+
+    def rows() -> Iterator[tuple[str | float | None, ...]]:
+        for model in (GPT_2_2B, GPT_3_8B, BERT_2_2B, BERT_3_8B):
+            for batch in (512, 2048):
+                best = paper.plan(model, servers(8), batch, recompute=True)[0]
+                shape = (best.depth, best.width, best.microbatch, best.accumulation)
+                yield model.name, batch, *shape, best.samples_per_s, best.memory_bytes / GIB
+
+    return Table(
+        title="Section 5.2: configurations picked",
+        setting="8 x p3.16xlarge, recompute, the largest b that fits, 18 bytes per parameter and version",
+        columns=("model", "batch", "d", "w", "b", "g", "samples/s", "GiB"),
+        rows=tuple(rows()),
+    )
+
+
+def memory_by_system() -> Table:
+    """Figures 7 and 11: memory of the systems on 8 GPUs, as far as section 3 gives a formula."""
+    cluster = servers(1)
+
+    def rows() -> Iterator[tuple[str | float | None, ...]]:
+        for model in (GPT_2_2B, BERT_2_2B):
+            for batch in (32, 64, 256):
+                microbatch = paper.plan(model, cluster, batch, recompute=True)[0].microbatch
+                shape = {"depth": 8, "microbatch": microbatch, "microbatches": batch // microbatch, "recompute": True}
+                blocks = estimate(model, cluster.gpu)
+                needs = (paper.memory_bytes(blocks, schedule=schedule, **shape) / GIB for schedule in paper.VERSIONS)
+                yield model.name, batch, microbatch, *needs
+
+    return Table(
+        title="Figures 7 and 11: memory per GPU by system, GiB",
+        setting="1 x p3.16xlarge, 8 stages, recompute, the largest b that fits with 2BW; blocks only, no logits",
+        columns=("model", "batch", "b", *paper.VERSIONS),
+        rows=tuple(rows()),
+    )
+
+
+FIGURE_8 = ((4, 1), (8, 1), (8, 32))
+"""(d, b) of its curves."""
+
+
+def throughput_by_batch() -> Table:
+    """Figure 8: throughput of 2BW against the batch for three (d, b)."""
+    cluster, blocks = servers(8), estimate(GPT_1_3B, servers(8).gpu)
+
+    def speed(depth: int, microbatch: int, batch: int) -> float | None:
+        width = cluster.gpus // depth
+        if batch % (width * depth * microbatch):
+            return None
+        return paper.samples_per_s(
+            blocks,
+            cluster,
+            schedule="2bw",
+            width=width,
+            depth=depth,
+            microbatch=microbatch,
+            microbatches=batch // (width * microbatch),
+            recompute=True,
+        )
+
+    batches = [2**power for power in range(6, 12)]
+    return Table(
+        title="Figure 8: 2BW's samples/s against the batch by (d, b)",
+        setting="GPT 1.3B, 8 x p3.16xlarge, recompute",
+        columns=("batch", *(f"({depth}, {microbatch})" for depth, microbatch in FIGURE_8)),
+        rows=tuple((batch, *(speed(*shape, batch) for shape in FIGURE_8)) for batch in batches),
+    )
+
+
+def largest_models() -> Table:
+    """Figure 9: billions of parameters that fit with 2BW on stages of 16 GB."""
+    cluster, like = servers(8), gpt(1, 1024, 16, "")
+    depths = (1, 2, 4, 8, 16, 32, 64)
+    models = [largest_model(like, cluster, depth) for depth in depths]
+    return Table(
+        title="Figure 9: the largest model by depth",
+        setting="8 x p3.16xlarge, 2BW, recompute, b = 1, hidden size 1024, 18 bytes per parameter and version",
+        columns=("d", "layers", "billions"),
+        rows=tuple((d, model.num_layers, model.parameters / 1e9) for d, model in zip(depths, models, strict=True)),
+    )
+
+
+def largest_model(like: Model, cluster: Cluster, depth: int) -> Model:
+    """``like`` with as many layers as fit on ``depth`` stages with 2BW, recompute and microbatches of 1.
+
+    Raises:
+        PlanError: not even one layer per stage fits.
+    """
+
+    def of(layers: int) -> Model:
+        return dataclasses.replace(like, num_layers=layers * depth)
+
+    def needed_bytes(layers: int) -> float:
+        shape = {"schedule": "2bw", "depth": depth, "microbatch": 1, "microbatches": depth, "recompute": True}
+        return paper.memory_bytes(estimate(of(layers), cluster.gpu), **shape)
+
+    one_bytes = needed_bytes(1)
+    spare_bytes = cluster.gpu.memory_gb * GIB - one_bytes
+    if spare_bytes < 0:
+        raise PlanError(f"hidden_size {like.hidden_size}: a layer per stage needs {one_bytes / GIB:.1f} GiB; go lower")
+    return of(1 + int(spare_bytes // (needed_bytes(2) - one_bytes)))
+
+
+def recompute_on_and_off() -> Table:
+    """Figure 12: throughput of 2BW on 8 stages against the microbatch, with and without recompute."""
+    cluster = servers(1)
+
+    def speed(blocks: Blocks, microbatch: int, recompute: bool) -> float | None:
+        shape = {"schedule": "2bw", "depth": 8, "microbatch": microbatch, "microbatches": 8, "recompute": recompute}
+        if paper.memory_bytes(blocks, **shape) > cluster.gpu.memory_gb * GIB:
+            return None
+        return paper.samples_per_s(blocks, cluster, width=1, **shape)
+
+    def rows() -> Iterator[tuple[str | float | None, ...]]:
+        for model in (GPT_1_3B, GPT_2_2B):
+            blocks = estimate(model, cluster.gpu)
+            for microbatch in (1, 2, 4, 8, 16):
+                yield model.name, microbatch, speed(blocks, microbatch, True), speed(blocks, microbatch, False)
+
+    return Table(
+        title="Figure 12: 2BW's samples/s with and without recompute",
+        setting="1 x p3.16xlarge, d = 8, w = 1, m = 8, 18 bytes per parameter and version; - does not fit",
+        columns=("model", "b", "recompute", "none"),
+        rows=tuple(rows()),
+    )
+
+
+BERT_48 = Model(
+    num_layers=48,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=512,
+    vocab_size=30522,
+    tied=False,
+    kind=Kind.BERT,
+    name="Bert-48",
+)
+GPT_72 = dataclasses.replace(BERT_48, num_layers=72, vocab_size=50257, kind=Kind.GPT, name="GPT-72")
+"""MixPipe's Table II has 669,933,442 and 1,010,477,056 parameters for them."""
+
+_WEAK_SCALING: dict[str, dict[str, tuple[int, float]]] = {
+    "Bert-48": {"gpipe": (4, 1.46), "gems": (16, 2.39), "1f1b-flush": (4, 1.34), "chimera": (16, 1.16)},
+    "GPT-72": {"gems": (8, 2.25), "chimera": (8, 1.12)},
+}
+"""Microbatch and published speed-up of MixPipe on 32 GPUs. GPT-72's microbatches are not published: 8 is what Table
+II's smallest batch gives per GPU, as 16 is for Bert-48; what GPipe and DAPPLE then choose is left out."""
+
+
+def mixpipe_speedups() -> Table:
+    """MixPipe's weak scaling: time of a batch under other schedules over that under MixPipe, computation only."""
+    cluster = dataclasses.replace(CLUSTERS["p3dn.24xlarge"], nodes=4)
+    depth = 4
+
+    def rows() -> Iterator[tuple[str | float | None, ...]]:
+        for model, per_gpu in ((BERT_48, 16), (GPT_72, 8)):
+            blocks = estimate(model, cluster.gpu)
+            own = next(p for p in mixpipe.plan(model, cluster, per_gpu * cluster.gpus) if p.depth == depth)
+            steps = mixpipe.steps(depth, own.injected, own.extra)
+            own_s = float(steps) * compute_s(blocks, depth=depth, microbatch=own.microbatch)
+            for schedule, (microbatch, published) in _WEAK_SCALING[model.name].items():
+                other = _other(blocks, cluster, schedule, depth, microbatch, depth * per_gpu // microbatch)
+                ratio = other[1] / own_s
+                yield model.name, own.injected, own.extra, schedule, microbatch, other[0], ratio, published
+
+    return Table(
+        title="MixPipe: weak scaling, speed-up over other schedules",
+        setting="32 V100 of 32 GB, D = 4, W = 8, N = D for MixPipe; 16-bit activations",
+        columns=("model", "K", "Gamma", "over", "B", "recompute", "predicted", "published"),
+        rows=tuple(rows()),
+    )
+
+
+def _other(
+    blocks: Blocks, cluster: Cluster, schedule: str, depth: int, microbatch: int, microbatches: int
+) -> tuple[str, float]:
+    """Whether ``schedule`` has to recompute, and its time per batch."""
+    in_flight = {"gpipe": microbatches, "1f1b-flush": min(depth, microbatches), "gems": 1, "chimera": depth}[schedule]
+    replicas = 2 if schedule in ("gems", "chimera") else 1
+    stage_bytes = (replicas * blocks.state_bytes + in_flight * microbatch * blocks.activation_bytes) / depth
+    recompute = stage_bytes > cluster.gpu.memory_gb * GIB
+    stage_s = compute_s(blocks, depth=depth, microbatch=microbatch, recompute=recompute)
+    return "yes" if recompute else "no", float(mixpipe.steps_of(schedule, depth, microbatches)) * stage_s
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "decisions": decisions,
+    "figure-7": memory_by_system,
+    "figure-8": throughput_by_batch,
+    "figure-9": largest_models,
+    "figure-12": recompute_on_and_off,
+    "mixpipe": mixpipe_speedups,
+}

@@ -1,0 +1,153 @@
+"""Seconds per batch of a pipeline in closed form: what ``schedule.simulate.steady_state`` finds by simulation.
+
+A schedule is a graph of forwards and backwards, and a batch takes as long as the longest path through it. Such a
+path turns: up through the forwards of stages a to b and down through their backwards, ``sum(F+B) + 2*(b-a)*send``
+seconds in which b-a+1 microbatches pass. The turn over a single stage is slowest where one stage is, the turn over
+all of them where transfers are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_2bw.schedule.program import GradientCopy
+
+
+class Stage(NamedTuple):
+    """Seconds of one microbatch on one stage."""
+
+    forward_s: float
+    backward_s: float
+
+    @property
+    def pair_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Stages of which only the first and the last may differ from the others."""
+
+    stages: int
+    microbatches: int
+    first: Stage
+    middle: Stage
+    last: Stage
+    send_s: float = 0
+    """From a result to its arrival on the next stage."""
+    update_s: float = 0
+    """Of every stage."""
+    gradients_s: float = 0
+    """Sum of a stage's gradients over its replicas."""
+    norm_s: float = 0
+    """What all stages then sum together."""
+
+    def turn_s(self, first: int, last: int) -> float:
+        """Forwards from stage ``first`` up to ``last`` and backwards down again."""
+        total_s = (last - first + 1) * self.middle.pair_s + 2 * (last - first) * self.send_s
+        if first == 0:
+            total_s += self.first.pair_s - self.middle.pair_s
+        if last == self.stages - 1 and last > 0:
+            total_s += self.last.pair_s - self.middle.pair_s
+        return total_s
+
+    @property
+    def kinds(self) -> tuple[Stage, ...]:
+        """Stages that may differ."""
+        return ((self.first,), (self.first, self.last), (self.first, self.middle, self.last))[min(self.stages, 3) - 1]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many stages are of each kind."""
+        return ((1,), (1, 1), (1, self.stages - 2, 1))[min(self.stages, 3) - 1]
+
+
+def gpipe_s(pipeline: Pipeline) -> float:
+    """``sum(F) + (m-1)*max(F) + sum(B) + (m-1)*max(B)``, a transfer counting as a stage.
+
+    >>> even = Stage(1, 2)
+    >>> gpipe_s(Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even))
+    33
+    """
+    p = pipeline
+    hops = p.stages - 1
+    channel_s = p.send_s if hops else 0
+    turns_s = p.turn_s(0, hops)
+    slowest_s = sum(max(channel_s, *(stage[way] for stage in p.kinds)) for way in (0, 1))
+    return turns_s + (p.microbatches - 1) * slowest_s + flush_s(p)
+
+
+def flush_s(pipeline: Pipeline) -> float:
+    """Between the last backward of a batch and the first forward of the next."""
+    return pipeline.gradients_s + pipeline.norm_s + pipeline.update_s
+
+
+def one_f_one_b_s(pipeline: Pipeline) -> float:
+    """One turn over all stages for the first microbatch, the slowest turns for the others.
+
+    With even stages ``(m+d-1)*(F+B) + 2*send*(d-1 + m-1 - ceil((m-1)/d))``. Exact where the last stage takes longest
+    and the first one as long as the middle ones or longer, as with the loss and the embedding on them.
+
+    >>> even = Stage(1, 2)
+    >>> one_f_one_b_s(Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even, send_s=0.5))
+    41.0
+    """
+    return pipeline.turn_s(0, pipeline.stages - 1) + _other_turns_s(pipeline) + flush_s(pipeline)
+
+
+def _other_turns_s(p: Pipeline) -> float:
+    """The slowest turns of all microbatches but one: over the last stage, or over as many stages as there are."""
+    last, rest = p.stages - 1, p.microbatches - 1
+    over_all, left = divmod(rest, p.stages)
+    over_all_s = over_all * p.turn_s(0, last) + (p.turn_s(p.stages - left, last) if left else 0)
+    return max(rest * p.turn_s(last, last), over_all_s)
+
+
+def interleaved_s(pipeline: Pipeline, chunks: int) -> float:
+    """Megatron's interleaved 1F1B: ``m*(F+B)`` of the slowest rank and ``(d-1)*(F+B)/v`` to fill and drain.
+
+    Stages are the v chunks of a rank together. While the pipeline fills and drains, d microbatches pass the first
+    rank at its own pace, and nothing hides the transfers between all of the chunks. Exact for m in groups of d, free
+    transfers and a last rank that takes longest; with transfers a few of them too long.
+
+    Source: Narayanan et al., arXiv 2104.04473, section 2.2.2.
+
+    >>> even = Stage(1, 2)
+    >>> interleaved_s(Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even), 3)
+    27.0
+    """
+    p = pipeline
+    first_s = p.microbatches * p.first.pair_s
+    last_s = p.microbatches * p.last.pair_s + p.stages * (p.first.pair_s - p.middle.pair_s)
+    fill_s = (p.stages - 1) * p.middle.pair_s / chunks
+    return max(first_s, last_s) + fill_s + 2 * (p.stages * chunks - 1) * p.send_s + flush_s(p)
+
+
+def two_bw_s(pipeline: Pipeline, *, extra_in_flight: int = 0, copy: GradientCopy = GradientCopy.WHOLE) -> float:
+    """``m*(F+B)`` of the slowest stage and its update; more only where something cannot be hidden.
+
+    - Transfers: a turn over all stages lets ``(1+x)*(d-1) + 1`` microbatches pass, x more in flight per boundary.
+    - Sums of gradients and of the norm, then the update: they have to be done before the first forward of the batch
+      after next; on the first stage ``(1+x)*(d-1)`` backwards of the next batch come later.
+    - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward;
+      without a copy, the update, for which all stages wait.
+
+    >>> even = Stage(1, 2)
+    >>> pipeline = Pipeline(stages=4, microbatches=4, first=even, middle=even, last=even, send_s=0.1)
+    >>> two_bw_s(pipeline)
+    12.6
+    """
+    p, last = pipeline, pipeline.stages - 1
+    ahead = (1 + extra_in_flight) * last
+    from_turns_s = p.microbatches * p.turn_s(0, last) / (ahead + 1)
+    ahead_s = max(ahead * p.first.pair_s, p.turn_s(0, last - 1) if last and not extra_in_flight else 0)
+    waits_s = flush_s(p) + ahead_s
+    in_forward_s = p.gradients_s if copy is GradientCopy.SHARD else 0
+    if copy is GradientCopy.NONE:
+        forwards_s = sum(stage.forward_s * count for stage, count in zip(p.kinds, p.counts, strict=True))
+        down_s = p.turn_s(0, last) - last * p.send_s - forwards_s
+        waits_s = max(waits_s, flush_s(p) + _other_turns_s(p) + down_s)
+    steady_s = max(p.microbatches * stage.pair_s + max(0, in_forward_s - stage.forward_s) for stage in p.kinds)
+    return max(max(steady_s, from_turns_s) + p.update_s, waits_s)

@@ -1,0 +1,133 @@
+"""Which layouts Megatron and the schedules accept, with the reason where they do not."""
+
+from __future__ import annotations
+
+from megatron_2bw.planner.cluster import Gpu
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.model import Model, nearest_divisor
+from megatron_2bw.planner.stages import layers_of_stages
+
+MEGATRON = "megatron"
+DELAYED = frozenset({"2bw"})
+"""Schedules whose gradients are one step old."""
+
+
+def delay_of(layout: Layout) -> int:
+    """By how many updates the weights of a batch lag behind."""
+    return 1 if layout.schedule in DELAYED else 0
+
+
+def problem(model: Model, layout: Layout) -> str | None:
+    """Why ``layout`` cannot run: the field, its value, the rule and the nearest choice; None if it can.
+
+    >>> model = Model(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=50257)
+    >>> problem(model, Layout(schedule="2bw", pipeline=4, data=1, microbatch=4, global_batch=8))
+    'microbatches 2: 2bw needs at least 3 on 4 stages; raise global_batch to 12'
+    """
+    needed = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
+    return (
+        tensor_problem(model, layout.tensor, sequence_parallel=layout.sequence_parallel)
+        or schedule_problem(layout)
+        or stage_problem(model, layout)
+        or recompute_problem(model, layout)
+        or microbatch_problem(layout, needed)
+    )
+
+
+def tensor_problem(model: Model, tensor: int, *, sequence_parallel: bool) -> str | None:
+    """Why ``tensor`` ranks cannot share one layer.
+
+    Rules: TransformerConfig.__post_init__; ``divide`` in ColumnParallelLinear; MoELayer.forward.
+    """
+    sizes = {"num_attention_heads": model.num_attention_heads, "ffn_hidden_size": model.ffn_hidden_size}
+    if sequence_parallel:
+        sizes["seq_length"] = model.seq_length
+    for name, size in sizes.items():
+        if size % tensor:
+            return f"tensor {tensor} does not divide {name} {size}; use {nearest_divisor(size, tensor)}"
+    groups = model.num_query_groups
+    if groups % tensor and tensor % groups:
+        return (
+            f"tensor {tensor} is neither a divisor nor a multiple of num_query_groups {groups}; "
+            f"use {nearest_divisor(groups, tensor)}"
+        )
+    if sequence_parallel and tensor == 1:
+        return "sequence_parallel needs tensor above 1; leave it out"
+    if model.num_experts and tensor > 1 and not sequence_parallel:
+        return f"tensor {tensor} with experts needs sequence_parallel; switch it on"
+    if model.num_experts and tensor > 1 and model.bias:
+        return f"tensor {tensor}: experts with a bias cannot be shared; use 1, or a model without bias"
+    return None
+
+
+def schedule_problem(layout: Layout) -> str | None:
+    """Why the schedule cannot run at this depth."""
+    ours = layout.schedule != MEGATRON
+    if ours and layout.pipeline < 2:
+        return f"pipeline {layout.pipeline}: {layout.schedule} needs at least 2; use schedule {MEGATRON}"
+    if ours and layout.chunks > 1:
+        return f"chunks {layout.chunks}: {layout.schedule} does not interleave; use schedule {MEGATRON}"
+    if layout.chunks > 1 and layout.pipeline < 2:
+        return f"chunks {layout.chunks} need pipeline of at least 2; use chunks 1"
+    if layout.extra_in_flight and layout.schedule not in DELAYED:
+        return f"extra_in_flight {layout.extra_in_flight}: {layout.schedule} keeps a fixed number of activations; use 0"
+    if layout.gradient_buffers not in (1, 2):
+        return f"gradient_buffers {layout.gradient_buffers}: there are 1 or 2; use 2"
+    return None
+
+
+def stage_problem(model: Model, layout: Layout) -> str | None:
+    """Why the layers do not split into stages.
+
+    Rules: validate_args, "Number of layers should be divisible by the pipeline-model-parallel size";
+    TransformerConfig.__post_init__ for uneven stages.
+    """
+    try:
+        layers_of_stages(model, layout)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def gpu_problem(gpu: Gpu, precision: Precision) -> str | None:
+    """Why ``gpu`` cannot compute like that."""
+    if precision is Precision.BF16 and not gpu.has_bf16:
+        return f"precision {precision}: {gpu.name} has no {precision}; use {Precision.FP16}"
+    return None
+
+
+def recompute_problem(model: Model, layout: Layout) -> str | None:
+    """Why the layers to recompute do not exist."""
+    most = max(model.num_layers // (layout.pipeline * layout.chunks), 1)
+    if layout.recompute is Recompute.FULL and layout.recompute_layers > most:
+        return f"recompute_layers {layout.recompute_layers}: a stage has {most} layers; use {most}"
+    return None
+
+
+def least_microbatches(schedule: str, pipeline: int, extra_in_flight: int = 0) -> int:
+    """The fewest microbatches per batch that ``schedule`` runs with.
+
+    ``2bw``: (1 + extra_in_flight) * (d - 1), what its stages run ahead.
+    """
+    return max(1, (1 + extra_in_flight) * (pipeline - 1)) if schedule in DELAYED else 1
+
+
+def microbatch_problem(layout: Layout, needed: int) -> str | None:
+    """Why the batch has too few microbatches, or a number that does not interleave.
+
+    Rule of interleaving: forward_backward_pipelining_with_interleaving, microbatch groups of the pipeline's size.
+    """
+    count, unit = layout.microbatches, layout.microbatch * layout.data
+    if count < needed:
+        return (
+            f"microbatches {count}: {layout.schedule} needs at least {needed} on {layout.pipeline} stages; "
+            f"raise global_batch to {needed * unit}"
+        )
+    if layout.chunks > 1 and count % layout.pipeline:
+        nearest = max(round(count / layout.pipeline), 1) * layout.pipeline
+        return (
+            f"microbatches {count}: interleaving needs a multiple of pipeline {layout.pipeline}; "
+            f"use global_batch {nearest * unit}"
+        )
+    return None

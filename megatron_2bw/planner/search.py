@@ -1,0 +1,260 @@
+"""Every layout of a model on a cluster: the best ones, and the reason for each that is out.
+
+Exhaustive without pricing everything. A layout that recomputes, or saves a gradient buffer, takes at least as long as
+the same one that does not; so the time without either bounds all of them from below, and once a schedule has enough
+layouts that beat a bound, what is behind it cannot be among the best. ``tests/planner/test_search.py`` compares with
+the pricing of every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+from megatron_2bw.planner import costs, memory
+from megatron_2bw.planner.candidates import Candidates, Rejection, Saving, nearest_multiple
+from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.memory import StageMemory
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.rules import DELAYED, gpu_problem
+from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.table import billions, gib
+
+_FACTORS = tuple(2**exponent for exponent in range(1, 13))
+"""Of more nodes, where there are not enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A layout that runs and fits."""
+
+    layout: Layout
+    iteration: costs.Iteration
+    memory: StageMemory
+    """Of the stage that needs most."""
+    headroom_bytes: float
+    """That this stage leaves free."""
+    loss_time_s: float
+    """Time for the progress of one synchronous batch: time / sample efficiency for delayed gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The outcome of a search."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    efficiency: float
+    choices: tuple[Choice, ...]
+    """The best ones, and the best one of every schedule; the best of all first."""
+    rejected: tuple[Rejection, ...]
+    layouts: int
+    """Decided on: rejected, beaten or priced."""
+
+    @property
+    def best(self) -> Choice:
+        """The shortest time to a loss."""
+        return self.choices[0]
+
+    def best_of(self, *, delayed: bool) -> Choice | None:
+        """The best with, or without, delayed gradients."""
+        return next((choice for choice in self.choices if (choice.layout.schedule in DELAYED) == delayed), None)
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    global_batch: int,
+    space: Space | None = None,
+    *,
+    efficiency: float = 1.0,
+    keep: int = 20,
+) -> Plan:
+    """Find the layouts with the shortest time to a loss.
+
+    Args:
+        model: to train.
+        cluster: all of its GPUs are used.
+        global_batch: samples B = b * w * m.
+        space: limits of the search.
+        efficiency: progress per sample with gradients one step old, relative to synchronous training; above 0.
+        keep: how many layouts to return, beside the best one of every schedule.
+
+    Raises:
+        PlanError: no layout runs and fits; with the reason and the nearest choice that does.
+    """
+    if global_batch < 1:
+        raise PlanError(f"global_batch {global_batch}: give a whole number of at least 1")
+    if not 0 < efficiency < math.inf:
+        raise PlanError(f"sample_efficiency {efficiency}: give a number above 0, such as 0.9")
+    space = space or Space()
+    refused = gpu_problem(cluster.gpu, space.precision) if space.precision else None
+    if refused:
+        raise PlanError(refused)
+    candidates = Candidates(model=model, cluster=cluster, global_batch=global_batch, space=space)
+    found = _Search(candidates=candidates, efficiency=efficiency)
+    choices = found.best(keep)
+    if not choices:
+        raise PlanError(found.why_none())
+    return Plan(
+        model=model,
+        cluster=cluster,
+        global_batch=global_batch,
+        efficiency=efficiency,
+        choices=tuple(choices),
+        rejected=tuple(sorted(candidates.rejected.values(), key=lambda rejection: -rejection.count)),
+        layouts=candidates.layouts,
+    )
+
+
+def price(model: Model, layout: Layout, cluster: Cluster, *, efficiency: float = 1.0) -> Choice:
+    """Time and memory of ``layout``, whether it fits or not."""
+    iteration, fullest = costs.iteration(model, layout, cluster), memory.largest(model, layout)
+    return Choice(
+        layout=layout,
+        iteration=iteration,
+        memory=fullest,
+        headroom_bytes=cluster.memory_bytes - fullest.total_bytes,
+        loss_time_s=loss_time_s(layout, iteration.time_s, efficiency),
+    )
+
+
+def parts_of(stage: StageMemory) -> dict[str, float]:
+    """Bytes of ``stage`` by component, in words."""
+    names = [field.name for field in fields(stage) if field.name.endswith("_bytes")]
+    return {name.removesuffix("_bytes").replace("_", " "): getattr(stage, name) for name in names}
+
+
+def loss_time_s(layout: Layout, time_s: float, efficiency: float) -> float:
+    """Time of the batches that make as much progress as one batch of synchronous training."""
+    return time_s / efficiency if layout.schedule in DELAYED else time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """Prices candidates, best first."""
+
+    candidates: Candidates
+    efficiency: float
+
+    def best(self, keep: int) -> list[Choice]:
+        """The best ``keep``, and the best of every schedule."""
+        bases = self.candidates.bases()
+        bounded = sorted(((self._bound_s(base), base) for base in bases), key=lambda pair: pair[0])
+        kept: list[Choice] = []
+        leaders: dict[str, Choice] = {}
+        for bound_s, base in bounded:
+            leader = leaders.get(base.schedule)
+            rivals = [leader, kept[-1] if len(kept) == keep else None]
+            if all(rival is not None and bound_s > rival.loss_time_s for rival in rivals):
+                continue
+            for choice in self._fitting(base):
+                insort(kept, choice, key=_order)
+                leaders[base.schedule] = min(choice, leaders.get(base.schedule, choice), key=_order)
+            del kept[keep:]
+        others = [choice for choice in leaders.values() if choice not in kept]
+        return sorted([*kept, *others], key=_order)
+
+    def _bound_s(self, base: Layout) -> float:
+        """What no layout on ``base`` is faster than."""
+        time_s = costs.iteration(self.candidates.model, base, self.candidates.cluster).time_s
+        return loss_time_s(base, time_s, self.efficiency)
+
+    def _fitting(self, base: Layout) -> Iterator[Choice]:
+        """What fits of ``base``, without layouts that save more memory than they have to."""
+        candidates, smallest = self.candidates, (math.inf, base)
+        for saving in candidates.savings(base):
+            needed, layout = self._first_that_fits(saving)
+            if needed <= candidates.capacity_bytes:
+                yield price(candidates.model, layout, candidates.cluster, efficiency=self.efficiency)
+                if layout == base:
+                    return
+            smallest = min(smallest, (needed, layout), key=lambda pair: pair[0])
+        if candidates.capacity_bytes < smallest[0] < math.inf:
+            candidates.reject("memory", candidates.does_not_fit(smallest[1], smallest[0]), name(smallest[1]))
+
+    def _first_that_fits(self, saving: Saving) -> tuple[float, Layout]:
+        """(bytes, layout) of the first size that fits, else of one that needs little."""
+
+        model, capacity_bytes = self.candidates.model, self.candidates.capacity_bytes
+
+        def needs(index: int) -> tuple[float, Layout]:
+            layout = saving.layout(saving.sizes[index])
+            return memory.largest(model, layout).total_bytes, layout
+
+        last = len(saving.sizes) - 1
+        if not saving.falls:
+            found = (needs(index) for index in range(last + 1))
+            return min_until(found, capacity_bytes)
+        best = needs(last)
+        low, high = 0, last
+        while best[0] <= capacity_bytes and low < high:
+            middle = (low + high) // 2
+            needed = needs(middle)
+            if needed[0] <= capacity_bytes:
+                best, high = needed, middle
+            else:
+                low = middle + 1
+        return best
+
+    def why_none(self) -> str:
+        """Why there is no layout, and what would have one."""
+        candidates = self.candidates
+        batch, widths, rejected = candidates.global_batch, candidates.widths, candidates.rejected
+        what = f"no layout of {billions(candidates.model.parameters)} parameters on {candidates.cluster.gpus} GPUs"
+        if not rejected:
+            return f"{what}: the limits leave no layout; lift one, such as the tensor- or data-parallel size"
+        if widths and all(batch % width for width in widths):
+            nearest = min((nearest_multiple(batch, width) for width in widths), key=lambda size: abs(size - batch))
+            return f"{what}: global_batch {batch} does not split over any number of replicas; use {nearest}"
+        if candidates.leanest is None:
+            return f"{what}: {max(rejected.values(), key=lambda rejection: rejection.count).reason}"
+        needed, layout = candidates.leanest
+        reason = f"{candidates.does_not_fit(layout, needed)} ({self._largest_parts(layout)})"
+        return f"{what} fits: {reason}; {self._more_gpus()}"
+
+    def _largest_parts(self, layout: Layout) -> str:
+        """What takes most memory."""
+        parts = parts_of(memory.largest(self.candidates.model, layout))
+        most = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
+        return ", ".join(f"{part} {gib(parts[part])}" for part in most)
+
+    def _more_gpus(self) -> str:
+        """The nearest power of two times as many nodes that is enough."""
+        candidates = self.candidates
+        for factor in _FACTORS:
+            more = Candidates(
+                model=candidates.model,
+                cluster=replace(candidates.cluster, nodes=candidates.cluster.nodes * factor),
+                global_batch=candidates.global_batch * factor,
+                space=candidates.space,
+            )
+            trial = _Search(candidates=more, efficiency=self.efficiency)
+            if any(True for base in more.bases() for _ in trial._fitting(base)):
+                return f"use {more.cluster.gpus} GPUs and a global_batch of {more.global_batch}"
+        return "use GPUs with more memory"
+
+
+def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tuple[float, Thing]:
+    """The first pair whose number is at most ``enough``, else the one with the smallest.
+
+    >>> min_until([(5, "a"), (3, "b"), (1, "c")], 3), min_until([(5, "a"), (4, "b")], 3)
+    ((3, 'b'), (4, 'b'))
+    """
+    best = None
+    for pair in found:
+        if best is None or pair[0] < best[0]:
+            best = pair
+        if pair[0] <= enough:
+            return pair
+    return best
+
+
+def _order(choice: Choice) -> tuple[float, float]:
+    return choice.loss_time_s, -choice.headroom_bytes

@@ -1,0 +1,43 @@
+"""What the search chooses from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_2bw.planner.layout import Precision, Recompute, RecomputeMethod
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Values that each dimension may take; None: all that make sense."""
+
+    schedules: tuple[str, ...] | None = None
+    pipelines: tuple[int, ...] | None = None
+    widths: tuple[int, ...] | None = None
+    tensors: tuple[int, ...] | None = None
+    """None: what divides the model and stays within a node."""
+    microbatches: tuple[int, ...] | None = None
+    """Sizes b."""
+    chunks: tuple[int, ...] | None = None
+    recomputes: tuple[Recompute, ...] | None = None
+    recompute_methods: tuple[RecomputeMethod, ...] | None = None
+    recompute_layers: tuple[int, ...] | None = None
+    sequence_parallel: tuple[bool, ...] | None = None
+    distributed_optimizer: tuple[bool, ...] | None = None
+    extra_in_flight: tuple[int, ...] | None = None
+    gradient_buffers: tuple[int, ...] | None = None
+    precision: Precision | None = None
+    """None: bf16 where the GPU has it, else fp16."""
+    fused_attention: bool | None = None
+    """None: where the GPU has bf16, since fused kernels need the same generations."""
+    tight: bool = False
+    """Let 2bw run with its least m, d-1, in place of d."""
+
+    def allows[Value](self, dimension: str, values: tuple[Value, ...]) -> tuple[Value, ...]:
+        """``values`` in their order, without those that ``dimension`` rules out.
+
+        >>> Space(tensors=(2, 4)).allows("tensors", (1, 2, 4, 8))
+        (2, 4)
+        """
+        allowed = getattr(self, dimension)
+        return values if allowed is None else tuple(value for value in values if value in allowed)

@@ -1,0 +1,163 @@
+"""What GPUs and links reach of their data sheets: all constants of the cost model, and the times that follow.
+
+Seven constants, none per model or layout. They were fitted by ``scripts/bench/planner_fit.py`` on three sets of rows
+measured on A100s: the layer times of Korthikanti et al. (arXiv 2205.05198, Table 4), the 18.4B model of vTrain
+(VIA-Research/vTrain, ``ground_truth_multi.csv``, 15 rows), and its single-node rows on 8 GPUs (90 rows). How good they
+are on other rows: ``scripts/bench/results/planner_accuracy.txt``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_2bw.planner.cluster import Cluster, Gpu
+from megatron_2bw.planner.model import Model
+
+FLASH_SHARE = 0.55
+"""Of the peak, in attention that never stores its scores. Dao, "FlashAttention-2" (arXiv 2307.08691), section 4.1:
+A100, forward and backward, causal, head dimension 128, 2k to 16k tokens: 50 to 60%."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Shares of the data sheet, and times that do not depend on sizes."""
+
+    product_share: float
+    """Of the peak, in large matrix products."""
+    memory_share: float
+    """Of the HBM bandwidth, in elementwise kernels."""
+    kernel_s: float
+    """What any kernel costs beyond its work: start, last incomplete wave of blocks, gap to the next kernel."""
+    link_share: float
+    """Of NVLink's one-way bandwidth, in collectives of one node."""
+    network_share: float
+    """Of a node's network bandwidth, in collectives and transfers between nodes."""
+    collective_s: float
+    """Start of a collective within a node; between nodes, also each step of its ring over the nodes."""
+    launch_s: float
+    """The host's time per kernel in eager mode."""
+
+
+A100 = Speed(
+    product_share=0.80,
+    memory_share=0.82,
+    kernel_s=25e-6,
+    link_share=0.70,
+    network_share=0.64,
+    collective_s=48e-6,
+    launch_s=56e-6,
+)
+"""Fitted, with two digits."""
+
+FP32_BYTES = 4
+FP32_SHARE = 1 / 15
+"""Of the 16-bit peak, in fp32 without tensor cores: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100 (data sheets)."""
+
+LARGEST_PRODUCT_TFLOPS = {"a100": 271.2, "h100": 794.5, "h200": 794.5, "b200": 1745.0}
+"""Measured by the author of ml-engineering (compute/accelerator, maximum achievable matmul FLOPS), bf16."""
+
+
+class ErrorBar(NamedTuple):
+    """How far a prediction may be off."""
+
+    share: float
+    source: str
+
+
+def speed_of(gpu: Gpu) -> Speed:
+    """The constants of ``gpu``: the A100's, its share of the peak scaled by the largest product measured."""
+    largest = LARGEST_PRODUCT_TFLOPS.get(_family(gpu))
+    if largest is None:
+        return A100
+    share = A100.product_share * (largest / gpu.peak_tflops) / (LARGEST_PRODUCT_TFLOPS["a100"] / 312)
+    return replace(A100, product_share=share)
+
+
+def _family(gpu: Gpu) -> str:
+    return gpu.name.partition("-")[0]
+
+
+def error_bar(gpu: Gpu, model: Model, *, fused_attention: bool) -> ErrorBar:
+    """What nine of ten measured batches keep to; ``scripts/bench/planner_accuracy.py`` counts them."""
+    if _family(gpu) != "a100":
+        return ErrorBar(0.30, "assumed: constants of A100, scaled by the data sheet and the largest product measured")
+    if fused_attention:
+        return ErrorBar(0.20, "assumed: measured without fused attention, and with it on one model alone")
+    if model.hidden_size < 3072:
+        return ErrorBar(0.17, "vTrain's single-node rows, hidden size 2048")
+    return ErrorBar(0.10, "vTrain's multi-node rows, hidden sizes 6144 and 12288")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Times of kernels and collectives on one cluster."""
+
+    flops_per_s: float
+    flash_flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    """Of a whole node."""
+    gpus_per_node: int
+    kernel_s: float
+    collective_s: float
+    launch_s: float
+
+    def product_s(self, rows: float, columns: float, inner: float, *, width: int, count: float = 1) -> float:
+        """One kernel: ``count`` products of (rows, inner) and (inner, columns), bound by arithmetic or by HBM."""
+        numbers = rows * inner + inner * columns + rows * columns
+        flops_per_s = self.flops_per_s if width < FP32_BYTES else FP32_SHARE * self.flops_per_s
+        busy_s = max(2 * rows * columns * inner / flops_per_s, width * numbers / self.memory_bytes_per_s)
+        return self.kernel_s + count * busy_s
+
+    def elementwise_s(self, moved_bytes: float, kernels: int = 1) -> float:
+        """Kernels that read and write ``moved_bytes`` in all."""
+        return kernels * self.kernel_s + moved_bytes / self.memory_bytes_per_s
+
+    def all_reduce_s(self, size_bytes: float, ranks: int, stride: int) -> float:
+        """A ring moves ``2*(n-1)/n`` of the tensor through every rank; ranks are ``stride`` apart."""
+        return 2 * self._half_reduce_s(size_bytes, ranks, stride)
+
+    def reduce_scatter_s(self, size_bytes: float, ranks: int, stride: int) -> float:
+        """Half an all-reduce; an all-gather takes as long."""
+        return self._half_reduce_s(size_bytes, ranks, stride)
+
+    def _half_reduce_s(self, size_bytes: float, ranks: int, stride: int) -> float:
+        if ranks == 1:
+            return 0.0
+        passed = (ranks - 1) / ranks * size_bytes
+        if (ranks - 1) * stride < self.gpus_per_node:
+            return self.collective_s / 2 + passed / self.link_bytes_per_s
+        local = max(1, self.gpus_per_node // stride)
+        # A group that fills nodes has their network to itself; of others, each ring has one GPU's share of it.
+        groups = 1 if local == self.gpus_per_node else self.gpus_per_node
+        steps = math.ceil(ranks / local)
+        inside_s = passed / self.link_bytes_per_s if local > 1 else 0.0
+        return steps * self.collective_s / 2 + max(inside_s, passed * groups / self.network_bytes_per_s)
+
+    def send_s(self, size_bytes: float, distance: int, ranks: int) -> float:
+        """To the rank ``distance`` further, of ``ranks`` in all; the slowest such link, as all send at once."""
+        if ranks <= self.gpus_per_node:
+            return self.collective_s + size_bytes / self.link_bytes_per_s
+        return self.collective_s + size_bytes * min(distance, self.gpus_per_node) / self.network_bytes_per_s
+
+
+@lru_cache(maxsize=64)
+def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
+    """The times of ``cluster`` with the constants of its GPU, or with others."""
+    speed = speed or speed_of(cluster.gpu)
+    peak = cluster.gpu.peak_tflops * 1e12
+    return Machine(
+        flops_per_s=speed.product_share * peak,
+        flash_flops_per_s=FLASH_SHARE * peak,
+        memory_bytes_per_s=speed.memory_share * cluster.gpu.hbm_gb_s * 1e9,
+        link_bytes_per_s=speed.link_share * cluster.intra_node_gb_s * 1e9,
+        network_bytes_per_s=speed.network_share * cluster.inter_node_gb_s * 1e9,
+        gpus_per_node=cluster.gpus_per_node,
+        kernel_s=speed.kernel_s,
+        collective_s=speed.collective_s,
+        launch_s=speed.launch_s,
+    )

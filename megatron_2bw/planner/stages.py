@@ -1,0 +1,134 @@
+"""What a layout puts on each pipeline stage: layers, weights and forwards in flight."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.model import Model, nearest_divisor
+
+
+class Layers(NamedTuple):
+    """Layers of a stage: the stages between the first and the last have the same number."""
+
+    first: int
+    middle: int
+    last: int
+
+    def of(self, stage: int, stages: int) -> int:
+        """Layers of ``stage``, all its chunks together."""
+        if stage == 0:
+            return self.first
+        return self.last if stage == stages - 1 else self.middle
+
+
+def layers_of_stages(model: Model, layout: Layout) -> Layers:
+    """How Megatron spreads the layers: evenly, but for stages with a number of their own.
+
+    >>> model = Model(num_layers=46, hidden_size=5120, num_attention_heads=40, seq_length=1024, vocab_size=50257)
+    >>> layout = Layout(schedule="2bw", pipeline=16, data=1, global_batch=64, first_stage_layers=2, last_stage_layers=2)
+    >>> layers_of_stages(model, layout)
+    Layers(first=2, middle=3, last=2)
+
+    Raises:
+        PlanError: the layers cannot be spread like that.
+    """
+    stages, chunks = layout.pipeline, layout.chunks
+    if stages == 1 and chunks == 1:
+        return Layers(model.num_layers, 0, model.num_layers)
+    given = layout.first_stage_layers, layout.last_stage_layers
+    rest, even = model.num_layers - sum(given), stages - sum(map(bool, given))
+    if even == 0:
+        if rest:
+            raise PlanError(
+                f"first_stage_layers {given[0]} and last_stage_layers {given[1]} do not sum to num_layers "
+                f"{model.num_layers} on 2 stages: set one of them to 0"
+            )
+        return Layers(given[0], 0, given[1])
+    if rest <= 0 or rest % even or any(layers % chunks for layers in (*given, rest // even)):
+        raise PlanError(_why_not(model, layout, rest, even))
+    return Layers(given[0] or rest // even, rest // even, given[1] or rest // even)
+
+
+def _why_not(model: Model, layout: Layout, rest: int, even: int) -> str:
+    if any((layout.first_stage_layers, layout.last_stage_layers)):
+        return (
+            f"num_layers {model.num_layers} leaves {rest} layers for {even} equal stages of {layout.chunks} chunks: "
+            f"give first_stage_layers and last_stage_layers that leave a multiple of {even * layout.chunks}"
+        )
+    per_stage = model.num_layers // layout.pipeline
+    if layout.chunks > 1 and model.num_layers % layout.pipeline == 0:
+        return (
+            f"chunks {layout.chunks} does not divide the {per_stage} layers of a stage: use "
+            f"{nearest_divisor(per_stage, layout.chunks)}"
+        )
+    return (
+        f"pipeline {layout.pipeline} x chunks {layout.chunks} does not divide num_layers {model.num_layers}: use "
+        f"{nearest_divisor(model.num_layers, layout.pipeline)} stages, or give first_stage_layers or last_stage_layers"
+    )
+
+
+def is_interleaved(layout: Layout) -> bool:
+    """Whether Megatron runs its interleaved schedule."""
+    return layout.chunks > 1
+
+
+def chunks_in_flight(layout: Layout, stage: int) -> int:
+    """Most forwards of ``stage`` at once whose backward has not run; each of one chunk, ``1/chunks`` of the stage.
+
+    - 2bw, x more per boundary: ``(1+x)*(d-1-s) + 1``; 1F1B with a flush: ``min(d-s, m)``; GPipe: ``m``.
+    - Megatron's interleaved 1F1B, v chunks: ``min(2*(d-1-s) + (v-1)*d + 1, v*m)``
+      (``get_pp_rank_microbatches`` in ``megatron/core/pipeline_parallel/schedules.py``); on the first stage
+      ``1 + (d-1)/(d*v)`` times what 1F1B keeps (Korthikanti et al., arXiv 2205.05198, section 4.2.3).
+
+    >>> layout = Layout(schedule="megatron", pipeline=4, data=1, global_batch=16, chunks=2)
+    >>> [chunks_in_flight(layout, stage) for stage in range(4)]
+    [11, 9, 7, 5]
+    """
+    after, microbatches = layout.pipeline - 1 - stage, layout.microbatches
+    if is_interleaved(layout):
+        return min(2 * after + (layout.chunks - 1) * layout.pipeline + 1, layout.chunks * microbatches)
+    if layout.schedule == "2bw":
+        return (1 + layout.extra_in_flight) * after + 1
+    return microbatches if layout.schedule == "gpipe" else min(after + 1, microbatches)
+
+
+class Weights(NamedTuple):
+    """Numbers of weights that one tensor-parallel rank holds."""
+
+    layer: int
+    """Norms and the biases of row-parallel products are on every rank, the rest is shared out."""
+    word_embedding: int
+    position_embedding: int
+    final_norm: int
+
+    def of(self, stage: int, layers: int, model: Model, stages: int) -> int:
+        """Weights of a stage. A tied embedding is on the first and on the last stage."""
+        total = layers * self.layer
+        if stage == 0:
+            total += self.word_embedding + self.position_embedding
+        if stage == stages - 1:
+            total += self.final_norm + (self.word_embedding if stages > 1 or not model.tied else 0)
+        return total
+
+
+@lru_cache(maxsize=256)
+def weights_of(model: Model, tensor: int) -> Weights:
+    """What one of ``tensor`` ranks holds.
+
+    >>> model = Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200)
+    >>> weights_of(model, 8)
+    Weights(layer=226576896, word_embedding=78643200, position_embedding=25165824, final_norm=24576)
+    """
+    hidden, experts = model.hidden_size, max(model.num_experts, 1)
+    row_bias = model.bias * hidden
+    shared = model.attention_parameters + experts * model.mlp_parameters - (1 + experts) * row_bias
+    everywhere = (1 + experts) * row_bias + 2 * model.norm_parameters + model.num_experts * hidden
+    return Weights(
+        layer=shared // tensor + everywhere,
+        word_embedding=model.padded_vocab_size(tensor) // tensor * hidden,
+        position_embedding=model.seq_length * hidden if model.learned_positions else 0,
+        final_norm=model.norm_parameters,
+    )

@@ -1,0 +1,67 @@
+"""Flags that change time or memory in ways that the cost model does not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.options import Options
+
+
+def _above_one(options: Options, flag: str) -> bool:
+    return options.number(flag, 1) > 1
+
+
+def _given(options: Options, flag: str) -> bool:
+    return flag in options
+
+
+_REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
+    "--context-parallel-size": (_above_one, "context parallelism"),
+    "--expert-model-parallel-size": (_above_one, "expert parallelism"),
+    "--multi-latent-attention": (_given, "multi-latent attention"),
+    "--hybrid-layer-pattern": (_given, "layers of several kinds"),
+    "--hybrid-override-pattern": (_given, "layers of several kinds"),
+    "--heterogeneous-layers-config-path": (_given, "layers of several kinds"),
+    "--moe-layer-freq": (lambda options, flag: options.text(flag, "1") != "1", "layers of several kinds"),
+    "--moe-shared-expert-intermediate-size": (_given, "shared experts"),
+    "--mtp-num-layers": (_given, "multi-token prediction"),
+    "--fp8-format": (_given, "8-bit matrix products"),
+    "--fp4-format": (_given, "4-bit matrix products"),
+    "--use-megatron-fsdp": (_given, "sharded parameters"),
+    "--use-custom-fsdp": (_given, "sharded parameters"),
+    "--use-torch-fsdp2": (_given, "sharded parameters"),
+    "--tensor-parallel-num-weight-shards": (_given, "sharded parameters"),
+    "--cpu-offloading": (_given, "offloading"),
+    "--optimizer-cpu-offload": (_given, "offloading"),
+    "--fine-grained-activation-offloading": (_given, "offloading"),
+    "--distribute-saved-activations": (_given, "distributed inputs of layers"),
+    "--pipeline-model-parallel-layout": (_given, "a free choice of layers per stage"),
+    "--account-for-embedding-in-pipeline-split": (_given, "the embedding counted as a layer"),
+    "--account-for-loss-in-pipeline-split": (_given, "the loss counted as a layer"),
+    "--yaml-cfg": (_given, "a file in place of flags"),
+}
+_NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
+    "--grad-reduce-in-bf16": (_given, "priced with gradients in fp32"),
+    "--optimizer": (lambda options, flag: options.text(flag, "adam") != "adam", "priced with Adam's state"),
+    "--use-precision-aware-optimizer": (_given, "priced with Adam's state in fp32"),
+    "--recompute-modules": (_given, "priced with the attention's core recomputed"),
+    "--rampup-batch-size": (_given, "priced at the final batch size"),
+    "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),
+    "--tp-comm-overlap": (_given, "priced without that overlap"),
+    "--cuda-graph-impl": (_given, "priced without CUDA graphs"),
+}
+
+
+def check_priced(options: Options) -> tuple[str, ...]:
+    """What the estimate leaves out, one note per flag.
+
+    Raises:
+        PlanError: a flag that would make the estimate wrong.
+    """
+    for flag, (is_set, what) in _REFUSED.items():
+        if is_set(options, flag):
+            raise PlanError(
+                f"{flag}: the cost model does not cover {what}; to price the rest, give --ignore {flag[2:]}"
+            )
+    return tuple(f"{flag}: {how}" for flag, (is_set, how) in _NOTED.items() if is_set(options, flag))

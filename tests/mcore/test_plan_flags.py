@@ -1,0 +1,163 @@
+"""Every set of flags that the planner prints passes Megatron's own validation, up to the TransformerConfig."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from megatron_2bw.mcore.arguments import add_arguments, validated
+from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags import layout_flags, model_flags
+from megatron_2bw.planner.inputs import sized
+from megatron_2bw.planner.layout import Layout, Recompute
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.search import search
+from megatron_2bw.planner.space import Space
+
+TRAINING = (
+    "--train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --rerun-mode disabled "
+    "--no-rope-fusion"
+).split()
+"""What the planner leaves to the user; rotary positions are fused only where Transformer Engine is installed."""
+
+SMALL = Model(num_layers=16, hidden_size=512, num_attention_heads=8, seq_length=128, vocab_size=1000)
+MODEL_CASES: dict[str, Model] = {
+    "gpt": SMALL,
+    "gqa": dataclasses.replace(
+        MODELS["llama3-8b"],
+        num_layers=16,
+        hidden_size=1024,
+        num_attention_heads=16,
+        ffn_hidden_size=2048,
+        kv_channels=64,
+    ),
+    "channels": dataclasses.replace(SMALL, kv_channels=32),
+    "experts": dataclasses.replace(SMALL, num_experts=4, tied=False),
+    "experts without bias": dataclasses.replace(SMALL, num_experts=4, bias=False),
+    "odd layers": dataclasses.replace(SMALL, num_layers=15),
+}
+SPACES: dict[str, Space] = {
+    "any": Space(),
+    "2bw": Space(schedules=("2bw",)),
+    "2bw, tight": Space(schedules=("2bw",), tight=True, gradient_buffers=(1,)),
+    "flush": Space(schedules=("1f1b-flush", "gpipe")),
+    "megatron": Space(schedules=("megatron",)),
+    "interleaved": Space(schedules=("megatron",), pipelines=(2, 3, 4), chunks=(2, 4, 5)),
+    "full": Space(recomputes=(Recompute.FULL,)),
+    "selective": Space(recomputes=(Recompute.SELECTIVE,)),
+    "without sequence parallelism": Space(tensors=(2, 4), sequence_parallel=(False,)),
+    "without the distributed optimizer": Space(distributed_optimizer=(False,)),
+}
+
+
+NOTHING = {(model, "without sequence parallelism") for model in ("experts", "experts without bias")}
+"""Pairs of a model and a space that have no layout."""
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    """Megatron's, with our group."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+Validate = Callable[[Model, Layout], tuple[Any, Any]]
+
+
+@pytest.fixture
+def validate(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> Validate:
+    """Megatron's arguments and TransformerConfig for the flags of a layout, on Hopper."""
+    from megatron.training import arguments
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
+
+    def with_flags_of(model: Model, layout: Layout) -> tuple[Any, Any]:
+        args = parser.parse_args([*layout_flags(model, layout), *model_flags(model), *TRAINING])
+        args.world_size, args.rank = layout.gpus, 1  # Rank 0 prints.
+        validated(args, lambda: arguments.validate_args(args))
+        return args, arguments.core_transformer_config_from_args(args)
+
+    monkeypatch.setattr("megatron_2bw.mcore.cpu_backend.needed", lambda: False)
+    return with_flags_of
+
+
+def planned(model: Model, space: Space) -> set[Layout]:
+    """What ``plan`` would print for several clusters and batches, a few layouts each."""
+    layouts = set()
+    for cluster, gpus in (("dgx-a100", 16), ("p3.16xlarge", 8), ("dgx-h100", 6)):
+        for batch in (16, 96):
+            with suppress(PlanError):
+                plan = search(model, sized(CLUSTERS[cluster], gpus=gpus), batch, space, keep=3)
+                layouts.update(choice.layout for choice in plan.choices)
+    return layouts
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("model", MODEL_CASES)
+def test_megatron_accepts_what_is_printed(model: str, space: str, validate: Validate):
+    layouts = planned(MODEL_CASES[model], SPACES[space])
+    assert layouts or (model, space) in NOTHING
+    for layout in layouts:
+        args, config = validate(MODEL_CASES[model], layout)
+        assert args.data_parallel_size == layout.data, name(layout)
+        assert args.global_batch_size // (args.micro_batch_size * args.data_parallel_size) == layout.microbatches
+        assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (
+            layout.tensor,
+            layout.pipeline,
+        )
+        assert (config.virtual_pipeline_model_parallel_size or 1) == layout.chunks
+        assert (config.recompute_granularity or "none") == layout.recompute
+        assert config.sequence_parallel == layout.sequence_parallel
+        assert (config.fp16, config.bf16) == (layout.precision == "fp16", layout.precision == "bf16")
+        assert args.use_distributed_optimizer == layout.distributed_optimizer
+
+
+@pytest.mark.parametrize("model", MODEL_CASES)
+def test_megatron_builds_the_same_model(model: str, validate: Validate):
+    expected = MODEL_CASES[model]
+    args, config = validate(expected, Layout(schedule="megatron", pipeline=1, data=1, global_batch=1))
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size, config.kv_channels) == (
+        expected.num_layers,
+        expected.hidden_size,
+        expected.ffn_hidden_size,
+        expected.kv_channels,
+    )
+    assert (config.num_attention_heads, config.num_query_groups) == (
+        expected.num_attention_heads,
+        expected.num_query_groups,
+    )
+    assert (config.num_moe_experts or 0) == expected.num_experts
+    assert config.add_bias_linear == expected.bias
+    assert config.gated_linear_unit == expected.swiglu
+    assert (config.hidden_dropout > 0) == expected.dropout
+    assert args.untie_embeddings_and_output_weights != expected.tied
+    assert (args.position_embedding_type == "learned_absolute") == expected.learned_positions
+    assert (args.seq_length, args.max_position_embeddings) == (expected.seq_length, expected.seq_length)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "layers that do not divide": {"pipeline": 3},
+    "heads that do not divide": {"tensor": 16},
+    "no pipeline for 2bw": {"schedule": "2bw", "pipeline": 1},
+    "too few microbatches": {"schedule": "2bw", "pipeline": 4, "global_batch": 2},
+    "chunks of 2bw": {"schedule": "2bw", "pipeline": 2, "chunks": 2},
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_the_rules_refuse_is_refused_here_too(case: str, validate: Validate):
+    layout = Layout(**{"schedule": "megatron", "pipeline": 2, "data": 1, "global_batch": 16, **WRONG[case]})
+    assert problem(SMALL, layout)
+    with pytest.raises((AssertionError, ValueError, SystemExit)):
+        validate(SMALL, layout)

@@ -1,0 +1,1 @@
+"""The planner: pure Python, tested without torch."""

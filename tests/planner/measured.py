@@ -1,0 +1,263 @@
+"""Measured times and memory, as the planner's types; every row of ``data`` names its source."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
+from megatron_2bw.planner.layer import Split
+from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.model import Model
+
+DATA = Path(__file__).parent / "data"
+
+OLD_MEGATRON = {"precision": Precision.FP16, "fused_attention": False, "split_transfers": True}
+"""Megatron-LM before Core, and Megatron-DeepSpeed: fp16, scores stored, transfers split over tensor-parallel ranks."""
+SELENE_GBIT_S = 1600
+"""Of a node: 8 x 200 Gbit/s; Narayanan et al., arXiv 2104.04473, section 5."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A layout and what was measured of it."""
+
+    name: str
+    group: str
+    """Layouts of one group do the same work on the same machine."""
+    model: Model
+    layout: Layout
+    cluster: Cluster | None = None
+    measured: float
+    """Seconds per batch, or bytes."""
+    stage: int | None = None
+    """Of which memory was measured; None: of the one that needs most."""
+
+
+def read(file: str, folder: Path = DATA) -> list[dict[str, str]]:
+    """The rows of one file."""
+    with (folder / file).open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def a100s(gpus: int, node_gbit_s: float) -> Cluster:
+    """Nodes of eight A100-80GB, or one that is smaller."""
+    per_node = min(gpus, 8)
+    return Cluster(
+        name=f"{gpus} x a100",
+        gpu=GPUS["a100-80gb"],
+        gpus_per_node=per_node,
+        nodes=-(-gpus // per_node),
+        intra_node_gb_s=GPUS["a100-80gb"].nvlink_gb_s,
+        inter_node_gb_s=node_gbit_s / 8,
+    )
+
+
+def vtrain(which: str, folder: Path = DATA) -> list[Row]:
+    """``multi_node`` or ``single_node`` rows: full recomputation, 1F1B, gradients summed after the last backward."""
+    return [_vtrain_row(row) for row in read("vtrain_a100_measured.csv", folder) if row["set"] == which]
+
+
+def _vtrain_row(row: dict[str, str]) -> Row:
+    model = Model(
+        num_layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        num_attention_heads=int(row["heads"]),
+        seq_length=int(row["seq_len"]),
+        vocab_size=int(row["vocab"].split()[0]),
+    )
+    layout = Layout(
+        schedule="megatron",
+        pipeline=int(row["pp"]),
+        data=int(row["dp"]),
+        tensor=int(row["tp"]),
+        microbatch=int(row["mbs"]),
+        global_batch=int(row["gbs"]),
+        recompute=Recompute.FULL,
+        **OLD_MEGATRON,
+    )
+    return Row(
+        name=f"t={layout.tensor} w={layout.data} d={layout.pipeline} b={layout.microbatch}",
+        group=f"{row['params_b'] or 'h=' + row['hidden']}, {row['gpus']} GPUs, B={row['gbs']}",
+        model=model,
+        layout=layout,
+        cluster=a100s(int(row["gpus"]), float(row["inter_node_bw_gbps"])),
+        measured=float(row["iteration_time_ms"]) / 1e3,
+    )
+
+
+def korthikanti(folder: Path = DATA) -> Iterator[Row]:
+    """Tables 3 and 5: full recomputation, and selective with sequence parallelism."""
+    for row in read("korthikanti22_table3_5.csv", folder):
+        for recompute, measured in (
+            (Recompute.FULL, row["iter_s_full_recompute"]),
+            (Recompute.SELECTIVE, row["iter_s_seqpar_selective"]),
+        ):
+            layout = Layout(
+                schedule="megatron",
+                pipeline=int(row["pp"]),
+                data=1,
+                tensor=int(row["tp"]),
+                microbatch=int(row["mbs"]),
+                global_batch=int(row["gbs"]),
+                chunks=int(row["interleave_v"]),
+                recompute=recompute,
+                sequence_parallel=recompute is Recompute.SELECTIVE,
+                **OLD_MEGATRON,
+            )
+            yield Row(
+                name=f"{row['model']}, {recompute}",
+                group=row["model"],
+                model=_gpt(row),
+                layout=layout,
+                cluster=a100s(int(row["gpus"]), SELENE_GBIT_S),
+                measured=float(measured),
+            )
+
+
+def _gpt(row: dict[str, str]) -> Model:
+    return Model(
+        num_layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        num_attention_heads=int(row["heads"]),
+        seq_length=int(row["seq_len"]),
+        vocab_size=int(row.get("vocab", 50257)),
+    )
+
+
+LAYER_22B = Model(num_layers=48, hidden_size=6144, num_attention_heads=64, seq_length=2048, vocab_size=51200)
+
+
+def layer_times(folder: Path = DATA) -> Iterator[tuple[str, Split, float, float]]:
+    """Forward and backward of one layer of the 22B model on 8 A100s, in seconds; Table 4."""
+    for row in read("korthikanti22_table4_layer_times.csv", folder):
+        name = row["experiment"]
+        recompute = next((kind for kind in (Recompute.FULL, Recompute.SELECTIVE) if kind in name), Recompute.NONE)
+        split = Split(8, 4, "sequence" in name, recompute, Precision.FP16, fused_attention=False)
+        yield name, split, float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3
+
+
+def zero_bubble(folder: Path = DATA) -> list[Row]:
+    """Rows of 1F1B with their memory in bytes: 8 and 16 A100s, one layer fewer on the first and last stage."""
+    rows = [row for row in read("zero_bubble_table3_4_5_9.csv", folder) if row["schedule"] == "1F1B"]
+    return [_zero_bubble_row(row) for row in rows]
+
+
+def _zero_bubble_row(row: dict[str, str]) -> Row:
+    stages, microbatch = int(row["pp"]), int(row["mbs"])
+    ends = (int(row["layers"]) + 2) // stages - 1
+    layout = Layout(
+        schedule="megatron",
+        pipeline=stages,
+        data=int(row["dp"]),
+        tensor=int(row["tp"]),
+        microbatch=microbatch,
+        global_batch=microbatch * int(row["num_microbatches"]),
+        first_stage_layers=ends,
+        last_stage_layers=ends,
+        **OLD_MEGATRON,
+    )
+    return Row(
+        name=f"{row['model']}, m={row['num_microbatches']}",
+        group=row["model"],
+        model=_gpt(row),
+        layout=layout,
+        cluster=a100s(int(row["gpus"]), 800),
+        measured=layout.global_batch / (float(row["samples_per_gpu_s"]) * int(row["gpus"])),
+    )
+
+
+def memory(folder: Path = DATA) -> list[Row]:
+    """Most bytes that torch had allocated, of models with a hidden size from 2304 on."""
+    rows = [_llama(row) for row in read("megatron_memory_estimator_checks.csv", folder) if row["model"] == "Llama2-7B"]
+    rows += [_golden(row) for row in read("megatron_core_v0.19_golden_values.csv", folder)]
+    first = {row.group: row for row in reversed(zero_bubble(folder))}
+    gigabytes = {row["model"]: float(row["memory_gb"]) for row in _one_f_one_b(folder)}
+    rows += [
+        Row(name=name, group="zero bubble", model=row.model, layout=row.layout, measured=gigabytes[name] * 1e9)
+        for name, row in first.items()
+    ]
+    return rows
+
+
+def _one_f_one_b(folder: Path) -> list[dict[str, str]]:
+    return [row for row in read("zero_bubble_table3_4_5_9.csv", folder) if row["schedule"] == "1F1B"]
+
+
+def _llama(row: dict[str, str]) -> Row:
+    """The table leaves out the sequence length; with 4096, activations alone would exceed what was measured."""
+    model = Model(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        ffn_hidden_size=11008,
+        seq_length=2048,
+        vocab_size=32000,
+        swiglu=True,
+        rmsnorm=True,
+        bias=False,
+        dropout=False,
+        tied=False,
+        learned_positions=False,
+    )
+    layout = Layout(
+        schedule="megatron",
+        pipeline=int(row["pp"]),
+        data=int(row["dp"]),
+        tensor=int(row["tp"]),
+        microbatch=int(row["mbs"]),
+        global_batch=int(row["gbs"]),
+        distributed_optimizer=True,
+    )
+    name = f"Llama2-7B, t={layout.tensor} d={layout.pipeline} b={layout.microbatch}"
+    return Row(name=name, group="Llama2-7B", model=model, layout=layout, measured=float(row["peak_actual_gb"]) * 1e9)
+
+
+def _golden(row: dict[str, str]) -> Row:
+    """A test case of Megatron's; the last stage logs."""
+    stages, layers = int(row["pipeline-model-parallel-size"]), int(row["num-layers"])
+    model = Model(
+        num_layers=layers,
+        hidden_size=int(row["hidden-size"]),
+        num_attention_heads=int(row["num-attention-heads"]),
+        num_query_groups=int(row["num-query-groups"]),
+        seq_length=int(row["seq-length"]),
+        vocab_size=int(row["vocab-size"]),
+        tied=False,
+    )
+    per_chunk = int(row["num-layers-per-virtual-pipeline-stage"] or layers // stages)
+    tensor = int(row["tensor-model-parallel-size"])
+    layout = Layout(
+        schedule="megatron",
+        pipeline=stages,
+        data=8 // (stages * tensor),
+        tensor=tensor,
+        microbatch=int(row["micro-batch-size"]),
+        global_batch=int(row["global-batch-size"]),
+        chunks=layers // stages // per_chunk,
+        distributed_optimizer=True,
+    )
+    return Row(
+        name=f"{row['test_case']}, {row['device']}",
+        group="Megatron",
+        model=model,
+        layout=layout,
+        measured=float(row["mem_max_allocated_bytes_max"]),
+        stage=stages - 1,
+    )
+
+
+def golden_times(folder: Path = DATA) -> list[Row]:
+    """The same test cases on one DGX: seconds per batch, in Megatron's deterministic mode; GB200 is priced as B200."""
+    clusters = {"A100": CLUSTERS["dgx-a100"], "H100": CLUSTERS["dgx-h100"], "GB200": CLUSTERS["dgx-b200"]}
+    return [
+        replace(
+            _golden(row),
+            layout=replace(_golden(row).layout, overlap_gradients=True),
+            cluster=clusters[row["device"]],
+            measured=float(row["iter_time_median_s_second_half"]),
+        )
+        for row in read("megatron_core_v0.19_golden_values.csv", folder)
+    ]

@@ -1,0 +1,63 @@
+"""The report on the planner's accuracy: its arithmetic, and that the committed one is current."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from . import measured
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the scripts is where they look for each other."""
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+
+
+def test_accuracy():
+    from accuracy import Accuracy
+
+    base = measured.vtrain("multi_node")[0]
+    times = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 3.0}
+    predicted = {"a": 2.2, "b": 2.0, "c": 3.0, "d": 3.3}
+    rows = [replace(base, name=name, group="ab" if name in "ab" else "cd", measured=times[name]) for name in times]
+    found = Accuracy.of(lambda row: predicted[row.name], rows)
+    assert found.mean_error == pytest.approx((1.2 + 0 + 0.25 + 0.1) / 4)
+    assert found.median_error == pytest.approx((0.25 + 0.1) / 2)
+    assert found.bias == pytest.approx((1.2 - 0.25 + 0.1) / 4)
+    assert found.most == pytest.approx(1.2)
+    assert found.spearman == pytest.approx(1 - 6 * (1 + 1 + 1 + 1) / (4 * 15))
+    assert found.regret == pytest.approx(1.0)
+
+
+def test_ranks_of_equal_values():
+    from accuracy import spearman
+
+    assert spearman([1, 1, 2, 3], [1, 1, 2, 3]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+
+
+def test_the_linear_model_finds_its_own_constants():
+    from accuracy import features, linear, naive
+
+    rows = measured.vtrain("multi_node")
+    weights = (1.5, 0.2, 3.0, 0.4, 0.3, 0.05, 0.7)
+    made_up = [replace(row, measured=sum(a * b for a, b in zip(weights, features(row), strict=True))) for row in rows]
+    predict = linear(made_up)
+    assert all(math.isclose(predict(row), row.measured, rel_tol=1e-4) for row in made_up)
+    one = naive(rows[:1])
+    assert one(rows[0]) == pytest.approx(rows[0].measured)
+
+
+def test_the_committed_report_is_current():
+    """Made by ``python scripts/bench/planner_accuracy.py --output scripts/bench/results/planner_accuracy.txt``."""
+    from planner_accuracy import report
+
+    committed = (BENCH / "results" / "planner_accuracy.txt").read_text().splitlines()
+    assert [*report(measured.DATA)][1:] == committed[1:]

@@ -1,0 +1,320 @@
+"""The commands ``plan`` and ``estimate``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+import megatron_2bw
+from megatron_2bw.cli import main
+from megatron_2bw.planner.flags import read
+from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.options import Options
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PLAN = "plan --model gpt-2.2b --cluster p3.16xlarge --nodes 8 --global-batch-size 512"
+FLAGS = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --vocab-size 1000"
+ESTIMATE = f"estimate --cluster dgx-a100 --gpus 4 {FLAGS} --micro-batch-size 2 --global-batch-size 32 --bf16"
+
+
+def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    try:
+        code = main(command.split())
+    except SystemExit as stopped:  # argparse
+        code = stopped.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def words_of(text: str) -> str:
+    """``text`` in one line."""
+    return " ".join(text.split())
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, f"{PLAN} --top 4")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[:2] == [
+        "gpt-2.2b: 2.16B parameters, sequences of 512 tokens, batches of 512 samples",
+        "8 x p3.16xlarge: 64 x v100-16gb",
+    ]
+    assert lines[3].split() == "layout time error tokens/s TFLOP/s bubble delay memory/GiB headroom/GiB".split()
+    assert lines[8] == ""
+    assert lines[4].startswith("2bw:d")
+    assert all(line.split()[-3] == str(int(line.startswith("2bw:"))) for line in lines[4:8])
+    assert "2bw computes every batch with weights that lack the update of the batch before (delay 1)" in words_of(out)
+    assert "as long as it needs less than" in words_of(out)
+    assert "layouts decided. Out, with one example each:" in out
+    assert "torchrun --nnodes 8 --nproc-per-node 8 -m megatron_2bw pretrain_gpt.py" in out
+
+
+def test_the_flags_that_are_printed_are_the_best_layouts(capsys: pytest.CaptureFixture[str]):
+    _, text, _ = run(capsys, f"{PLAN} --json")
+    plan = json.loads(text)
+    best = plan["choices"][0]
+    code, flags, err = run(capsys, f"{PLAN} --flags-only")
+    assert (code, err, flags) == (0, "", best["flags"] + "\n")
+    found = read(Options.parse([*flags.split(), "--vocab-size", "50257"]), gpus=64)
+    assert found.model == dataclasses.replace(MODELS["gpt-2.2b"], name="")
+    assert dataclasses.asdict(found.layout) == best["layout"]
+    assert best["fits"]
+    assert len(best["stages"]) == best["layout"]["pipeline"]
+    assert [choice["time_to_loss_s"] for choice in plan["choices"]] == sorted(
+        choice["time_to_loss_s"] for choice in plan["choices"]
+    )
+
+
+def test_a_model_given_by_flags(capsys: pytest.CaptureFixture[str]):
+    model = "--num-layers 32 --hidden-size 2304 --num-attention-heads 32 --seq-length 512 --vocab-size 50257"
+    same = PLAN.replace("--model gpt-2.2b", model)
+    assert run(capsys, f"{same} --flags-only") == run(capsys, f"{PLAN} --flags-only")
+
+
+def test_sample_efficiency(capsys: pytest.CaptureFixture[str]):
+    _, neutral, _ = run(capsys, PLAN)
+    break_even = float(words_of(neutral).split("(break-even ")[1].split(")")[0])
+    _, better, _ = run(capsys, f"{PLAN} --sample-efficiency {break_even + 0.02}")
+    assert "it reaches a loss" in words_of(better)
+    assert better.splitlines()[4].startswith("2bw:")
+    _, worse, _ = run(capsys, f"{PLAN} --sample-efficiency {break_even - 0.02}")
+    assert "a flush reaches the loss" in words_of(worse)
+    assert not worse.splitlines()[4].startswith("2bw:")
+
+
+def test_when_not_to_use_2bw(capsys: pytest.CaptureFixture[str]):
+    both = "plan --model gpt-2.2b --cluster dgx-a100 --pipeline-model-parallel-size 8 --pipeline-schedule 2bw,dapple"
+    many = words_of(run(capsys, f"{both} --global-batch-size 2048 --micro-batch-size 1")[1])
+    assert "m >= 8d: all that 2bw saves of a flush on the same stages is its bubble, (d-1)/m = 0.3% of the time" in many
+    assert "Prefer 1f1b-flush:d8," in many
+    few = words_of(run(capsys, f"{both} --global-batch-size 64 --micro-batch-size 4")[1])
+    assert "It reaches a loss before 1f1b-flush:d8," in few
+    assert "m >= 8d" not in few
+    slower = run(capsys, "plan --model gpt-355m --cluster dgx-a100 --global-batch-size 64")[1]
+    assert "Do not use 2bw here: megatron:d1," in slower
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, f"{PLAN} --explain gpipe:d4")
+    assert code == 0
+    assert out.startswith("The best layout of the form gpipe:d4:\ngpipe:d4,")
+    assert "longer to a loss than 2bw:" in out
+    _, out, _ = run(capsys, f"{PLAN} --explain gpipe:d4,t1,w16,b32,none")
+    assert "GiB of 16 on its fullest stage" in out
+    _, out, _ = run(capsys, f"{PLAN} --explain 2bw:d5")
+    assert "d5: " in out
+    _, text, _ = run(capsys, f"{PLAN} --json")
+    name = json.loads(text)["choices"][0]["name"]
+    assert run(capsys, f"{PLAN} --explain {name}")[1] == f"{name} is the best layout.\n"
+
+
+def test_the_papers_own_planners(capsys: pytest.CaptureFixture[str]):
+    small = "plan --model gpt-2.2b --cluster p3.16xlarge --global-batch-size 256"
+    code, out, _ = run(capsys, f"{small} --cost-model paper")
+    assert code == 0
+    assert out.splitlines()[2].split()[:3] == ["schedule", "width", "depth"]
+    assert "samples/s" in out
+    assert "-m megatron_2bw pretrain_gpt.py" in out
+    _, flags, _ = run(capsys, f"{small} --cost-model paper --flags-only")
+    _, text, _ = run(capsys, f"{small} --cost-model paper --json")
+    best = json.loads(text)["choices"][0]
+    assert flags.startswith(f"--pipeline-schedule 2bw --pipeline-model-parallel-size {best['depth']} ")
+    both = "plan --model bert-355m --cluster p3.16xlarge --nodes 2 --global-batch-size 64 --cost-model mixpipe"
+    code, out, _ = run(capsys, both)
+    assert (code, "injected" in out, "there are no flags for it" in out) == (0, True, True)
+    assert "its schedule does not run on Megatron" in run(capsys, f"{both} --flags-only")[2]
+
+
+def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    picture = tmp_path / "plan.svg"
+    assert run(capsys, f"{PLAN} --flags-only --plot {picture}")[0] == 0
+    root = ElementTree.parse(picture).getroot()
+    circles = [element for element in root.iter() if element.tag.endswith("circle")]
+    assert len(circles) > 50
+    assert "gpt-2.2b on 64 x v100-16gb: throughput against memory" in root[0].text
+    width, height = (float(number) for number in root.get("viewBox").split()[2:])
+    assert all(0 < float(c.get("cx")) < width and 0 < float(c.get("cy")) < height for c in circles)
+
+
+def test_estimate(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(
+        capsys, f"{ESTIMATE} --pipeline-model-parallel-size 4 --pipeline-schedule 2bw --lr 1e-4 --seed 1"
+    )
+    assert (code, err) == (0, "")
+    assert "2bw:d4,t1,w1,b2: m = 16 microbatches per batch and replica, delay 1" in out
+    heads = next(line for line in out.splitlines() if line.startswith("stage (GiB)"))
+    assert all(part in heads for part in ("weights", "older weights", "captured gradients", "optimizer", "activations"))
+    assert "\nfits: " in out
+
+
+def test_flags_that_cannot_be_priced_can_be_ignored(capsys: pytest.CaptureFixture[str]):
+    code, _, err = run(capsys, f"{ESTIMATE} --fp8-format hybrid --seed 3")
+    assert code == 2
+    assert "does not cover 8-bit matrix products; to price the rest, give --ignore fp8-format" in err
+    ignored = run(capsys, f"{ESTIMATE} --fp8-format hybrid --seed 3 --ignore fp8-format,--seed")
+    assert ignored == run(capsys, ESTIMATE)
+    assert "--ignore --lr: it is not given" in run(capsys, f"{ESTIMATE} --ignore lr")[2]
+
+
+def test_estimate_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, f"{ESTIMATE} --hidden-size 16384 --num-layers 64")
+    assert code == 0
+    assert "does not fit: stage 0 needs " in out
+
+
+@pytest.mark.parametrize("name", [file.name for file in SCRIPTS.glob("*.sh")])
+def test_estimate_of_a_script(capsys: pytest.CaptureFixture[str], name: str):
+    cluster = "p3.16xlarge" if name == "slurm.sh" else "dgx-a100"
+    code, out, _ = run(capsys, f"estimate --cluster {cluster} --from-script {SCRIPTS / name} --json")
+    assert code == 0
+    assert json.loads(out)["time_s"] > 0
+    _, smaller, _ = run(capsys, f"estimate --cluster {cluster} --from-script {SCRIPTS / name} --json --seq-length 128")
+    assert json.loads(smaller)["time_s"] < json.loads(out)["time_s"]
+
+
+def test_estimate_of_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    good = {"id": 7, "model": "gpt-2.2b", "schedule": "2bw", "pipeline": 4, "tensor": 2, "global_batch": 64}
+    own = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 100}
+    machine = {"cluster": {"gpu": "h100-80gb", "gpus_per_node": 4, "inter_node_gb_s": 50}, "gpus": 4}
+    rows = [
+        good,
+        {**own, **machine, "schedule": "megatron", "pipeline": 2, "global_batch": 8, "recompute": "full"},
+        {**good, "pipeline": 3},
+        {**good, "pipeline": "4"},
+        {**good, "pipeline": 0},
+        {**good, "nodes": "two"},
+        {**good, "precision": "fp64"},
+        {"schedule": "2bw"},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([*map(json.dumps, rows), "", "{", "[]"]))
+    code, out, _ = run(capsys, f"estimate --cluster dgx-a100 --jsonl {file}")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 2
+    assert [("prediction" in row, "error" in row) for row in found] == [(True, False)] * 2 + [(False, True)] * 8
+    assert {key: found[0][key] for key in good} == good
+    assert found[0]["prediction"]["fits"] is True
+    file.write_text(json.dumps(good))
+    assert run(capsys, f"estimate --cluster dgx-a100 --jsonl {file}")[0] == 0
+
+
+def test_files_of_model_and_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    model, cluster = tmp_path / "model.json", tmp_path / "cluster.json"
+    model.write_text(json.dumps({**dataclasses.asdict(MODELS["gpt-2.2b"])}))
+    node = {"gpu": "v100-16gb", "gpus_per_node": 8, "nodes": 8, "inter_node_gb_s": 3.125}
+    cluster.write_text(json.dumps(node))
+    same = f"plan --model {model} --cluster {cluster} --global-batch-size 512 --flags-only"
+    assert run(capsys, same) == run(capsys, f"{PLAN} --flags-only")
+    cluster.write_text(json.dumps({**node, "gpu": {"memory_gb": 1, "peak_tflops": 9, "hbm_gb_s": 9, "nvlink_gb_s": 9}}))
+    assert "needs" in run(capsys, same)[2]
+
+
+BAD = {
+    PLAN.replace("gpt-2.2b", "gpt-2.3b"): "unknown model 'gpt-2.3b'; choose one of gpt-2.2b",
+    PLAN.replace("p3.16xlarge", "p3.16"): "unknown cluster 'p3.16'; choose one of p3.16xlarge",
+    PLAN.replace("512", "0"): "global_batch 0: give a whole number of at least 1",
+    PLAN.replace("512", "many"): "argument --global-batch-size: invalid int value: 'many'",
+    PLAN.replace("--nodes 8", "--nodes 0"): "nodes 0: give a whole number of at least 1",
+    PLAN.replace("--nodes 8", "--gpus 12"): "gpus 12 is no multiple of 8, the GPUs of a node; use 16",
+    f"{PLAN} --gpus 8": "gpus 8 and nodes 8 disagree",
+    f"{PLAN} --hidden-size 4": "--model gpt-2.2b and --hidden-size both describe the model; give one",
+    f"{PLAN} --hidden 4": "--hidden is neither an option of plan nor a flag that describes a model",
+    f"{PLAN} stray": "stray is neither an option of plan nor a flag",
+    f"{PLAN} --sample-efficiency 0": "sample_efficiency 0.0: give a number above 0",
+    f"{PLAN} --sample-efficiency nan": "sample_efficiency nan: give a number above 0",
+    f"{PLAN} --cost-model paper --plot a.svg": "--cost-model paper has no plot; leave it out",
+    f"{PLAN} --cost-model other": "argument --cost-model: invalid choice: 'other'",
+    f"{PLAN} --top 0": "--top 0: give a whole number of at least 1",
+    f"{PLAN} --explain 2bw:z9": "'z9' is none of dN",
+    f"{PLAN} --pipeline-schedule 4bw": "unknown schedule '4bw'; choose one of 2bw",
+    f"{PLAN} --tensor-model-parallel-size 1,x": "--tensor-model-parallel-size 'x': give whole numbers",
+    f"{PLAN} --micro-batch-size 0": "--micro-batch-size 0: give whole numbers of at least 1",
+    f"{PLAN} --recompute-granularity all": "--recompute-granularity 'all': give none, selective, full",
+    f"{PLAN} --tensor-model-parallel-size 3": "the limits leave no layout",
+    f"{PLAN} --bf16": "precision bf16: v100-16gb has no bf16; use fp16",
+    f"{PLAN} --flags-only --plot /nowhere/a.svg": "cannot write /nowhere/a.svg: No such file",
+    "plan --model gpt-1t --cluster dgx-a100 --global-batch-size 64": "use 256 GPUs and a global_batch of 2048",
+    f"plan {FLAGS} --num-attention-heads 7 --cluster dgx-a100 --global-batch-size 8": "num_attention_heads 7 does not",
+    "plan --cluster dgx-a100 --global-batch-size 8": "--num-layers is missing",
+    "plan --model gpt-1t --global-batch-size 8": "the following arguments are required: --cluster",
+    ESTIMATE.replace("--cluster dgx-a100", ""): "--cluster is missing",
+    f"{ESTIMATE} --tensor-model-parallel-size 3": "gpus 4 is no multiple of tensor x pipeline = 3; use 3",
+    f"{ESTIMATE} --from-script /nowhere.sh": "--from-script /nowhere.sh: No such file or directory",
+    f"{ESTIMATE} --jsonl rows": "--jsonl and --num-layers: the rows hold all flags",
+    "estimate --jsonl /nowhere": "--jsonl /nowhere: No such file or directory",
+}
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_nonsense_gets_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str], command: str):
+    code, out, err = run(capsys, command)
+    assert (code, out) == (2, "")
+    (message,) = (line for line in err.splitlines() if "error: " in line)
+    assert BAD[command] in message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gpus_per_node": 0}, "gpus_per_node 0 of"),
+        ({"inter_node_gb_s": -3.1}, "inter_node_gb_s -3.1 of"),
+        ({"inter_node_gb_s": "fast"}, "inter_node_gb_s 'fast': give a number"),
+        ({"gpus_per_node": 8.5}, "gpus_per_node 8.5: give a whole number"),
+        ({"gpus_per_node": True}, "gpus_per_node True: give a whole number"),
+        ({"gpu": "v100"}, "unknown gpu 'v100'; choose one of v100-"),
+        ({"gpu": 3}, "gpu is missing; give a name"),
+        ({"gpu": {"memory_gb": 16}}, "gpu: peak_tflops is missing; give a number"),
+        ({"intra_node": 3}, "unknown key 'intra_node'; did you mean 'intra_node_gb_s'?"),
+        ({"inter_node_gb_s": None}, "inter_node_gb_s None: give a number"),
+    ],
+)
+def test_bad_clusters(capsys: pytest.CaptureFixture[str], tmp_path: Path, values: dict[str, object], message: str):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"gpu": "v100-16gb", "gpus_per_node": 8, "inter_node_gb_s": 3, **values}))
+    code, _, err = run(capsys, f"plan --model gpt-2.2b --cluster {file} --global-batch-size 64")
+    assert code == 2
+    assert str(file) in err or "unknown gpu" in err
+    assert message in err
+
+
+@pytest.mark.parametrize("text", ["{", "", "[]", "3", '{"num_layers": 3,}', "\udcff"])
+def test_malformed_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str):
+    file = tmp_path / "model.json"
+    file.write_text(text, errors="surrogateescape")
+    code, _, err = run(capsys, f"plan --model {file} --cluster dgx-a100 --global-batch-size 64")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"error: {file}" in err
+
+
+def test_the_planner_loads_no_torch():
+    folder = Path(megatron_2bw.__file__).parent
+    files = [file for part in ("planner", "planner/bash") for file in (folder / part).glob("[!_]*.py")]
+    modules = [".".join(("megatron_2bw", *file.relative_to(folder).with_suffix("").parts)) for file in files]
+    code = f"import sys, {', '.join(modules)}; print(*sorted({{'torch', 'numpy', 'megatron'}} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split() == []
+
+
+def seconds_of(command: str) -> float:
+    """Time on the processor of a fresh interpreter that runs ``command``."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "megatron_2bw.cli", *command.split()], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_trillion_parameters_on_3072_gpus_take_less_than_a_second():
+    command = "plan --model gpt-1t --cluster dgx-a100 --nodes 384 --global-batch-size 3072"
+    assert min(seconds_of(command) for _ in range(3)) < 1.0
+
+
+def test_plan_starts_in_less_than_200_ms():
+    assert min(seconds_of("plan --help") for _ in range(5)) < 0.2

@@ -1,0 +1,220 @@
+"""Megatron's flags describe a Model and a Layout, and are described by them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from megatron_2bw.planner.cluster import GPUS
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags import Configuration, layout_flags, model_flags, read, read_model
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.rules import problem
+
+SMALL = Model(num_layers=16, hidden_size=512, num_attention_heads=8, seq_length=128, vocab_size=1000)
+LAYOUTS = {
+    "2bw": Layout(schedule="2bw", pipeline=4, data=2, microbatch=2, global_batch=32),
+    "2bw, more": Layout(
+        schedule="2bw", pipeline=2, data=1, global_batch=32, extra_in_flight=1, gradient_buffers=1, tensor=2
+    ),
+    "flush": Layout(schedule="1f1b-flush", pipeline=2, data=2, global_batch=8, overlap_gradients=True),
+    "gpipe": Layout(schedule="gpipe", pipeline=2, data=2, global_batch=8, precision=Precision.FP16),
+    "interleaved": Layout(schedule="megatron", pipeline=2, data=1, global_batch=8, chunks=4),
+    "uneven": Layout(
+        schedule="megatron", pipeline=3, data=1, global_batch=3, first_stage_layers=4, last_stage_layers=4
+    ),
+    "uneven and interleaved": Layout(
+        schedule="megatron", pipeline=3, data=1, global_batch=3, first_stage_layers=4, last_stage_layers=4, chunks=2
+    ),
+    "alone": Layout(schedule="megatron", pipeline=1, data=1, global_batch=4, precision=Precision.FP32),
+    "tensor": Layout(
+        schedule="megatron",
+        pipeline=1,
+        data=2,
+        tensor=4,
+        global_batch=4,
+        sequence_parallel=True,
+        distributed_optimizer=True,
+        fused_attention=False,
+    ),
+    "selective": Layout(schedule="megatron", pipeline=1, data=1, global_batch=4, recompute=Recompute.SELECTIVE),
+    "block": Layout(
+        schedule="megatron",
+        pipeline=2,
+        data=1,
+        global_batch=4,
+        recompute=Recompute.FULL,
+        recompute_method=RecomputeMethod.BLOCK,
+        recompute_layers=5,
+    ),
+    "uniform": Layout(
+        schedule="megatron", pipeline=2, data=1, global_batch=4, recompute=Recompute.FULL, recompute_layers=2
+    ),
+}
+VARIED = {
+    "plain": SMALL,
+    "experts": dataclasses.replace(SMALL, num_experts=4, moe_router_topk=1, bias=False),
+    "channels": dataclasses.replace(SMALL, kv_channels=32, num_query_groups=4, ffn_hidden_size=1536, tied=False),
+    "vocabulary": dataclasses.replace(SMALL, make_vocab_size_divisible_by=1, dropout=False),
+    **{name: dataclasses.replace(model, name="") for name, model in MODELS.items()},
+}
+
+
+def flags(text: str) -> Options:
+    return Options.parse(text.split())
+
+
+def read_back(model: Model, layout: Layout) -> Configuration:
+    words = [*layout_flags(model, layout), *model_flags(model), "--vocab-size", str(model.vocab_size)]
+    return read(Options.parse(words), gpus=layout.gpus, kind=model.kind)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_survive_the_way_through_flags(layout: str):
+    assert problem(SMALL, LAYOUTS[layout]) is None
+    assert read_back(SMALL, LAYOUTS[layout]) == Configuration(model=SMALL, layout=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("model", VARIED)
+def test_models_survive_the_way_through_flags(model: str):
+    assert read_back(VARIED[model], LAYOUTS["alone"]).model == VARIED[model]
+
+
+def test_flags_are_unique_and_strings():
+    for model, layout in itertools.product(VARIED.values(), LAYOUTS.values()):
+        words = [*layout_flags(model, layout), *model_flags(model)]
+        names = [word for word in words if word.startswith("--")]
+        assert len(names) == len(set(names))
+        assert all(type(word) is str and word == word.strip() != "" for word in map(str, words))
+
+
+MODEL = "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 1000"
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "value"),
+    [
+        ("", "ffn_hidden_size", 2048),
+        ("--swiglu", "ffn_hidden_size", 1344),
+        ("--swiglu --ffn-hidden-size 1000", "ffn_hidden_size", 1000),
+        ("--num-query-groups 2", "num_query_groups", 8),
+        ("--group-query-attention", "num_query_groups", 1),
+        ("--group-query-attention --num-query-groups 2", "num_query_groups", 2),
+        ("--num-experts 4 --moe-ffn-hidden-size 64", "ffn_hidden_size", 64),
+        ("--use-rotary-position-embeddings", "learned_positions", False),
+        ("--position-embedding-type none", "learned_positions", False),
+        ("--hidden-dropout 0", "dropout", True),
+        ("--hidden-dropout 0.00 --attention-dropout 0", "dropout", False),
+        ("--padded-vocab-size 1024", "vocab_size", 1024),
+        ("--tokenizer-type Llama2Tokenizer", "vocab_size", 1000),
+        ("--seq-length 256", "seq_length", 256),
+    ],
+)
+def test_megatrons_defaults(more: str, field: str, value: object):
+    assert getattr(read_model(flags(f"{MODEL} {more}")), field) == value
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "value"),
+    [
+        ("", "microbatches", 1),
+        ("", "precision", Precision.FP32),
+        ("--recompute-activations", "recompute", Recompute.SELECTIVE),
+        ("--pipeline-schedule dapple --pipeline-model-parallel-size 2", "schedule", "1f1b-flush"),
+        ("--sequence-parallel", "sequence_parallel", False),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2 --global-batch-size 8",
+            "chunks",
+            4,
+        ),
+        ("--transformer-impl local", "fused_attention", False),
+        ("--transformer-impl local --use-flash-attn", "fused_attention", True),
+        ("--attention-backend unfused", "fused_attention", False),
+        ("--attention-backend flash", "fused_attention", True),
+        ("--global-batch-size 16 --global-batch-size=32", "global_batch", 32),
+    ],
+)
+def test_what_flags_mean(more: str, field: str, value: object):
+    options = flags(f"{MODEL} --micro-batch-size 2 --global-batch-size 8 {more}")
+    assert getattr(read(options, gpus=4).layout, field) == value
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "size"),
+    [
+        ("--vocab-file a --merge-file b", Kind.GPT, 50257),
+        ("--vocab-file a", Kind.BERT, 30522),
+        ("--vocab-file a --tokenizer-type BertWordPieceCase", Kind.BERT, 28996),
+    ],
+)
+def test_the_vocabulary_of_a_tokenizer(files: str, kind: Kind, size: int):
+    options = flags(f"{MODEL.replace('--vocab-size 1000', files)}")
+    assert read_model(options, kind=kind).vocab_size == size
+
+
+def test_the_global_batch_is_one_microbatch_per_replica_unless_given():
+    assert read(flags(f"{MODEL} --micro-batch-size 2"), gpus=4).layout.global_batch == 8
+
+
+def test_attention_is_fused_where_the_gpu_has_the_kernels():
+    options = flags(f"{MODEL} --micro-batch-size 2 --fp16")
+    fused = {name: read(options, gpus=1, gpu=gpu).layout.fused_attention for name, gpu in GPUS.items()}
+    assert fused == {name: not name.startswith("v100") for name in GPUS}
+
+
+RUN = f"{MODEL} --micro-batch-size 1"
+DEEP = f"{RUN} --pipeline-model-parallel-size 4"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MODEL, "--micro-batch-size is missing"),
+        ("--hidden-size 512", "--num-layers is missing"),
+        (f"{MODEL} --micro-batch-size 0", "microbatch 0: give a whole number of at least 1"),
+        (f"{MODEL} --micro-batch-size two", "--micro-batch-size two: give a whole number"),
+        (f"{MODEL} --micro-batch-size", "--micro-batch-size has no value"),
+        (f"{MODEL} --micro-batch-size 3 --global-batch-size 8", "global_batch 8 is no multiple of microbatch 3"),
+        (f"{RUN} --pipeline-model-parallel-size 3", "gpus 4 is no multiple of tensor x pipeline = 3; use 3"),
+        (f"{DEEP} --num-layers 6", "does not divide num_layers 6: use 3 stages"),
+        (f"{RUN} --num-attention-heads 7", "num_attention_heads 7 does not divide hidden_size"),
+        (
+            f"{RUN} --ffn-hidden-size 9 --tensor-model-parallel-size 4",
+            "tensor 4 does not divide ffn_hidden_size 9; use 3",
+        ),
+        (f"{RUN} --pipeline-schedule 3bw", "unknown schedule '3bw'; choose one of 2bw"),
+        (f"{RUN} --pipeline-schedule 2bw", "pipeline 1: 2bw needs at least 2; use schedule megatron"),
+        (f"{RUN} --recompute-granularity some", "--recompute-granularity some: choose one of none, selective, full"),
+        (
+            f"{RUN} --recompute-granularity full --recompute-num-layers 17",
+            "recompute_layers 17: a stage has 16 layers; use 16",
+        ),
+        (f"{RUN} --context-parallel-size 2", "the cost model does not cover context parallelism"),
+        (f"{RUN} --fp8-format hybrid", "the cost model does not cover 8-bit matrix products"),
+        (MODEL.replace("1000", "many"), "--vocab-size many: give a whole number"),
+        (MODEL.replace("--vocab-size 1000", "--tokenizer-type HuggingFaceTokenizer"), "has no fixed vocabulary"),
+        (
+            f"{DEEP} --pipeline-schedule 2bw --global-batch-size 2",
+            "microbatches 2: 2bw needs at least 3 on 4 stages; raise global_batch to 3",
+        ),
+        (
+            f"{DEEP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
+            "microbatches 6: interleaving needs a multiple of pipeline 4; use global_batch 8",
+        ),
+        (f"{DEEP} --num-layers-per-virtual-pipeline-stage 3", "does not divide the 16 layers over 4 stages"),
+    ],
+)
+def test_nonsense_names_field_value_and_remedy(text: str, message: str):
+    with pytest.raises(PlanError) as refusal:
+        read(flags(text), gpus=4)
+    assert message in str(refusal.value)
+
+
+def test_a_gpu_without_bf16():
+    with pytest.raises(PlanError, match="precision bf16: v100-16gb has no bf16; use fp16"):
+        read(flags(f"{MODEL} --micro-batch-size 1 --bf16"), gpus=4, gpu=GPUS["v100-16gb"])

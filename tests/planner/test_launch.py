@@ -1,0 +1,176 @@
+"""Launch scripts are read as bash would run them, and nothing of them runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.planner.bash.expand import is_known, settled, shown
+from megatron_2bw.planner.bash.script import commands
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags import Configuration, read
+from megatron_2bw.planner.launch import read_script
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.options import Options
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+EXPECTED: dict[str, tuple[Model, Layout]] = {
+    "arrays.sh": (
+        Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=50257),
+        Layout(schedule="megatron", pipeline=16, tensor=8, data=1, microbatch=1, global_batch=1536),
+    ),
+    "slurm.sh": (
+        dataclasses.replace(MODELS["bert-355m"], name=""),
+        Layout(
+            schedule="1f1b-flush",
+            pipeline=4,
+            tensor=2,
+            data=4,
+            microbatch=4,
+            global_batch=256,
+            precision=Precision.FP16,
+            recompute=Recompute.SELECTIVE,
+            distributed_optimizer=True,
+        ),
+    ),
+    "conditions.sh": (
+        dataclasses.replace(MODELS["llama3-8b"], name=""),
+        Layout(
+            schedule="2bw",
+            pipeline=2,
+            tensor=4,
+            data=2,
+            microbatch=2,
+            global_batch=32,
+            recompute=Recompute.FULL,
+            recompute_method=RecomputeMethod.BLOCK,
+            recompute_layers=3,
+            sequence_parallel=True,
+            distributed_optimizer=True,
+        ),
+    ),
+}
+
+
+def configuration(file: Path, environment: dict[str, str] | None = None) -> Configuration:
+    launch = read_script(file, environment=environment or {})
+    options = Options.parse(launch.words, explain=shown, is_known=is_known)
+    return read(options, gpus=launch.gpus, kind=launch.kind)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_scripts_as_people_write_them(name: str):
+    found = configuration(SCRIPTS / name)
+    assert (found.model, found.layout) == EXPECTED[name]
+
+
+def test_the_environment_sets_what_the_script_leaves_open():
+    layout = configuration(
+        SCRIPTS / "conditions.sh", {"TP": "1", "PP": "8", "MODEL": "ignored: the script sets it"}
+    ).layout
+    assert (layout.tensor, layout.pipeline, layout.data, layout.sequence_parallel) == (1, 8, 2, False)
+
+
+def test_arguments_of_the_script():
+    launch = read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["70b"])
+    model = read(Options.parse(launch.words), gpus=launch.gpus).model
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (80, 8192, 28672)
+    with pytest.raises(PlanError, match="no command with Megatron's flags"):
+        read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["7x"])
+
+
+def test_what_is_noted():
+    assert configuration(SCRIPTS / "arrays.sh").notes == ("--rampup-batch-size: priced at the final batch size",)
+
+
+TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo hello", "no command with Megatron's flags, such as --num-layers"),
+        (f"{TRAINING} --vocab-size 9 --micro-batch-size $MBS", "--micro-batch-size $MBS: nothing sets it"),
+        (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),
+        (f"for t in 1 2; do {TRAINING} --tensor-model-parallel-size $t; done", "2 different training commands"),
+        ("ARGS=(--num-layers 4", "line 1: the array that begins here has no closing bracket"),
+        ('\n\necho "never closed', 'line 3: the quotation " that begins here has no end'),
+        ("\necho ${TP", "line 2: the bracket { that begins here has no end"),
+        ("if true; then echo x", "the script ends within an if, for, while, case or function"),
+        ("f() { f; }\nf", "more than 20 levels deep"),
+        (f"{TRAINING} --vocab-size 9 --micro-batch-size 2", "the number of GPUs is not known; give --gpus N"),
+        (f"{TRAINING} --micro-batch-size 2", "--vocab-size is missing"),
+    ],
+)
+def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, tmp_path: Path):
+    file = tmp_path / "run.sh"
+    file.write_text(script)
+    with pytest.raises(PlanError) as refusal:
+        configuration(file)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).isprintable()
+
+
+def test_nothing_runs(tmp_path: Path):
+    trace = tmp_path / "trace"
+    (tmp_path / "more.sh").write_text(f"touch {trace}; WIDTH=`touch {trace}`\nDEPTH=4")
+    script = f"""
+        source more.sh
+        touch {trace}; A=$(touch {trace}); eval "touch {trace}"; bash -c "touch {trace}"; ( touch {trace} )
+        if touch {trace}; then touch {trace}; fi
+        echo x > {trace}
+        train --depth $DEPTH
+    """
+    found = commands(script, file=tmp_path / "run.sh", environment={})
+    assert found[-1] == ["train", "--depth", "4"]
+    assert not trace.exists()
+
+
+SNIPPETS = {
+    "leading blanks": 'A=" x y "; show a$A b${A}c $A$A "$A"$A',
+    "files": "if [ -f /none ]; then show a; elif [ ! -d / ]; then show b; else show c; fi; [ -e /none ] && show d",
+    "splitting": 'A="x  y "; B=; show a$A"$A"b $B "$B" c$B',
+    "arrays": 'A=(1 "2 3" $(( 2 * 2 ))); A+=(5); show ${A[@]} "${A[@]}" x"${A[@]}"y ${#A[@]} ${A[1]} ${A[-1]} $A',
+    "empty array": 'A=(); show "${A[@]}" ${A[@]} end',
+    "defaults": "X=; show ${X:-a} ${X-b} ${Y:-c} ${Y-'d e'} ${X:+f} ${Y+g} ${Z:=h} $Z ${W:-${Z}i}",
+    "cutting": "F=/a/b.c.d; show ${F##*/} ${F#*/} ${F%.*} ${F%%.*} ${F/b/x} ${F//\\//_} ${F:3} ${F:1:2} ${#F} ${F^^}",
+    "quotes": """show 'a $b' "a 'b' \\"c\\" \\$d" a\\ b $'t' "x"'y'z "" ''""",
+    "arithmetic": "A=7; B=2; show $((A/B)) $(( -A / B )) $((A%B)) $((A**B)) $(( (A+1)*B )) $((A>B&&B>A)) $((!A))",
+    "tests": "A=8; if [ $A -gt 7 ] && [[ $A == 8* && -n $A ]]; then show yes; elif true; then show b; else show c; fi",
+    "more tests": '[ "$N" = 1 ] || show or; [[ -z $N || x == y ]] && show and; ! [ a = a ] || show not',
+    "case": "for m in 7b 70b x; do case $m in 7b|8b) show small;; 70*) show large ;; *) show other; esac; done",
+    "functions": 'f() { local x=$1; shift; show "$x" $# "$@"; return; show no; }; f "a b" c; function g { f z; }; g',
+    "loops": "for i in 1 2 3; do [ $i = 2 ] && continue; show $i; [ $i = 3 ] && break; done; show end",
+    "words": "CMD='show a  b'; $CMD c; eval \"$CMD 'd e'\"; X=show; $X y",
+    "comments": "show a#b # c\nshow d \\\n  e # f \\\nshow g",
+    "heredoc": "cat >/dev/null <<E\nshow it's\nE\nshow b",
+    "redirections": "show a 2>/dev/null 2>&1; { show b; } 2> /dev/null; show c 3 2>&1",
+    "exit": "show a; exit 0; show b",
+    "append": 'A=x; A+=y; A+=\' z\'; B=(1); B+=(2 3); show "$A" ${B[*]}; export C=$A D=4; show "$C" $D',
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_as_bash_does_it(name: str):
+    """bash runs the same text, with a function that prints its words."""
+    printing = 'show() { printf "(%s)" "$@"; printf "\\n"; }\n'
+    result = subprocess.run(
+        ["bash", "-c", printing + SNIPPETS[name]],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    found = commands(SNIPPETS[name], file=Path("run.sh"), environment={})
+    ours = ["".join(f"({settled(word)})" for word in words[1:]) for words in found if words[0] == "show"]
+    assert ours == result.stdout.splitlines()
+    assert ours

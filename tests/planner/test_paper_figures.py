@@ -1,0 +1,170 @@
+"""What PipeDream-2BW's authors decide and report, and which of it their own formulas give."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.planner import paper
+from megatron_2bw.planner.blocks import estimate
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.paper_figures import (
+    BERT_2_2B,
+    BERT_3_8B,
+    GPT_2_2B,
+    GPT_3_8B,
+    TABLES,
+    gpt,
+    largest_model,
+    servers,
+)
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "paper_figures.py"
+GIB = 2**30
+
+
+def column(table: str, name: str, **where: object) -> list:
+    """One column of a table, of the rows in which other columns have the values given."""
+    it = TABLES[table]()
+    rows = [dict(zip(it.columns, row, strict=True)) for row in it.rows]
+    return [row[name] for row in rows if all(row[key] == value for key, value in where.items())]
+
+
+@pytest.mark.parametrize("batch", [512, 2048])
+@pytest.mark.parametrize(("model", "depth"), [(GPT_2_2B, 8), (GPT_3_8B, 16), (BERT_2_2B, 8)])
+def test_depths_picked(model: Model, depth: int, batch: int):
+    """Section 5.2: 8 x p3.16xlarge, recompute, the largest b that fits, 18 bytes per parameter and version."""
+    best = paper.plan(model, servers(8), batch, recompute=True)[0]
+    assert (best.schedule, best.depth, best.width) == ("2bw", depth, 64 // depth)
+
+
+def test_how_close_the_depth_of_the_3_8b_models_is():
+    """16.2 GiB on 8 stages just rule GPT out. BERT's smaller vocabulary (15.97 GiB) just fits: not the paper's 16."""
+
+    def on_eight_bytes(model: Model) -> float:
+        shape = {"schedule": "2bw", "depth": 8, "microbatch": 1, "microbatches": 8, "recompute": True}
+        return paper.memory_bytes(estimate(model, servers(8).gpu), **shape)
+
+    assert on_eight_bytes(GPT_3_8B) / GIB == pytest.approx(16.23, abs=0.01)
+    assert on_eight_bytes(BERT_3_8B) / GIB == pytest.approx(15.97, abs=0.01)
+    assert paper.plan(BERT_3_8B, servers(8), 512, recompute=True)[0].depth == 8
+
+
+def test_weights_alone_do_not_decide_like_the_paper():
+    """With |W| as 2 bytes per parameter nothing keeps the 3.8B model off 8 stages."""
+    blocks = estimate(GPT_3_8B, servers(8).gpu, state_bytes_per_parameter=2)
+    assert paper.plan(GPT_3_8B, servers(8), 512, recompute=True, blocks=blocks)[0].depth == 8
+
+
+def test_largest_model():
+    """Section 5.5: almost 30 billion on 64 x 16 GB; 2,240 layers of 1,024 are 28.3. Here 2,176: 27.5."""
+    assert largest_model(gpt(1, 1024, 16, ""), servers(8), 64).parameters / 1e9 == pytest.approx(30, rel=0.15)
+    sizes = column("figure-9", "billions")
+    assert all(1.9 < deeper / shallower < 2.1 for shallower, deeper in pairwise(sizes))
+    with pytest.raises(PlanError, match="a layer per stage needs"):
+        largest_model(gpt(1, 16384, 64, ""), servers(8), 8)
+
+
+def test_largest_model_is_the_largest():
+    for depth in (4, 64):
+        model = largest_model(gpt(1, 1024, 16, ""), servers(8), depth)
+        for layers, fits in ((model.num_layers, True), (model.num_layers + depth, False)):
+            blocks = estimate(dataclasses.replace(model, num_layers=layers), servers(8).gpu)
+            shape = {"schedule": "2bw", "depth": depth, "microbatch": 1, "microbatches": depth, "recompute": True}
+            assert (paper.memory_bytes(blocks, **shape) <= 16 * GIB) is fits
+
+
+def test_recompute_costs_a_third():
+    """Section 6 and Appendix B.2: 1.33 times slower at most, at equal microbatches; GPT 1.3B, 8 GPUs, d = 8."""
+    pairs = zip(
+        column("figure-12", "recompute", model="GPT 1.3B"), column("figure-12", "none", model="GPT 1.3B"), strict=True
+    )
+    slowdowns = [none / recompute for recompute, none in pairs if none]
+    assert len(slowdowns) == 4
+    assert all(1.3 < slowdown <= 4 / 3 for slowdown in slowdowns)
+
+
+def test_recompute_on_and_off():
+    """Appendix B.2: recompute fits larger microbatches. It does not pay for 1.3B; that it does for 2.2B is missed."""
+    for model, pays in (("GPT 1.3B", 0.80), ("GPT 2.2B", 0.98)):
+        recompute, none = (column("figure-12", name, model=model) for name in ("recompute", "none"))
+        assert [speed is None for speed in recompute] == [False] * 5
+        assert none[-1] is None
+        assert recompute == sorted(recompute)
+        best = max(speed for speed in none if speed)
+        assert max(recompute) / best == pytest.approx(pays, abs=0.02)
+
+
+def test_throughput_against_the_batch():
+    """Section 5.4: accumulation hides the reduction, the more so the shallower; larger microbatches are faster."""
+    curves = {name: column("figure-8", name) for name in ("(4, 1)", "(8, 1)", "(8, 32)")}
+    for name in ("(4, 1)", "(8, 1)"):
+        assert curves[name] == sorted(curves[name])
+        assert curves[name][1] > 1.5 * curves[name][0]
+    assert curves["(4, 1)"][0] < curves["(8, 1)"][0]
+    assert curves["(4, 1)"][-1] / curves["(4, 1)"][2] > curves["(8, 1)"][-1] / curves["(8, 1)"][2]
+    assert curves["(8, 32)"][-1] > curves["(8, 1)"][-1]
+
+
+def test_deeper_pipelines_communicate_more():
+    """Section 5.4: less computation for the same bytes. GPT 2.2B, one replica, across servers."""
+    blocks = estimate(GPT_2_2B, servers(8).gpu)
+    speeds = [
+        paper.samples_per_s(
+            blocks, servers(8), schedule="2bw", width=1, depth=d, microbatch=4, microbatches=32, recompute=True
+        )
+        for d in (16, 32)
+    ]
+    assert speeds[0] < speeds[1] < 1.5 * speeds[0]
+
+
+def test_memory_by_system():
+    """Section 5.3: 2BW above the flush by one version of |W|, the flush above inter-layer, GPipe growing with B."""
+    rows = [dict(zip(TABLES["figure-7"]().columns, row, strict=True)) for row in TABLES["figure-7"]().rows]
+    for row, model in zip(rows, [GPT_2_2B] * 3 + [BERT_2_2B] * 3, strict=True):
+        assert row["inter-layer"] < row["1f1b-flush"] < row["2bw"]
+        assert row["2bw"] - row["1f1b-flush"] == pytest.approx(18 * model.parameters / 8 / GIB)
+        assert row["gpipe"] >= row["1f1b-flush"]
+    assert rows[2]["gpipe"] > rows[2]["1f1b-flush"]
+
+
+def test_what_these_formulas_miss():
+    """Section 5.2 and 5.3 need the logits, which every microbatch in flight keeps and the last stage computes.
+
+    GPipe with GPT 2.2B on 8 GPUs runs out of memory at batch 64; the formula sees 7 of 16 GiB. 2BW is 6.1 times
+    faster than inter-layer there; equal stages make it 8.
+    """
+    assert column("figure-7", "gpipe", model="GPT 2.2B", batch=64)[0] == pytest.approx(7.1, abs=0.1)
+    blocks = estimate(GPT_2_2B, servers(1).gpu)
+    shape = {"width": 1, "depth": 8, "microbatch": 8, "microbatches": 8, "recompute": True}
+    two_bw, inter_layer = (
+        paper.samples_per_s(blocks, servers(1), schedule=schedule, **shape) for schedule in ("2bw", "inter-layer")
+    )
+    assert two_bw / inter_layer == pytest.approx(8)
+
+
+def test_tables_can_be_read():
+    for name, table in TABLES.items():
+        text = str(table())
+        assert text.count("\n") == len(table().rows) + 3, name
+        assert all(len(row) == len(table().columns) for row in table().rows)
+    assert str(TABLES["figure-12"]()).splitlines()[-1].split("|")[-1].strip() == "-"
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "text"),
+    [
+        (["figure-9", "decisions"], 0, f"{TABLES['figure-9']()}\n\n{TABLES['decisions']()}\n"),
+        (["figure-6"], 2, "unknown table 'figure-6'; choose from decisions, figure-7"),
+    ],
+)
+def test_the_script(names: list[str], code: int, text: str):
+    result = subprocess.run([sys.executable, str(SCRIPT), *names], capture_output=True, text=True, timeout=60)
+    assert result.returncode == code
+    assert (result.stdout == text) if code == 0 else (text in result.stderr)

@@ -1,0 +1,108 @@
+"""Closed forms of the time per batch against the simulator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+
+from megatron_2bw.planner.periods import Pipeline, Stage, gpipe_s, interleaved_s, one_f_one_b_s, two_bw_s
+from megatron_2bw.schedule.lowering import with_gradient_copy
+from megatron_2bw.schedule.program import GradientCopy
+from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+
+from .interleaved import interleaved
+
+EVEN = (0, 0), (0, 0)
+MORE_ON_FIRST_AND_LAST = [EVEN, ((0, 0), (1, 2)), ((1, 1), (3, 3)), ((0, 2), (5, 0))]
+"""Forward and backward of embedding and loss, beyond the layers."""
+SENDS = (0, Fraction(1, 4), Fraction(1, 2))
+
+
+def pipelines(sizes: list[tuple[int, int]], chunks: int = 1, **more: int) -> Iterator[Pipeline]:
+    """Small pipelines of all kinds; times are integers and fractions, so that results are exact."""
+    for (stages, microbatches), (f, b), (first, last), send_s in itertools.product(
+        sizes, [(1, 2), (3, 1)], MORE_ON_FIRST_AND_LAST, SENDS
+    ):
+        f, b = chunks * f, chunks * b
+        yield Pipeline(
+            stages=stages,
+            microbatches=microbatches,
+            first=Stage(f + first[0], b + first[1]),
+            middle=Stage(f, b),
+            last=Stage(f + last[0], b + last[1]),
+            send_s=send_s,
+            **more,
+        )
+
+
+def durations(p: Pipeline) -> Durations:
+    stages = [stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count)]
+    return Durations(
+        forward_s=tuple(stage.forward_s for stage in stages),
+        backward_s=tuple(stage.backward_s for stage in stages),
+        update_s=p.update_s,
+        send_s=p.send_s,
+        reduce_s=p.norm_s,
+    )
+
+
+@pytest.mark.parametrize(("name", "closed_form_s"), [("gpipe", gpipe_s), ("1f1b-flush", one_f_one_b_s)])
+def test_with_a_flush(name, closed_form_s):
+    sizes = [(d, m) for d in range(1, 6) for m in (1, 2, 3, 7)]
+    for p in pipelines(sizes, update_s=2, gradients_s=1, norm_s=1):
+        simulated_s = simulate(build(name, stages=p.stages, microbatches=p.microbatches), durations(p), 1).makespan_s
+        assert closed_form_s(p) == simulated_s, p
+
+
+def test_even_stages_have_one_formula():
+    for d, m in itertools.product(range(1, 7), range(1, 12)):
+        p = Pipeline(
+            stages=d, microbatches=m, first=Stage(1, 2), middle=Stage(1, 2), last=Stage(1, 2), send_s=Fraction(1, 8)
+        )
+        hops = d - 1 + m - 1 - -(-(m - 1) // d) if d > 1 else 0
+        assert one_f_one_b_s(p) == (m + d - 1) * 3 + Fraction(2, 8) * hops
+
+
+def test_interleaved():
+    sizes = [(2, 2), (2, 6), (3, 3), (3, 6), (4, 8)]
+    for chunks in (2, 3):
+        for p in pipelines(sizes, chunks):
+            extra_s = interleaved_s(p, chunks) - simulated_interleaved_s(p, chunks)
+            assert extra_s == 0 if p.send_s == 0 else 0 <= extra_s <= 2 * p.stages * p.send_s, (p, chunks)
+
+
+def simulated_interleaved_s(p: Pipeline, chunks: int) -> Fraction:
+    forward_s, backward_s = ([way // chunks] * (p.stages * chunks) for way in p.middle)
+    for end, stage in ((0, p.first), (-1, p.last)):
+        forward_s[end] += stage.forward_s - p.middle.forward_s
+        backward_s[end] += stage.backward_s - p.middle.backward_s
+    times = Durations(forward_s=tuple(forward_s), backward_s=tuple(backward_s), send_s=p.send_s)
+    return simulate(interleaved(p.stages, p.microbatches, chunks), times, 1).makespan_s
+
+
+def simulated_two_bw_s(p: Pipeline, extra: int = 0, copy: GradientCopy = GradientCopy.WHOLE) -> Fraction:
+    schedule = build("2bw", stages=p.stages, microbatches=p.microbatches, extra_in_flight=extra)
+    return steady_state(with_gradient_copy(schedule, copy), durations(p)).period_s
+
+
+@pytest.mark.parametrize("copy", GradientCopy)
+@pytest.mark.parametrize("reduce_s", [0, 1, 8])
+def test_2bw_without_transfers(copy: GradientCopy, reduce_s: int):
+    """Whatever is kept of gradients, however long their sums take."""
+    sizes = [(d, m) for d in (1, 2, 3, 4) for m in range(max(d - 1, 1), d + 2)]
+    for p in pipelines(sizes, update_s=1, gradients_s=reduce_s, norm_s=reduce_s):
+        if p.send_s == 0:
+            assert two_bw_s(p, copy=copy) == simulated_two_bw_s(p, copy=copy), p
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_2bw_with_transfers(extra: int):
+    """The window over which the simulator averages cuts a turn in two; the update may fall on it or not."""
+    sizes = [(2, 1 + extra), (2, 5), (3, 2 + 2 * extra), (4, 8)]
+    for p in pipelines(sizes, update_s=1):
+        simulated_s = simulated_two_bw_s(p, extra)
+        assert simulated_s * 0.99 <= two_bw_s(p, extra_in_flight=extra) <= simulated_s * 1.01 + p.update_s, p

@@ -1,0 +1,267 @@
+"""The search finds what pricing every single layout finds, and says why layouts are out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from megatron_2bw.planner import costs, memory
+from megatron_2bw.planner.candidates import divisors
+from megatron_2bw.planner.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.inputs import sized
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.naming import name, within
+from megatron_2bw.planner.rules import DELAYED, problem
+from megatron_2bw.planner.search import Plan, search
+from megatron_2bw.planner.space import Space
+
+MODEL = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=50257)
+
+
+def cluster(gpus: int, memory_gb: float, base: str = "dgx-a100") -> Cluster:
+    whole = sized(CLUSTERS[base], gpus=gpus)
+    return dataclasses.replace(whole, gpu=dataclasses.replace(whole.gpu, memory_gb=memory_gb))
+
+
+def every_layout(model: Model, machine: Cluster, batch: int) -> Iterator[Layout]:
+    """All that run, written down without the search."""
+    gpus, has_bf16 = machine.gpus, machine.gpu.has_bf16
+    recomputes = [
+        (Recompute.NONE, RecomputeMethod.UNIFORM, 1),
+        (Recompute.SELECTIVE, RecomputeMethod.UNIFORM, 1),
+        *((Recompute.FULL, *which) for which in itertools.product(RecomputeMethod, range(1, model.num_layers + 1))),
+    ]
+    for pipeline, tensor in itertools.product(range(1, gpus + 1), range(1, machine.gpus_per_node + 1)):
+        if gpus % (pipeline * tensor) or batch % (gpus // (pipeline * tensor)):
+            continue
+        data = gpus // (pipeline * tensor)
+        for microbatch, schedule, chunks, (
+            recompute,
+            method,
+            layers,
+        ), sequence, distributed, buffers, extra in itertools.product(
+            divisors(batch // data),
+            ("2bw", "1f1b-flush", "gpipe", "megatron"),
+            divisors(model.num_layers),
+            recomputes,
+            (False, True),
+            (False, True),
+            (1, 2),
+            (0, 1),
+        ):
+            if schedule not in DELAYED and (buffers == 1 or extra == 1):
+                continue
+            layout = Layout(
+                schedule=schedule,
+                pipeline=pipeline,
+                tensor=tensor,
+                data=data,
+                microbatch=microbatch,
+                global_batch=batch,
+                chunks=chunks,
+                recompute=recompute,
+                recompute_method=method,
+                recompute_layers=layers,
+                sequence_parallel=sequence,
+                distributed_optimizer=distributed,
+                overlap_gradients=data > 1 and schedule not in DELAYED,
+                precision=Precision.BF16 if has_bf16 else Precision.FP16,
+                fused_attention=has_bf16,
+                gradient_buffers=buffers,
+                extra_in_flight=extra,
+            )
+            if problem(model, layout) is None and (schedule not in DELAYED or layout.microbatches >= pipeline):
+                yield layout
+
+
+CASES = {
+    "roomy": (cluster(4, 80), 8),
+    "narrow": (cluster(4, 5), 8),
+    "tight": (cluster(4, 3.2), 8),
+    "v100": (cluster(4, 4, "p3.16xlarge"), 8),
+    "two nodes": (dataclasses.replace(cluster(2, 4), nodes=2), 6),
+}
+
+
+@cache
+def priced(case: str) -> tuple[tuple[Layout, float, float], ...]:
+    """(layout, time in seconds, bytes) of every layout."""
+    machine, batch = CASES[case]
+    return tuple(
+        (layout, costs.iteration(MODEL, layout, machine).time_s, memory.largest(MODEL, layout).total_bytes)
+        for layout in every_layout(MODEL, machine, batch)
+    )
+
+
+SPACES = {
+    "all": Space(),
+    "no sequence parallelism": Space(sequence_parallel=(False,)),
+    "no distributed optimizer": Space(distributed_optimizer=(False,)),
+    "one gradient buffer": Space(gradient_buffers=(1,)),
+    "none extra in flight": Space(extra_in_flight=(0,)),
+    "uniform": Space(recomputes=(Recompute.FULL,), recompute_methods=(RecomputeMethod.UNIFORM,)),
+    "block": Space(recomputes=(Recompute.FULL,), recompute_methods=(RecomputeMethod.BLOCK,)),
+    "one sample": Space(microbatches=(1,)),
+    "two stages": Space(pipelines=(2,)),
+}
+
+
+def within_limits(layout: Layout, space: Space) -> bool:
+    pairs = {
+        "sequence_parallel": layout.sequence_parallel,
+        "distributed_optimizer": layout.distributed_optimizer,
+        "gradient_buffers": layout.gradient_buffers,
+        "extra_in_flight": layout.extra_in_flight,
+        "recomputes": layout.recompute,
+        "recompute_methods": layout.recompute_method,
+        "microbatches": layout.microbatch,
+        "pipelines": layout.pipeline,
+    }
+    return all(space.allows(dimension, (value,)) for dimension, value in pairs.items())
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("efficiency", [1.0, 0.8])
+def test_nothing_beats_the_best(case: str, efficiency: float, space: str):
+    machine, batch = CASES[case]
+    best: dict[str, float] = {}
+    for layout, time_s, needed in priced(case):
+        if needed <= machine.memory_bytes and within_limits(layout, SPACES[space]):
+            loss_time_s = time_s / efficiency if layout.schedule in DELAYED else time_s
+            best[layout.schedule] = min(loss_time_s, best.get(layout.schedule, math.inf))
+    ours: dict[str, float] = {}
+    if best:
+        for choice in search(MODEL, machine, batch, SPACES[space], efficiency=efficiency).choices:
+            ours.setdefault(choice.layout.schedule, choice.loss_time_s)
+    else:
+        with pytest.raises(PlanError):
+            search(MODEL, machine, batch, SPACES[space])
+    # With one chunk, Megatron's schedule is 1f1b-flush, which stands for it.
+    for times in (best, ours):
+        times["megatron"] = min(times.get("megatron", math.inf), times.get("1f1b-flush", math.inf))
+    assert ours == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_little_memory_as_possible_is_found(case: str):
+    machine, batch = CASES[case]
+    least = min(needed for _, _, needed in priced(case))
+
+    def with_memory(size_bytes: float) -> Plan:
+        gpu = dataclasses.replace(machine.gpu, memory_gb=size_bytes / 2**30)
+        return search(MODEL, dataclasses.replace(machine, gpu=gpu), batch)
+
+    assert with_memory(least * (1 + 1e-9)).best.memory.total_bytes == least
+    with pytest.raises(PlanError, match="fits: "):
+        with_memory(least * (1 - 1e-6))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_returned_runs_and_fits(case: str):
+    machine, batch = CASES[case]
+    plan = search(MODEL, machine, batch)
+    times = [choice.loss_time_s for choice in plan.choices]
+    assert times == sorted(times)
+    for choice in plan.choices:
+        layout = choice.layout
+        assert problem(MODEL, layout) is None
+        assert (layout.gpus, layout.global_batch) == (machine.gpus, batch)
+        assert layout.microbatch * layout.data * layout.microbatches == batch
+        assert layout.schedule not in DELAYED or layout.microbatches >= layout.pipeline
+        fullest = max(memory.stages(MODEL, layout), key=lambda stage: stage.total_bytes)
+        assert fullest == choice.memory
+        assert choice.headroom_bytes == machine.memory_bytes - fullest.total_bytes >= 0
+    assert len({choice.layout for choice in plan.choices}) == len(plan.choices)
+
+
+def best(space: Space | None = None, batch: int = 8, **more: float) -> Plan:
+    return search(MODEL, cluster(4, 80), batch, space, **more)
+
+
+def test_limits_are_kept():
+    assert {choice.layout.schedule for choice in best(Space(schedules=("gpipe",))).choices} == {"gpipe"}
+    assert {choice.layout.tensor for choice in best(Space(tensors=(2,))).choices} == {2}
+    assert {
+        choice.layout.sequence_parallel for choice in best(Space(tensors=(2,), sequence_parallel=(False,))).choices
+    } == {False}
+    full = best(Space(recomputes=(Recompute.FULL,), recompute_layers=(2,))).choices
+    assert {(choice.layout.recompute, choice.layout.recompute_layers) for choice in full} == {(Recompute.FULL, 2)}
+    assert best(Space(precision=Precision.FP32)).best.layout.precision is Precision.FP32
+    plain = best(Space(schedules=("megatron",), pipelines=(2,), chunks=(1,))).best.layout
+    assert (plain.schedule, plain.pipeline, plain.chunks) == ("megatron", 2, 1)
+
+
+def test_2bw_needs_d_microbatches_unless_asked_for_fewer():
+    only = Space(schedules=("2bw",), pipelines=(4,), microbatches=(1,), extra_in_flight=(0,))
+    with pytest.raises(PlanError, match="microbatches 3: 2bw needs at least 4 on 4 stages; raise global_batch to 4"):
+        best(only, batch=3)
+    assert best(dataclasses.replace(only, tight=True), batch=3).best.layout.microbatches == 3
+
+
+def test_efficiency_turns_the_choice():
+    machine, batch = cluster(8, 80), 16
+    eager, careful = (search(MODELS["gpt-7.5b"], machine, batch, efficiency=value) for value in (1.0, 0.5))
+    delayed = careful.best_of(delayed=True)
+    assert careful.best.layout.schedule not in DELAYED
+    assert delayed.loss_time_s == pytest.approx(2 * delayed.iteration.time_s)
+    assert eager.best_of(delayed=True).loss_time_s == eager.best_of(delayed=True).iteration.time_s
+
+
+def test_rules_are_counted_with_an_example():
+    plan = search(MODEL, cluster(6, 3), 24)
+    rules = {rejection.rule: rejection for rejection in plan.rejected}
+    assert "pipeline 3 x chunks 1 does not divide num_layers 8" in rules["stages have the same number of layers"].reason
+    assert "tensor 3 does not divide num_attention_heads 16" in " ".join(r.reason for r in plan.rejected)
+    assert "GiB of 3 on its fullest stage" in rules["memory"].reason
+    assert all(rejection.count >= 1 and rejection.example for rejection in plan.rejected)
+    assert plan.layouts > sum(rejection.count for rejection in plan.rejected)
+
+
+def test_a_model_that_is_too_large_names_what_would_do():
+    with pytest.raises(PlanError) as refusal:
+        search(MODELS["gpt-39b"], sized(CLUSTERS["dgx-a100"], gpus=4), 16)
+    message = str(refusal.value)
+    assert "no layout of 39.1B parameters on 4 GPUs fits" in message
+    enough = int(message.split("; use ")[1].split()[0])
+    batch = int(message.split("global_batch of ")[1])
+    assert search(MODELS["gpt-39b"], sized(CLUSTERS["dgx-a100"], gpus=enough), batch).choices
+    with pytest.raises(PlanError):
+        search(MODELS["gpt-39b"], sized(CLUSTERS["dgx-a100"], gpus=enough // 2), batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "space", "message"),
+    [
+        (MODEL, 4, 0, None, "global_batch 0: give a whole number of at least 1"),
+        (MODEL, 7, 100, None, "global_batch 100 does not split over any number of replicas; use 98"),
+        (MODEL, 4, 8, Space(tensors=(3,)), "the limits leave no layout"),
+        (MODEL, 4, 8, Space(pipelines=(4,), tensors=(2,)), "the limits leave no layout"),
+        (dataclasses.replace(MODEL, num_layers=7), 4, 8, Space(pipelines=(2,)), "does not divide num_layers 7"),
+    ],
+)
+def test_nonsense(model: Model, gpus: int, batch: int, space: Space | None, message: str):
+    with pytest.raises(PlanError) as refusal:
+        search(model, cluster(gpus, 80), batch, space)
+    assert message in str(refusal.value)
+
+
+def test_names_of_layouts_find_them_again():
+    machine, batch = CASES["narrow"]
+    for choice in search(MODEL, machine, batch, keep=50).choices:
+        found = search(MODEL, machine, batch, within(Space(), name(choice.layout)), keep=1).best
+        assert name(found.layout) == name(choice.layout) or found.loss_time_s <= choice.loss_time_s
+
+
+@pytest.mark.parametrize("text", ["", "3bw:d2", "2bw:q4", "2bw:d", "2bw:d2;t3", "2bw:twice"])
+def test_what_is_no_layout(text: str):
+    with pytest.raises(PlanError):
+        within(Space(), text)
