@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -141,5 +142,5 @@ def nearest_divisor(number: int, wanted: int) -> int:
     >>> nearest_divisor(1024, 12)
     8
     """
-    divisors = (n for n in range(1, number + 1) if number % n == 0)
-    return min(divisors, key=lambda n: (abs(n - wanted), n))
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return min({*low, *(number // n for n in low)}, key=lambda n: (abs(n - wanted), n))

@@ -25,6 +25,8 @@ from megatron_2bw.planner.rules import DELAYED, gpu_problem
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.table import billions, gib
 
+MOST_LAYERS = 10_000
+"""A bound on the time of a search."""
 _FACTORS = tuple(2**exponent for exponent in range(1, 13))
 """Of more nodes, where there are not enough."""
 
@@ -93,6 +95,8 @@ def search(
         raise PlanError(f"global_batch {global_batch}: give a whole number of at least 1")
     if not 0 < efficiency < math.inf:
         raise PlanError(f"sample_efficiency {efficiency}: give a number above 0, such as 0.9")
+    if model.num_layers > MOST_LAYERS:
+        raise PlanError(f"num_layers {model.num_layers}: the search handles at most {MOST_LAYERS}; use {MOST_LAYERS}")
     space = space or Space()
     refused = gpu_problem(cluster.gpu, space.precision) if space.precision else None
     if refused:

@@ -241,6 +241,7 @@ def test_a_model_that_is_too_large_names_what_would_do():
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "space", "message"),
     [
+        (dataclasses.replace(MODEL, num_layers=10**11), 4, 8, None, "the search handles at most 10000"),
         (MODEL, 4, 0, None, "global_batch 0: give a whole number of at least 1"),
         (MODEL, 7, 100, None, "global_batch 100 does not split over any number of replicas; use 98"),
         (MODEL, 4, 8, Space(tensors=(3,)), "the limits leave no layout"),

@@ -1,60 +1,53 @@
-#!/bin/bash
-# Arrays and torchrun, as in Megatron's examples.
+#!/usr/bin/env bash
+# One array per group of flags, torchrun at the end.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-GPUS_PER_NODE=8
-NUM_NODES=16  # change for your cluster
-NODE_RANK=0
-WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+NODES=16  # of eight GPUs
+PER_NODE=8
+GPUS=$(($NODES*$PER_NODE))
+OUT=$1 #<folder for checkpoints>
+CORPUS=$2
 
-CHECKPOINT_PATH=$1 #<a folder>
-VOCAB_FILE=$2 #<a folder>/gpt2-vocab.json
-DATA_PATH=$3
-
-DISTRIBUTED_ARGS=(
-    --nproc_per_node $GPUS_PER_NODE 
-    --nnodes $NUM_NODES 
-    --master_addr $MASTER_ADDR 
-    --master_port 6000
+LAUNCH=(
+    --nnodes $NODES 
+    --nproc_per_node $PER_NODE 
+    --rdzv-endpoint $HEAD_NODE:29500
 )
 
-GPT_MODEL_ARGS=(
+SIZES=(
     --num-layers 96 
     --hidden-size 12288 
     --num-attention-heads 96 
     --seq-length 2048 
     --max-position-embeddings 2048 
-    --attention-backend auto # one of (flash/fused/unfused/local)
+    --attention-backend auto # (flash/fused/unfused) are the others
 )
 
-TRAINING_ARGS=(
+SPREAD=(
+	--pipeline-model-parallel-size 16 
+	--tensor-model-parallel-size 8 
+)
+
+LEARNING=(
     --micro-batch-size 1 
     --global-batch-size 1536 
-    --rampup-batch-size 16 16 5859375 
-    --train-iters 500000 
-    --weight-decay 0.1 
-    --adam-beta1 0.9 
+    --rampup-batch-size 32 32 1000000 
+    --train-samples 10000000 
+    --lr 6.0e-5 --min-lr 6e-6 
+    --lr-warmup-fraction .01 
     --bf16
-    --lr 6.0e-5 
-    --lr-decay-style cosine 
-    --lr-warmup-fraction .001 
 )
 
-MODEL_PARALLEL_ARGS=(
-	--tensor-model-parallel-size 8 
-	--pipeline-model-parallel-size 16 
-)
-
-DATA_ARGS=(
-    --data-path $DATA_PATH 
-    --vocab-file $VOCAB_FILE 
+TEXT=(
+    --data-path $CORPUS 
     --tokenizer-type GPT2BPETokenizer
-    --split 949,50,1
+    --split 99,1,0
 )
 
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \
-    ${GPT_MODEL_ARGS[@]} \
-    ${TRAINING_ARGS[@]} \
-    ${MODEL_PARALLEL_ARGS[@]} \
-    ${DATA_ARGS[@]} \
-    --save $CHECKPOINT_PATH
+echo "training on $GPUS GPUs"
+torchrun ${LAUNCH[@]} pretrain_gpt.py \
+    ${SIZES[@]} \
+    ${SPREAD[@]} \
+    ${LEARNING[@]} \
+    ${TEXT[@]} \
+    --save $OUT
