@@ -43,8 +43,8 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     tokens = model.seq_length * layout.microbatch
     outside = tensor if layout.sequence_parallel else 1
     masks = MASK_BYTES if model.dropout else 0
-    queries = model.num_attention_heads * model.kv_channels
-    keys = model.num_query_groups * model.kv_channels
+    queries = model.query_size
+    keys = model.key_size
     # Inputs of two norms and of what follows them; two dropout masks.
     between = (4 * width + 2 * masks) * hidden / outside
     # Q, K, V and the input of the projection; into and out of the activation function.

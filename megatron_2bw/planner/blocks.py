@@ -68,7 +68,7 @@ def estimate(
     tokens, hidden = model.seq_length, model.hidden_size
     experts = model.moe_router_topk if model.num_experts else 1
     flops = 2 * tokens * (model.attention_parameters + experts * model.mlp_parameters)
-    flops += 4 * tokens**2 * model.num_attention_heads * model.kv_channels
+    flops += 4 * tokens**2 * model.query_size
     stored = tokens * (18 * hidden + (6 if model.swiglu else 4) * experts * model.ffn_hidden_size)
     if not fused_attention:
         stored += 5 * model.num_attention_heads * tokens**2

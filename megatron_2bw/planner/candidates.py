@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -10,8 +9,10 @@ from typing import NamedTuple
 
 from megatron_2bw.planner import memory
 from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.costs import SCHEDULES
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.multiples import divisors, nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import (
     DELAYED,
@@ -25,7 +26,6 @@ from megatron_2bw.planner.rules import (
 from megatron_2bw.planner.space import Space
 
 GIB = 2**30
-SCHEDULES = ("2bw", "1f1b-flush", "gpipe", MEGATRON)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -252,17 +252,6 @@ class Candidates:
 
 
 @cache
-def divisors(number: int) -> tuple[int, ...]:
-    """Divisors of ``number``, rising.
-
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    low = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
-    return tuple(low + [number // count for count in reversed(low) if count * count != number])
-
-
-@cache
 def distinct_group_sizes(layers: int) -> tuple[int, ...]:
     """Smallest sizes of groups that cut ``layers`` layers into each possible number of groups.
 
@@ -270,8 +259,3 @@ def distinct_group_sizes(layers: int) -> tuple[int, ...]:
     (1, 2, 3, 4, 8)
     """
     return tuple(sorted({-(-layers // groups) for groups in range(1, layers + 1)}))
-
-
-def nearest_multiple(number: int, unit: int) -> int:
-    """The multiple of ``unit`` that is nearest to ``number``, at least ``unit``."""
-    return max(round(number / unit), 1) * unit

@@ -258,10 +258,8 @@ def model_flops(model: Model, samples: int) -> float:
     '3.39'
     """
     experts = model.moe_router_topk if model.num_experts else 1
-    queries = model.num_attention_heads * model.kv_channels
-    keys = model.num_query_groups * model.kv_channels
-    weights = model.hidden_size * (2 * queries + 2 * keys)
+    weights = model.hidden_size * (2 * model.query_size + 2 * model.key_size)
     weights += experts * (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
-    scores = 2 * queries * model.seq_length
+    scores = 2 * model.query_size * model.seq_length
     per_token = model.num_layers * (weights + scores) + model.padded_vocab_size() * model.hidden_size
     return 6 * samples * model.seq_length * per_token

@@ -8,6 +8,7 @@ from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import MEGATRON, gpu_problem, problem
@@ -188,7 +189,7 @@ def _width(gpus: int | None, ranks: int) -> int:
     if gpus is None:
         raise PlanError(f"the number of GPUs is not known; give --gpus N, a multiple of {ranks}")
     if gpus < 1 or gpus % ranks:
-        nearest = max(round(gpus / ranks), 1) * ranks
+        nearest = nearest_multiple(gpus, ranks)
         raise PlanError(f"gpus {gpus} is no multiple of tensor x pipeline = {ranks}; use {nearest}")
     return gpus // ranks
 

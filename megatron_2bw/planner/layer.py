@@ -128,8 +128,8 @@ class _Sizes:
         self.width, self.tensor = split.precision.width, split.tensor
         self.tokens = model.seq_length * split.microbatch
         self.hidden = model.hidden_size
-        self.queries = model.num_attention_heads * model.kv_channels / self.tensor
-        self.keys = model.num_query_groups * model.kv_channels / self.tensor
+        self.queries = model.query_size / self.tensor
+        self.keys = model.key_size / self.tensor
         self.routed = model.moe_router_topk if model.num_experts else 1
         self.into_mlp = (2 if model.swiglu else 1) * model.ffn_hidden_size / self.tensor
         self.out_of_mlp = model.ffn_hidden_size / self.tensor

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.multiples import nearest_multiple
 
 
 class Recompute(StrEnum):
@@ -110,7 +111,7 @@ class Layout:
                 raise PlanError(f"{name} {value!r}: give a whole number of at least {least}")
         unit = self.microbatch * self.data
         if self.global_batch % unit:
-            nearest = max(unit, round(self.global_batch / unit) * unit)
+            nearest = nearest_multiple(self.global_batch, unit)
             raise PlanError(
                 f"global_batch {self.global_batch} is no multiple of microbatch {self.microbatch} x data {self.data}: "
                 f"use {nearest}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.multiples import nearest_divisor
 
 
 class Kind(StrEnum):
@@ -98,11 +98,20 @@ class Model:
             )
 
     @property
+    def query_size(self) -> int:
+        """Channels of all queries of one token."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all keys of one token, and of all values."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention: query, key, value and output projections."""
-        queries, keys = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
-        weights = self.hidden_size * (2 * queries + 2 * keys)
-        return weights + self.bias * (queries + 2 * keys + self.hidden_size)
+        weights = self.hidden_size * (2 * self.query_size + 2 * self.key_size)
+        return weights + self.bias * (self.query_size + 2 * self.key_size + self.hidden_size)
 
     @property
     def mlp_parameters(self) -> int:
@@ -134,13 +143,3 @@ class Model:
         positions = self.seq_length * self.hidden_size if self.learned_positions else 0
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + positions
         return self.num_layers * self.layer_parameters + embeddings + self.norm_parameters
-
-
-def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of ``number`` that is nearest to ``wanted``, the smaller one of two.
-
-    >>> nearest_divisor(1024, 12)
-    8
-    """
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return min({*low, *(number // n for n in low)}, key=lambda n: (abs(n - wanted), n))

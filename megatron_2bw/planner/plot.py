@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from megatron_2bw.planner.candidates import SCHEDULES
+from megatron_2bw.planner.costs import SCHEDULES
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.search import Choice, Plan
 from megatron_2bw.planner.table import gib

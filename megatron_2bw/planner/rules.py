@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
-from megatron_2bw.planner.model import Model, nearest_divisor
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.stages import layers_of_stages
 
 MEGATRON = "megatron"
@@ -125,7 +126,7 @@ def microbatch_problem(layout: Layout, needed: int) -> str | None:
             f"raise global_batch to {needed * unit}"
         )
     if layout.chunks > 1 and count % layout.pipeline:
-        nearest = max(round(count / layout.pipeline), 1) * layout.pipeline
+        nearest = nearest_multiple(count, layout.pipeline)
         return (
             f"microbatches {count}: interleaving needs a multiple of pipeline {layout.pipeline}; "
             f"use global_batch {nearest * unit}"

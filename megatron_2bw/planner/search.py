@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.candidates import Candidates, Rejection, Saving, nearest_multiple
+from megatron_2bw.planner.candidates import Candidates, Rejection, Saving
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import DELAYED, gpu_problem
 from megatron_2bw.planner.space import Space

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout
-from megatron_2bw.planner.model import Model, nearest_divisor
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.multiples import nearest_divisor
 
 
 class Layers(NamedTuple):

@@ -11,13 +11,13 @@ from functools import cache
 import pytest
 
 from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.candidates import divisors
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import name, within
 from megatron_2bw.planner.rules import DELAYED, problem
 from megatron_2bw.planner.search import Plan, search
