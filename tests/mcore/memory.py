@@ -6,7 +6,6 @@ import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ class Memory:
     peak: int
     """Most that was allocated at once by torch on the host, or on the GPU, after the start."""
     lasting: int
-    """Median over the moments at which a forward begins: without what a collective or a step needs for itself."""
+    """Least at the moments at which a forward begins: without what collectives and steps hold for a while."""
     weights: int
     """The stage's weights, in the precision of forward and backward."""
     gradients: int
@@ -53,7 +52,7 @@ def measure(case: Case, rank: int, port: int, folder: Path) -> None:
 
 
 def _on_host(args: Any) -> tuple[int, int]:
-    """Most, and the median at the beginnings of forwards, in bytes, beyond what the forkserver's imports took."""
+    """Most, and the least at the beginnings of forwards, in bytes, beyond what the forkserver's imports took."""
     from .model import build_model, forward_step
 
     def marked(data_iterator: Any, model: Any) -> Any:
@@ -79,7 +78,7 @@ def _on_device(args: Any) -> tuple[int, int]:
         return forward_step(data_iterator, model, [], [])
 
     pretrain(args, marked, build_model)
-    return torch.cuda.max_memory_allocated(), median_low(at_forwards[SETTLING_FORWARDS:])
+    return torch.cuda.max_memory_allocated(), min(at_forwards[SETTLING_FORWARDS:])
 
 
 def _allocated(traced: profile) -> tuple[int, int]:
@@ -92,7 +91,7 @@ def _allocated(traced: profile) -> tuple[int, int]:
             totals.append(live)
             if event.name() == FORWARD:
                 at_forwards.append(live)
-    return max(totals), median_low(at_forwards)
+    return max(totals), min(at_forwards)
 
 
 def _keep_model() -> list[Any]:
