@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from megatron_2bw.mcore import cpu_checkpoint
+from megatron_2bw.mcore.cpu_memory import keep_freed_memory
 from megatron_2bw.mcore.cpu_streams import CpuEvent, CpuStream
 
 _CPU = torch.device("cpu")
@@ -107,6 +108,7 @@ def install() -> None:
             f"import it after megatron_2bw.install(), or set {_NO_COMPILER}=1 before starting Python"
         )
     prepare_environment()
+    keep_freed_memory()
     importlib.import_module("torch._dynamo")  # It sorts torch's functions by identity, so it must see the originals.
     for group in (_devices, _streams, _tensors, *_IN_MEGATRON):
         _apply(group)

@@ -6,6 +6,7 @@ iterations meet the same moments: what is compared is never further apart than o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -103,10 +105,13 @@ class Job:
         )
 
     def _next(self) -> tuple[int, float]:
-        try:
-            return self._logged.get(timeout=TIMEOUT_S)
-        except Empty:
-            raise RuntimeError(f"no log line within {TIMEOUT_S:.0f} s:\n{self._end()}") from None
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(Empty):
+                return self._logged.get(timeout=1.0)
+            if any(process.poll() for process in self._processes):
+                raise RuntimeError(f"the job failed:\n{self._end()}")
+        raise RuntimeError(f"no log line within {TIMEOUT_S:.0f} s:\n{self._end()}")
 
     def _read(self, output: IO[str]) -> None:
         for line in output:

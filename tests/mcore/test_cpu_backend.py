@@ -133,6 +133,16 @@ CHECKS = {
         from megatron.core.fusions.fused_bias_gelu import bias_gelu
         assert not hasattr(bias_gelu, "_torchdynamo_orig_callable")
     """,
+    "freed memory is kept": """
+        import resource
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            activations = [torch.ones(2**20) for _ in range(16)]
+            activations.clear()
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        faults()
+        assert faults() < 64
+    """,
 }
 
 
