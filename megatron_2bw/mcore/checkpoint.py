@@ -64,8 +64,9 @@ class Checkpoints:
     def load(self, original: Callable[..., Any], model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
         """Load as Megatron does; then, where the checkpoint has one, the older version."""
         self._found = {}
-        result = original(model, optimizer, *rest, **keywords)
         args = get_args()
+        _finish_replacements(args)
+        result = original(model, optimizer, *rest, **keywords)
         if not args.finetune and not args.no_load_optim:
             if OLDER in self._found:
                 _restore(model, optimizer, self._found)
@@ -110,7 +111,7 @@ def replace(present: Path, new: Path) -> None:
 
     Half overwritten, a checkpoint would load as a mixture of two runs; without one, the tracker file
     would name nothing. A process that is killed between the two renames leaves both checkpoints
-    complete, beside a name that does not exist and fails to load.
+    complete, and a name that does not exist: `finish_replacements` does the rest.
     """
     old = present.with_name(f"replaced_{present.name}")
     remove(old)
@@ -118,6 +119,16 @@ def replace(present: Path, new: Path) -> None:
         present.rename(old)
     new.rename(present)
     remove(old)
+
+
+def finish_replacements(folder: Path) -> None:
+    """Complete every `replace` in ``folder`` that a kill stopped between its two renames."""
+    for old in folder.glob("replaced_iter_*"):
+        present = old.with_name(old.name.removeprefix("replaced_"))
+        new = old.with_name(f"unfinished_{present.name}")
+        if new.exists() and not present.exists():
+            new.rename(present)
+            remove(old)
 
 
 def remove_all_but_the_named(folder: Path) -> None:
@@ -138,6 +149,14 @@ def remove(checkpoint: Path) -> None:
         checkpoint.unlink()
     elif checkpoint.exists():
         shutil.rmtree(checkpoint)
+
+
+def _finish_replacements(args: Any) -> None:
+    if dist.get_rank() == 0:
+        for folder in (args.load, args.non_persistent_global_ckpt_dir):
+            if folder is not None:
+                finish_replacements(Path(folder))
+    dist.barrier()
 
 
 def _folder(non_persistent: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.search import Choice, Plan
+from megatron_2bw.planner.search import Choice, Plan, loss_time_s
 from megatron_2bw.planner.table import percent
 
 MANY = 8
@@ -14,6 +14,7 @@ MANY = 8
 
 def advice(plan: Plan) -> Iterator[str]:
     """Sentences: the delay that 2bw trades, when a flush reaches the loss earlier, and when not to use 2bw."""
+    yield from _how_far_off(plan)
     delayed, flushed = plan.best_of(delayed=True), plan.best_of(delayed=False)
     if delayed is None:
         return
@@ -26,7 +27,7 @@ def advice(plan: Plan) -> Iterator[str]:
         yield "No layout without a delay fits."
         return
     yield from _against_flush(plan, delayed, flushed)
-    faster = delayed.iteration.time_s < flushed.iteration.time_s
+    faster = _time_ratio(delayed, flushed) < 1
     if faster and layout.microbatches >= MANY * layout.pipeline:
         bound = (layout.pipeline - 1) / layout.microbatches
         yield (
@@ -36,8 +37,32 @@ def advice(plan: Plan) -> Iterator[str]:
         )
 
 
+def _how_far_off(plan: Plan) -> Iterator[str]:
+    """Predictions beside what was measured, if anything was."""
+    ran = [choice for choice in plan.choices if choice.measured_s]
+    if not ran:
+        return
+    from statistics import median  # Most plans measure nothing, and it loads a dozen modules.
+
+    off = [choice.iteration.time_s / choice.measured_s - 1 for choice in ran]
+    worst, furthest = max(zip(off, ran, strict=True), key=lambda pair: abs(pair[0]))
+    predicted = sorted(ran, key=lambda choice: loss_time_s(choice.layout, choice.iteration.time_s, plan.efficiency))
+    ranked = "as predicted" if ran == predicted else "not as predicted"
+    yield (
+        f"{len(ran)} of these layouts ran on this machine, which ranks them {ranked}: the prediction was off by "
+        f"{percent(median(map(abs, off)))} (median), at most {worst:+.1%} ({name(furthest.layout)})."
+    )
+
+
+def _time_ratio(one: Choice, other: Choice) -> float:
+    """Of the times of their batches: both measured, or else both predicted."""
+    if one.measured_s and other.measured_s:
+        return one.measured_s / other.measured_s
+    return one.iteration.time_s / other.iteration.time_s
+
+
 def _against_flush(plan: Plan, delayed: Choice, flushed: Choice) -> Iterator[str]:
-    break_even = delayed.iteration.time_s / flushed.iteration.time_s
+    break_even = _time_ratio(delayed, flushed)
     other, more = name(flushed.layout), percent(1 / break_even - 1)
     if break_even >= 1:
         yield f"Do not use 2bw here: {other} takes {percent(1 - 1 / break_even)} less time per batch, without a delay."
@@ -46,14 +71,14 @@ def _against_flush(plan: Plan, delayed: Choice, flushed: Choice) -> Iterator[str
             f"It reaches a loss before {other} as long as it needs less than {more} more samples for it; "
             f"say how many with --sample-efficiency (break-even {break_even:.3f})."
         )
-    elif flushed.loss_time_s > delayed.loss_time_s:
-        earlier = percent(1 - delayed.loss_time_s / flushed.loss_time_s)
+    elif break_even < plan.efficiency:
+        earlier = percent(1 - break_even / plan.efficiency)
         yield (
             f"At sample efficiency {plan.efficiency:g} it reaches a loss {earlier} earlier than {other} "
             f"(break-even {break_even:.3f})."
         )
     else:
-        earlier = percent(1 - flushed.loss_time_s / delayed.loss_time_s)
+        earlier = percent(1 - plan.efficiency / break_even)
         yield (
             f"At sample efficiency {plan.efficiency:g} a flush reaches the loss {earlier} earlier: "
             f"use {other} (break-even {break_even:.3f})."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields
+from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
 
@@ -38,6 +39,8 @@ class Cluster:
     """Of one GPU within its node, one direction."""
     inter_node_gb_s: float
     """Of one node to the others, one direction, over all of its network cards."""
+    profile: Any = None
+    """A `profile.Profile` measured there, which prices layers, updates and links; None for the cost model."""
 
     def __post_init__(self) -> None:
         _check_positive(self)

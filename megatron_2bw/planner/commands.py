@@ -1,4 +1,4 @@
-"""The commands ``plan`` and ``estimate``.
+"""The commands ``plan``, ``estimate`` and ``profile``.
 
 What they need is imported where they run, so that the other commands start at once.
 """
@@ -8,10 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_2bw.planner.arguments import (
+    add_cluster,
+    add_formats,
+    add_kernels,
+    add_model,
+    described_cluster,
+    described_model,
+    listed,
+)
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
@@ -24,13 +33,16 @@ _PLAN = """Find the fastest layout of a model on a cluster. The model is --model
 --hidden-size, --num-attention-heads, --seq-length, --vocab-size, and whatever else of them describes it."""
 _ESTIMATE = """Predict time and memory of one configuration. All other flags are Megatron's, as in a launch script."""
 
+_PROFILE = """Time a layer, the embedding, logits, the update and the links on this machine, on all ranks at once. The
+model is --model, or Megatron's own flags; its number of layers does not matter."""
+
 
 def add_commands(commands: Any) -> None:
-    """Add both commands to the subparsers of ``megatron-2bw``; they take Megatron's flags beside their own."""
+    """Add them to the subparsers of ``megatron-2bw``; they take Megatron's flags beside their own."""
     plan = commands.add_parser("plan", help="find the fastest layout of a model", description=_PLAN, allow_abbrev=False)
     plan.set_defaults(command=_plan, takes_flags=True)
-    plan.add_argument("--model", metavar="NAME|FILE", help="one that is built in, or a JSON file")
-    _add_machine(plan)
+    add_model(plan)
+    add_cluster(plan)
     plan.add_argument("--global-batch-size", type=int, required=True, metavar="B", help="samples; B = b * w * m")
     plan.add_argument(
         "--sample-efficiency",
@@ -47,38 +59,41 @@ def add_commands(commands: Any) -> None:
         help="paper: PipeDream-2BW's own planner, Appendix A; mixpipe: MixPipe's (default: %(default)s)",
     )
     plan.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (default: %(default)s)")
+    plan.add_argument(
+        "--verify-top",
+        type=int,
+        default=0,
+        metavar="K",
+        help="run the best K briefly on this machine, rank them again",
+    )
+    plan.add_argument("--script", type=Path, metavar="FILE", help="what --verify-top runs (default: the GPT example)")
     plan.add_argument("--explain", metavar="LAYOUT", help="why this one, such as 2bw:d8,t4 or as in the table, lost")
     plan.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of throughput against memory (SVG)")
-    _add_formats(plan, flags_only=True)
+    add_formats(plan, flags_only=True)
 
     estimate = commands.add_parser(
         "estimate", help="predict time and memory of a configuration", description=_ESTIMATE, allow_abbrev=False
     )
     estimate.set_defaults(command=_estimate, takes_flags=True)
-    _add_machine(estimate, required=False)
+    estimate.add_argument("--model-kind", choices=("gpt", "bert"), help="of a model given by flags (default: gpt)")
+    add_cluster(estimate)
     estimate.add_argument("--from-script", type=Path, metavar="FILE", help="a launch script in bash; read, never run")
     estimate.add_argument("--script-args", default="", metavar="TEXT", help="arguments of that script, in one string")
     estimate.add_argument("--ignore", default="", metavar="LIST", help="flags to leave out, such as fp8-format,seed")
     estimate.add_argument("--jsonl", type=Path, metavar="FILE", help="one configuration per line, as a JSON object")
-    _add_formats(estimate)
+    add_formats(estimate)
 
-
-def _add_machine(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    parser.add_argument(
-        "--cluster", required=required, metavar="NAME|FILE", help="one that is built in, or a JSON file"
+    profile = commands.add_parser(
+        "profile", help="time the parts of a model on this machine", description=_PROFILE, allow_abbrev=False
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="in place of the cluster's")
-    parser.add_argument(
-        "--gpus", type=int, metavar="N", help="in place of the cluster's; less than a node is part of one"
-    )
-    parser.add_argument("--model-kind", choices=("gpt", "bert"), help="of a model given by flags (default: gpt)")
-
-
-def _add_formats(parser: argparse.ArgumentParser, *, flags_only: bool = False) -> None:
-    formats = parser.add_mutually_exclusive_group()
-    formats.add_argument("--json", action="store_true", help="print JSON")
-    if flags_only:
-        formats.add_argument("--flags-only", action="store_true", help="print only the best layout's flags, for $(...)")
+    profile.set_defaults(command=_profile, takes_flags=True)
+    add_model(profile)
+    profile.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks that will share this node")
+    profile.add_argument("--micro-batch-size", default="1,2,4", metavar="LIST", help="(default: %(default)s)")
+    profile.add_argument("--tensor-model-parallel-size", default="1", metavar="LIST", help="(default: %(default)s)")
+    profile.add_argument("--recompute-granularity", default="none,full", metavar="LIST", help="none is always measured")
+    add_kernels(profile)
+    profile.add_argument("--output", type=Path, required=True, metavar="FILE", help="finished if it was begun")
 
 
 _LIMITS = {
@@ -103,27 +118,31 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         limits.add_argument(flag, dest=dimension, metavar="LIST")
     for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
-    precision = limits.add_mutually_exclusive_group()
-    for choice in ("fp32", "fp16", "bf16"):
-        precision.add_argument(f"--{choice}", dest="precision", action="store_const", const=choice)
-    limits.add_argument("--attention-backend", choices=("flash", "fused", "unfused"))
+    add_kernels(limits)
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
 
 def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_2bw.planner.inputs import load_cluster, sized
+    from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.report import flags_of, plan_json, plan_lines
     from megatron_2bw.planner.search import search
 
-    if args.top < 1:
-        raise PlanError(f"--top {args.top}: give a whole number of at least 1")
-    model = _model(args, words)
-    cluster = sized(load_cluster(args.cluster), nodes=args.nodes, gpus=args.gpus)
+    for flag, count, least in (("--top", args.top, 1), ("--verify-top", args.verify_top, 0)):
+        if count < least:
+            raise PlanError(f"{flag} {count}: give a whole number of at least 1")
+    model = described_model(args, words)
+    cluster = sized(described_cluster(args), nodes=args.nodes, gpus=args.gpus)
     if args.cost_model != "default":
         return _plan_of_paper(args, model, cluster)
     space = _space(args)
+    if cluster.profile is not None:
+        space = cluster.profile.limited(space)
     keep = max(args.top, 200 if args.plot else 20)
     plan = search(model, cluster, args.global_batch_size, space, efficiency=args.sample_efficiency, keep=keep)
+    if args.verify_top:
+        from megatron_2bw.planner.verify import verified
+
+        plan = verified(plan, args.verify_top, args.script)
     if args.plot:
         from megatron_2bw.planner.plot import plot
 
@@ -142,7 +161,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
 def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> int:
     from megatron_2bw.planner.papers import paper_flags, paper_json, paper_lines
 
-    for option in ("explain", "plot", *(dimension for dimension, _ in _LIMITS.values())):
+    for option in ("explain", "plot", "profile", "script", *(dimension for dimension, _ in _LIMITS.values())):
         if getattr(args, option) is not None:
             raise PlanError(
                 f"--cost-model {args.cost_model} has no {option}; leave it out, or use --cost-model default"
@@ -157,26 +176,6 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
     return 0
 
 
-def _model(args: argparse.Namespace, words: Sequence[str]) -> Model:
-    from megatron_2bw.planner.flags import MODEL_FLAGS, read_model
-    from megatron_2bw.planner.inputs import load_model
-    from megatron_2bw.planner.model import Kind
-    from megatron_2bw.planner.options import Options
-
-    options = Options.parse(words)
-    loose = [word for word in words[:1] if not word.startswith("--")]
-    strange = [*loose, *(flag for flag in options.values if flag not in MODEL_FLAGS)]
-    if strange:
-        raise PlanError(f"{strange[0]} is neither an option of plan nor a flag that describes a model; leave it out")
-    if args.model is None:
-        return read_model(options, kind=Kind(args.model_kind or "gpt"))
-    if options.values:
-        raise PlanError(
-            f"--model {args.model} and {next(iter(options.values))} both describe the model; give one of them"
-        )
-    return load_model(args.model)
-
-
 def _space(args: argparse.Namespace) -> Space:
     from megatron_2bw.planner import layout
     from megatron_2bw.planner.space import Space
@@ -186,7 +185,7 @@ def _space(args: argparse.Namespace) -> Space:
         text = getattr(args, dimension)
         if text is not None:
             read = getattr(layout, kind) if isinstance(kind, str) else kind
-            limits[dimension] = tuple(_limit(flag, word, read) for word in text.split(","))
+            limits[dimension] = listed(flag, text, read)
     if "schedules" in limits:
         from megatron_2bw.planner.naming import schedule_name
 
@@ -205,17 +204,6 @@ def _space(args: argparse.Namespace) -> Space:
     )
 
 
-def _limit(flag: str, word: str, read: Callable[[str], Any]) -> Any:
-    try:
-        value = read(word)
-    except ValueError as error:
-        choices = ", ".join(read) if hasattr(read, "__members__") else "whole numbers"
-        raise PlanError(f"{flag} {word!r}: give {choices}, separated by commas") from error
-    if isinstance(value, int) and value < (0 if "extra" in flag else 1):
-        raise PlanError(f"{flag} {word}: give whole numbers of at least 1, separated by commas")
-    return value
-
-
 def _explained(plan: Plan, space: Space, text: str) -> list[str]:
     from megatron_2bw.planner.explain import explain
 
@@ -226,8 +214,8 @@ def _estimate(args: argparse.Namespace, words: Sequence[str]) -> int:
     if args.jsonl:
         from megatron_2bw.planner.rows import predicted_rows
 
-        if words or args.from_script:
-            given = words[0] if words else "--from-script"
+        if words or args.from_script or args.profile:
+            given = words[0] if words else "--from-script" if args.from_script else "--profile"
             raise PlanError(f"--jsonl and {given}: the rows hold all flags; leave one out")
         worst = 0
         for line, failed in predicted_rows(args.jsonl, args.cluster, nodes=args.nodes, gpus=args.gpus):
@@ -239,13 +227,11 @@ def _estimate(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron_2bw.planner.flags import read
-    from megatron_2bw.planner.inputs import load_cluster, sized
+    from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.report import choice_json, estimate_lines
     from megatron_2bw.planner.search import price
 
-    if args.cluster is None:
-        raise PlanError("--cluster is missing: time and memory depend on it; give a name or a JSON file")
-    cluster = load_cluster(args.cluster)
+    cluster = described_cluster(args)
     options, kind, gpus = _described(args, words, cluster)
     configuration = read(options, gpus=gpus, kind=kind, gpu=cluster.gpu)
     cluster = sized(cluster, gpus=configuration.layout.gpus)
@@ -277,3 +263,23 @@ def _described(args: argparse.Namespace, words: Sequence[str], cluster: Cluster)
     if args.nodes or args.gpus or gpus is None:
         gpus = sized(cluster, nodes=args.nodes, gpus=args.gpus).gpus
     return options, kind, gpus
+
+
+def _profile(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron_2bw.planner.layout import Precision, Recompute
+    from megatron_2bw.planner.profiling import Request, measure
+
+    model = described_model(args, words)
+    recomputes = listed("--recompute-granularity", args.recompute_granularity, Recompute)
+    request = Request(
+        model=model,
+        ranks=args.gpus,
+        tensors=listed("--tensor-model-parallel-size", args.tensor_model_parallel_size, int),
+        microbatches=listed("--micro-batch-size", args.micro_batch_size, int),
+        recomputes=tuple(choice for choice in Recompute if choice in (*recomputes, Recompute.NONE)),
+        precision=Precision(args.precision or "fp32"),
+        fused_attention=args.attention_backend in ("flash", "fused"),
+    )
+    measure(request, args.output)
+    print(f"wrote {args.output}; megatron-2bw plan --profile {args.output} prices with it")
+    return 0

@@ -75,7 +75,7 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     """
     times = times_of(model, layout, cluster, speed)
     time_s = batch_s(layout, times.pipeline)
-    pipeline, bar = times.pipeline, error_bar(cluster.gpu, model, fused_attention=layout.fused_attention)
+    pipeline, bar = times.pipeline, error_bar(cluster, model, fused_attention=layout.fused_attention)
     busy_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
     work_s = layout.microbatches * busy_s + layout.pipeline * pipeline.update_s
     return Iteration(
@@ -223,6 +223,8 @@ def _update_s(layout: Layout, machine: Machine, weights: int) -> float:
     gradient_width, width = state_bytes_per_weight(layout).gradient, layout.precision.width
     moved_bytes = weights * (7 * FP32_BYTES + width + gradient_width) / shards + weights * gradient_width
     gather_s = machine.reduce_scatter_s(width * weights, layout.data, layout.tensor) if shards > 1 else 0.0
+    if machine.profile is not None:
+        return machine.profile.update_s(layout.tensor, weights / shards) + gather_s
     return machine.elementwise_s(moved_bytes) + gather_s
 
 
@@ -233,6 +235,7 @@ def _parts(model: Model, layout: Layout, times: Times, time_s: float) -> dict[st
     count = layers.last if on_last else layers.first
     m, layer = layout.microbatches, works.layer
     parts = {
+        "layers, as profiled": m * count * (layer.forward.measured_s + layer.backward.measured_s),
         "matrix products": m * count * (layer.forward.products_s + layer.backward.products_s),
         "elementwise kernels": m * count * (layer.forward.elementwise_s + layer.backward.elementwise_s),
         "tensor parallel": m * count * (layer.forward.tensor_parallel_s + layer.backward.tensor_parallel_s),

@@ -28,7 +28,7 @@ def load_model(source: str) -> Model:
         PlanError: neither exists, or the file is no model.
     """
     if _is_file(source):
-        return model_of(_read(source), source)
+        return model_of(read_json(source), source)
     return known(source, MODELS, "model")
 
 
@@ -39,7 +39,7 @@ def load_cluster(source: str) -> Cluster:
         PlanError: neither exists, or the file is no cluster.
     """
     if _is_file(source):
-        return cluster_of(_read(source), source)
+        return cluster_of(read_json(source), source)
     return known(source, CLUSTERS, "cluster")
 
 
@@ -84,6 +84,8 @@ def cluster_of(values: dict[str, Any], where: str) -> Cluster:
     Raises:
         PlanError: a key is missing, unknown or of the wrong type; ``where`` says where.
     """
+    if "profile" in values:
+        raise PlanError(f"{where}: unknown key 'profile'; give the file of a profile as --profile FILE")
     gpu = values.get("gpu")
     if isinstance(gpu, dict):
         gpu = build(Gpu, {"name": where, **gpu}, f"{where}: gpu")
@@ -170,7 +172,12 @@ def _is_file(source: str) -> bool:
     return source.endswith(".json") or Path(source).is_file()
 
 
-def _read(source: str) -> dict[str, Any]:
+def read_json(source: str) -> dict[str, Any]:
+    """The JSON object in the file ``source``.
+
+    Raises:
+        PlanError: it cannot be read, or is none.
+    """
     try:
         text = Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -37,6 +37,8 @@ class Parts(NamedTuple):
     """Collectives of tensor-parallel ranks."""
     launch_s: float = 0.0
     """Waiting for the host, where it needs longer to launch the kernels than the GPU to run them."""
+    measured_s: float = 0.0
+    """All of it, where a profile knows no parts."""
 
     @property
     def total_s(self) -> float:
@@ -99,6 +101,9 @@ class Works(NamedTuple):
 def works_of(model: Model, split: Split, machine: Machine) -> Works:
     """The parts of a model.
 
+    Raises:
+        PlanError: a profile prices them, and has not measured this model or split.
+
     Forward and backward of a layer of Megatron's 22B model on A100s, in ms; Korthikanti et al. (arXiv 2205.05198),
     Table 4, measured 7.7 and 11.9:
 
@@ -110,6 +115,8 @@ def works_of(model: Model, split: Split, machine: Machine) -> Works:
     >>> round(1e3 * work.forward_s, 1), round(1e3 * work.backward_s, 1)
     (7.7, 12.5)
     """
+    if machine.profile is not None:
+        return machine.profile.works(model, split)
     return Works(_layer(model, split, machine), _embedding(model, split, machine), _loss(model, split, machine))
 
 

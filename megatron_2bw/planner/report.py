@@ -82,7 +82,8 @@ def _heading(model: Model, cluster: Cluster, global_batch: int) -> Iterator[str]
 
 
 def _row_head(plan: Plan) -> tuple[str, ...]:
-    return (*_HEAD, "to loss") if plan.efficiency != 1 else _HEAD
+    measured = ("measured",) if plan.best.measured_s else ()
+    return (*_HEAD, *measured, "to loss") if plan.efficiency != 1 else (*_HEAD, *measured)
 
 
 def _row(plan: Plan, choice: Choice) -> list[str]:
@@ -98,6 +99,8 @@ def _row(plan: Plan, choice: Choice) -> list[str]:
         gib(choice.memory.total_bytes),
         gib(choice.headroom_bytes),
     ]
+    if plan.best.measured_s:
+        cells.append(seconds(choice.measured_s) if choice.measured_s else "")
     return [*cells, seconds(choice.loss_time_s)] if plan.efficiency != 1 else cells
 
 
@@ -148,6 +151,7 @@ def prediction_json(model: Model, choice: Choice) -> dict[str, Any]:
     iteration = choice.iteration
     return {
         "time_s": iteration.time_s,
+        "measured_s": choice.measured_s,
         "relative_error": iteration.relative_error,
         "error_source": iteration.error_source,
         "time_to_loss_s": choice.loss_time_s,
@@ -170,7 +174,8 @@ def plan_json(plan: Plan, top: int) -> dict[str, Any]:
     """All that ``plan_lines`` says."""
     return {
         "model": dataclasses.asdict(plan.model),
-        "cluster": dataclasses.asdict(plan.cluster),
+        "cluster": dataclasses.asdict(dataclasses.replace(plan.cluster, profile=None)),
+        "profiled": plan.cluster.profile is not None,
         "global_batch": plan.global_batch,
         "sample_efficiency": plan.efficiency,
         "choices": [choice_json(plan.model, choice) for choice in shown(plan, top)],

@@ -44,6 +44,8 @@ class Choice:
     """That this stage leaves free."""
     loss_time_s: float
     """Time for the progress of one synchronous batch: time / sample efficiency for delayed gradients."""
+    measured_s: float | None = None
+    """Time of a batch where it ran: ``--verify-top``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_2bw.planner.cluster import Cluster, Gpu
 from megatron_2bw.planner.model import Model
@@ -80,8 +80,11 @@ def _family(gpu: Gpu) -> str:
     return gpu.name.partition("-")[0]
 
 
-def error_bar(gpu: Gpu, model: Model, *, fused_attention: bool) -> ErrorBar:
+def error_bar(cluster: Cluster, model: Model, *, fused_attention: bool) -> ErrorBar:
     """What nine of ten measured batches keep to; ``scripts/bench/planner_accuracy.py`` counts them."""
+    gpu = cluster.gpu
+    if cluster.profile is not None:
+        return ErrorBar(0.15, "assumed: layers were timed one by one on the machine; --verify-top measures how far off")
     if _family(gpu) != "a100":
         return ErrorBar(0.30, "assumed: constants of A100, scaled by the data sheet and the largest product measured")
     if fused_attention:
@@ -105,6 +108,8 @@ class Machine:
     kernel_s: float
     collective_s: float
     launch_s: float
+    profile: Any = None
+    """Of the cluster, if it has one."""
 
     def product_s(self, rows: float, columns: float, inner: float, *, width: int, count: float = 1) -> float:
         """One kernel: ``count`` products of (rows, inner) and (inner, columns), bound by arithmetic or by HBM."""
@@ -150,7 +155,7 @@ def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
     """The times of ``cluster`` with the constants of its GPU, or with others."""
     speed = speed or speed_of(cluster.gpu)
     peak = cluster.gpu.peak_tflops * 1e12
-    return Machine(
+    machine = Machine(
         flops_per_s=speed.product_share * peak,
         flash_flops_per_s=FLASH_SHARE * peak,
         memory_bytes_per_s=speed.memory_share * cluster.gpu.hbm_gb_s * 1e9,
@@ -160,4 +165,7 @@ def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
         kernel_s=speed.kernel_s,
         collective_s=speed.collective_s,
         launch_s=speed.launch_s,
+        profile=cluster.profile,
     )
+    link = cluster.profile.link() if cluster.profile is not None else None
+    return machine if link is None else replace(machine, link_bytes_per_s=link[0], collective_s=link[1])

@@ -71,3 +71,13 @@ def billions(count: int) -> str:
     """
     number = count / 1e9
     return f"{number:,.0f}B" if number >= 100 else f"{number:.3g}B"
+
+
+def bar(done: int, total: int, width: int = 20) -> str:
+    """How far something is.
+
+    >>> bar(1, 4, width=8)
+    '[##......] 1/4'
+    """
+    filled = width * done // max(total, 1)
+    return f"[{'#' * filled}{'.' * (width - filled)}] {done}/{total}"

@@ -97,6 +97,21 @@ def test_a_complete_checkpoint_takes_the_place_of_another(tmp_path: Path) -> Non
     assert (present / "file").read_text() == "new"
 
 
+def test_a_replacement_that_was_stopped_halfway_is_finished(tmp_path: Path) -> None:
+    from megatron_2bw.mcore.checkpoint import finish_replacements
+
+    _checkpoint(tmp_path / "replaced_iter_0000006", "old")
+    _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
+    present = _checkpoint(tmp_path / "iter_0000008", "present")
+    _checkpoint(tmp_path / "replaced_iter_0000008", "left behind")
+    _checkpoint(tmp_path / "unfinished_iter_0000008", "half written by the next save")
+    _checkpoint(tmp_path / "unfinished_iter_0000009", "half written, replacing nothing yet")
+    finish_replacements(tmp_path)
+    assert (tmp_path / "iter_0000006" / "file").read_text() == "new"
+    assert (present / "file").read_text() == "present"
+    assert not (tmp_path / "iter_0000009").exists()
+
+
 def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path: Path) -> None:
     from megatron_2bw.mcore.checkpoint import replace
 

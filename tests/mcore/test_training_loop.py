@@ -192,11 +192,16 @@ def _jump() -> None:
     training._TRAIN_START_TIME = time.time() - 3600
 
 
-def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [CASE, replace(CASE, precision="fp16", flags=(*CASE.flags, "--loss-scale", "1024"))],
+    ids=["fp32", "fp16 with a constant loss scale"],
+)
+def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(case: Case, tmp_path: Path) -> None:
     """``--check-for-nan-in-loss-and-grad``, Megatron's default: the norm is known to all ranks."""
     batch = 3
-    fault = Fault(kind=INFINITE_GRADIENT, rank=1, call=batch * CASE.microbatches)
-    case = replace(CASE, faults=(fault,))
+    fault = Fault(kind=INFINITE_GRADIENT, rank=1, call=batch * case.microbatches)
+    case = replace(case, faults=(fault,))
     ended = launch(main, case, case.ranks, tmp_path, timeout_s=60.0)
     assert ended.exit_codes == [1] * case.ranks, ended.tails()
     assert any(f"batch {batch} (counted from the start of the run)" in output for output in ended.outputs)

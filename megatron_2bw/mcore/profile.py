@@ -1,0 +1,312 @@
+"""Times the parts of a model on every rank of this machine at once: ``python -m megatron_2bw.mcore.profile``.
+
+``megatron-2bw profile`` starts it, once per tensor-parallel size. A stage of a few layers is built three times by
+Megatron: as it is, with the embedding, and with the output layer; the differences are theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from megatron_2bw import install
+
+install()  # Before Megatron is imported.
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, training
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+
+from megatron_2bw.planner.layout import Recompute
+from megatron_2bw.planner.profile import AllReduce, Block, Pass, Profile, Update
+
+LAYERS = 2
+"""Of the stages that are timed."""
+WARM, LEAST, MOST_S = 2, 5, 1.0
+"""Repetitions before the clock counts, counted at least, and seconds after which no more is begun."""
+SMALL_BYTES, LARGE_BYTES = 2**10, 2**24
+"""Of the sums that measure links."""
+
+
+class Ends(NamedTuple):
+    """What a stage has beside layers."""
+
+    embedding: bool = False
+    output: bool = False
+
+
+def main() -> None:
+    """Measure what the profile lacks for the tensor-parallel size in Megatron's flags; rank 0 writes it."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--microbatches", type=_numbers, required=True)
+    parser.add_argument("--recomputes", type=_choices, required=True)
+    options, sys.argv[1:] = parser.parse_known_args()
+    args = parse_and_validate_args()
+    training.initialize_megatron()
+    profile = _identified(Profile.load(options.profile), options.profile)
+    Measurement(profile, options.profile).run(args, options.microbatches, options.recomputes)
+    dist.destroy_process_group()
+
+
+def _identified(profile: Profile, path: Path) -> Profile:
+    """With the machine and the versions it is of.
+
+    Raises:
+        SystemExit: it is of others.
+    """
+    device, memory_gb = _device()
+    names = ("torch", "megatron-core", "transformer-engine", "apex")
+    versions = ", ".join(f"{name} {version}" for name in names if (version := _version(name)))
+    if profile.device and (profile.device, profile.versions) != (device, versions):
+        raise SystemExit(
+            f"megatron-2bw: error: {path} was measured on {profile.device} with {profile.versions}, this is {device} "
+            f"with {versions}: give another --output"
+        )
+    profile.device, profile.memory_gb, profile.versions = device, memory_gb, versions
+    return profile
+
+
+def _device() -> tuple[str, float]:
+    """Name, and GiB of memory for each rank."""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return properties.name, round(properties.total_memory / 2**30, 1)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"CPU ({os.cpu_count()} cores)", round(memory_bytes / dist.get_world_size() / 2**30, 1)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class Measurement:
+    """All ranks measure, rank 0 keeps.
+
+    Args:
+        profile: what is known.
+        path: its file.
+    """
+
+    def __init__(self, profile: Profile, path: Path) -> None:
+        self._profile = profile
+        self._path = path
+
+    def run(self, args: Any, microbatches: Iterable[int], recomputes: Iterable[Recompute]) -> None:
+        """Every microbatch size with every kind of recomputation, the update, and the links."""
+        profile, tensor = self._profile, args.tensor_model_parallel_size
+        for microbatch in microbatches:
+            for recompute in recomputes:
+                if profile.block(tensor, microbatch, recompute) is None:
+                    block = self._block(args, microbatch, recompute)
+                    if block is None:
+                        break
+                    profile.blocks.append(block)
+                    self._keep(f"{_milliseconds(*block.layer)} per layer, t = {tensor}, b = {microbatch}, {recompute}")
+        if all(update.tensor != tensor for update in profile.updates):
+            profile.updates.append(_update(tensor))
+            self._keep(f"{_milliseconds(profile.updates[-1].time_s)} per update, tensor {tensor}")
+        if dist.get_world_size() > 1 and not profile.all_reduces:
+            profile.all_reduces += [_all_reduce(size_bytes) for size_bytes in (SMALL_BYTES, LARGE_BYTES)]
+            self._keep(f"{_milliseconds(profile.all_reduces[-1].time_s)} per sum of {LARGE_BYTES >> 20} MiB")
+
+    def _block(self, args: Any, microbatch: int, recompute: Recompute) -> Block | None:
+        """None where it does not fit into memory."""
+        set_recompute(args, recompute)
+        try:
+            layers, kept_bytes = _stage_times(Ends(), microbatch)
+            if recompute is Recompute.NONE:
+                embedding, _ = _stage_times(Ends(embedding=True), microbatch)
+                output, _ = _stage_times(Ends(output=True), microbatch)
+            else:
+                embedding = output = layers
+        except torch.OutOfMemoryError:
+            _say(f"tensor {args.tensor_model_parallel_size}, b = {microbatch}, {recompute}: out of memory, left out")
+            return None
+        return Block(
+            tensor=args.tensor_model_parallel_size,
+            microbatch=microbatch,
+            sequence_parallel=args.sequence_parallel,
+            recompute=recompute,
+            layer_forward_s=layers.forward_s / LAYERS,
+            layer_backward_s=layers.backward_s / LAYERS,
+            layer_kept_bytes=kept_bytes // LAYERS,
+            embedding_forward_s=max(0.0, embedding.forward_s - layers.forward_s),
+            embedding_backward_s=max(0.0, embedding.backward_s - layers.backward_s),
+            loss_forward_s=max(0.0, output.forward_s - layers.forward_s),
+            loss_backward_s=max(0.0, output.backward_s - layers.backward_s),
+        )
+
+    def _keep(self, what: str) -> None:
+        if dist.get_rank() == 0:
+            self._profile.save(self._path)
+        _say(what)
+
+
+def set_recompute(args: Any, recompute: Recompute) -> None:
+    """Set Megatron's arguments for the next model."""
+    args.recompute_granularity = None if recompute is Recompute.NONE else str(recompute)
+    args.recompute_method = "uniform" if recompute is Recompute.FULL else None
+    args.recompute_num_layers = 1 if recompute is Recompute.FULL else None
+
+
+def _build(ends: Ends) -> torch.nn.Module:
+    """A stage in Megatron's wrappers, which sum gradients into fp32 buffers."""
+    args = get_args()
+
+    def provide(*_: Any, **__: Any) -> GPTModel:
+        config = core_transformer_config_from_args(args)
+        layers = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=args.transformer_impl == "transformer_engine",
+            normalization=args.normalization,
+        )
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=layers,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=ends.embedding,
+            post_process=ends.output,
+            share_embeddings_and_output_weights=False,  # There is one end at most.
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+        )
+
+    (model,) = training.get_model(provide, wrap_with_ddp=True)
+    return model
+
+
+def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
+    """Of one microbatch, and the bytes that its forward leaves for the backward."""
+    args, model = get_args(), _build(ends)
+    device = next(model.parameters()).device
+    length = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    shape, dtype = (length, microbatch, args.hidden_size), args.params_dtype
+    received = None if ends.embedding else torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+    tokens = torch.randint(args.vocab_size, (microbatch, args.seq_length), device=device)
+    positions = torch.arange(args.seq_length, device=device).expand_as(tokens)
+    labels = tokens if ends.output else None
+
+    def forward() -> torch.Tensor:
+        if received is not None:
+            get_attr_wrapped_model(model, "set_input_tensor")(received)
+        output = model(tokens, positions, None, labels=labels)
+        return output.sum() if ends.output else output
+
+    def once() -> Pass:
+        forward_s, output = _timed(forward)
+        gradient = torch.ones_like(output)
+        backward_s, _ = _timed(lambda: output.backward(gradient))
+        return Pass(forward_s, backward_s)
+
+    kept_bytes = _kept_bytes(forward, model)
+    passes = _repeated(once)
+    return Pass(*(median(times) for times in zip(*passes, strict=True))), kept_bytes
+
+
+def _kept_bytes(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> int:
+    """Of all storages that autograd keeps, without the weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(kept.values())
+
+
+def _update(tensor: int) -> Update:
+    """Megatron's own step, with gradients of zero: it takes as long as any other."""
+    set_recompute(get_args(), Recompute.NONE)
+    model = _build(Ends())
+    config, overrides = training.get_megatron_optimizer_config(get_args())
+    optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
+
+    def once() -> float:
+        time_s, _ = _timed(optimizer.step)
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        return time_s
+
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return Update(tensor=tensor, weights=weights, time_s=median(_repeated(once)))
+
+
+def _all_reduce(size_bytes: int) -> AllReduce:
+    numbers = torch.zeros(size_bytes // 4, device=torch.cuda.current_device())
+    time_s = median(_repeated(lambda: _timed(lambda: dist.all_reduce(numbers))[0]))
+    return AllReduce(ranks=dist.get_world_size(), size_bytes=size_bytes, time_s=time_s)
+
+
+def _repeated[Measured](once: Callable[[], Measured]) -> list[Measured]:
+    """All ranks do it together, equally often."""
+    for _ in range(WARM):
+        once()
+    results: list[Measured] = []
+    start_s = time.monotonic()
+    go_on = torch.ones(1, device=torch.cuda.current_device())
+    while go_on:
+        dist.barrier()
+        results.append(once())
+        if time.monotonic() - start_s > MOST_S and len(results) >= LEAST:
+            go_on.zero_()
+        dist.broadcast(go_on, src=0)
+    return results
+
+
+def _timed[Result](run: Callable[[], Result]) -> tuple[float, Result]:
+    _synchronize()
+    start_s = time.perf_counter()
+    result = run()
+    _synchronize()
+    return time.perf_counter() - start_s, result
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _say(what: str) -> None:
+    """To the command that started this, which shows how far it is."""
+    if dist.get_rank() == 0:
+        print(f"profiled: {what}", flush=True)
+
+
+def _milliseconds(*times_s: float) -> str:
+    return " + ".join(f"{1000 * time_s:.2f}" for time_s in times_s) + " ms"
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _choices(text: str) -> list[Recompute]:
+    return [Recompute(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    main()

@@ -1,0 +1,127 @@
+"""Arguments that several commands of the planner share, and what they describe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_2bw.planner.errors import PlanError
+
+if TYPE_CHECKING:
+    from megatron_2bw.planner.cluster import Cluster
+    from megatron_2bw.planner.model import Model
+
+PRECISIONS = ("fp32", "fp16", "bf16")
+ATTENTION = ("flash", "fused", "unfused")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model by name; it may also be given by Megatron's own flags."""
+    parser.add_argument("--model", metavar="NAME|FILE", help="one that is built in, or a JSON file")
+    parser.add_argument("--model-kind", choices=("gpt", "bert"), help="of a model given by flags (default: gpt)")
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """The machine: what it is, or what was measured on it."""
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="one that is built in, or a JSON file")
+    parser.add_argument("--nodes", type=int, metavar="N", help="in place of the cluster's")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="in place of the cluster's; less than a node is part of one"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="price with what megatron-2bw profile measured; without --cluster, on the node where it did",
+    )
+
+
+def add_kernels(parser: Any) -> None:
+    """What decides which kernels run."""
+    precision = parser.add_mutually_exclusive_group()
+    for choice in PRECISIONS:
+        precision.add_argument(f"--{choice}", dest="precision", action="store_const", const=choice)
+    parser.add_argument("--attention-backend", choices=ATTENTION)
+
+
+def add_formats(parser: argparse.ArgumentParser, *, flags_only: bool = False) -> None:
+    """How to print."""
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--json", action="store_true", help="print JSON")
+    if flags_only:
+        formats.add_argument("--flags-only", action="store_true", help="print only the best layout's flags, for $(...)")
+
+
+def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
+    """By ``--model``, or by Megatron's own flags among ``words``.
+
+    Raises:
+        PlanError: by both, or there are other words.
+    """
+    from megatron_2bw.planner.flags import MODEL_FLAGS, read_model
+    from megatron_2bw.planner.inputs import load_model
+    from megatron_2bw.planner.model import Kind
+    from megatron_2bw.planner.options import Options
+
+    options = Options.parse(words)
+    loose = [word for word in words[:1] if not word.startswith("--")]
+    strange = [*loose, *(flag for flag in options.values if flag not in MODEL_FLAGS)]
+    if strange:
+        raise PlanError(
+            f"{strange[0]} is neither an option of this command nor a flag that describes a model; leave it out"
+        )
+    if args.model is None:
+        return read_model(options, kind=Kind(args.model_kind or "gpt"))
+    if options.values:
+        raise PlanError(
+            f"--model {args.model} and {next(iter(options.values))} both describe the model; give one of them"
+        )
+    return load_model(args.model)
+
+
+def described_cluster(args: argparse.Namespace) -> Cluster:
+    """As named or measured, before its size is changed.
+
+    Raises:
+        PlanError: neither is given.
+    """
+    if args.profile is None:
+        if args.cluster is None:
+            raise PlanError("--cluster is missing: time and memory depend on it; give a name, a JSON file or --profile")
+                "--cluster is missing: time and memory depend on it; give a name or a JSON file, or a --profile"
+            )
+        from megatron_2bw.planner.inputs import load_cluster
+
+        return load_cluster(args.cluster)
+    from megatron_2bw.planner.profile import Profile
+
+    profile = Profile.load(args.profile)
+    if args.cluster is None:
+        return profile.cluster()
+    from megatron_2bw.planner.inputs import load_cluster
+
+    return profile.on(load_cluster(args.cluster))
+
+
+def listed(flag: str, text: str, read: Callable[[str], Any]) -> tuple[Any, ...]:
+    """The values in ``text``, separated by commas.
+
+    Raises:
+        PlanError: one of them is not valid.
+    """
+    return tuple(_value(flag, word, read) for word in text.split(","))
+
+
+def _value(flag: str, word: str, read: Callable[[str], Any]) -> Any:
+    value = None
+    with contextlib.suppress(ValueError):
+        value = read(word)
+    if value is None:
+        choices = ", ".join(read) if hasattr(read, "__members__") else "whole numbers"
+        raise PlanError(f"{flag} {word!r}: give {choices}, separated by commas")
+    if isinstance(value, int) and value < (0 if "extra" in flag else 1):
+        raise PlanError(f"{flag} {word}: give whole numbers of at least 1, separated by commas")
+    return value

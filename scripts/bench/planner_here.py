@@ -1,0 +1,110 @@
+"""Profiles this machine, plans with the profile, and runs what the plan says: is the ranking right?
+
+    python scripts/bench/planner_here.py [--ranks 2,4] [--output scripts/bench/results/planner_here.txt]
+
+For each number of ranks: ``megatron-2bw profile`` of a small GPT, the search, then the best layout of all, and that of
+every schedule on a pipeline of all ranks, run with the flags as printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from report import heading
+
+from megatron_2bw.planner.advice import advice
+from megatron_2bw.planner.costs import SCHEDULES
+from megatron_2bw.planner.layout import Precision, Recompute
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.profile import Profile
+from megatron_2bw.planner.profiling import Request, measure
+from megatron_2bw.planner.report import flags_of
+from megatron_2bw.planner.search import Plan, search
+from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.table import seconds, table
+from megatron_2bw.planner.verify import measured
+
+MODEL = Model(
+    num_layers=8,
+    hidden_size=256,
+    num_attention_heads=4,
+    seq_length=128,
+    vocab_size=1024,
+    dropout=False,
+    name="GPT, 8 layers, hidden 256, sequence 128",
+)
+SAMPLES_PER_RANK = 4
+MICROBATCHES = (1, 2, 4)
+
+
+def profiled(ranks: int, folder: Path) -> Profile:
+    """What a layer takes when so many ranks are busy."""
+    path = folder / f"profile_{ranks}.json"
+    request = Request(
+        model=MODEL,
+        ranks=ranks,
+        tensors=(1,),
+        microbatches=MICROBATCHES,
+        recomputes=(Recompute.NONE, Recompute.FULL),
+        precision=Precision.FP32,
+        fused_attention=False,
+    )
+    measure(request, path)
+    return Profile.load(path)
+
+
+def ran(profile: Profile) -> Plan:
+    """The best layout of all, and that of every schedule on a pipeline of all ranks, measured."""
+    plans = [
+        search(MODEL, profile.cluster(), SAMPLES_PER_RANK * profile.ranks, profile.limited(space))
+        for space in (Space(), Space(pipelines=(profile.ranks,)))
+    ]
+    deep = [next(choice for choice in plans[1].choices if choice.layout.schedule == name) for name in SCHEDULES]
+    best = plans[0].best
+    return measured(plans[0], [best, *(choice for choice in deep if choice.layout != best.layout)])
+
+
+def report(plan: Plan) -> list[str]:
+    """A table, what it means, and the flags that ran."""
+    choices = [choice for choice in plan.choices if choice.measured_s]
+    rows = [
+        [
+            name(choice.layout),
+            seconds(choice.iteration.time_s),
+            seconds(choice.measured_s),
+            f"{choice.iteration.time_s / choice.measured_s - 1:+.1%}",
+        ]
+        for choice in choices
+    ]
+    ranks = plan.cluster.gpus
+    return [
+        "",
+        f"{ranks} ranks, batches of {plan.global_batch} samples; by measured time:",
+        *table(["layout", "predicted", "measured", "off"], rows),
+        next(iter(advice(plan))),
+        *(f"  {name(choice.layout)}: {' '.join(flags_of(plan.model, choice.layout))}" for choice in choices),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    lines = [*heading("numpy"), "", f"{MODEL.name}, fp32, one thread per rank"]
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in map(int, options.ranks.split(",")):
+            lines += report(ran(profiled(ranks, Path(folder))))
+            print("\n".join(lines), flush=True)
+    if options.output is not None:
+        options.output.write_text("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""``megatron-2bw profile`` measures this machine, and what ``plan`` makes of it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.cli import main
+from megatron_2bw.planner.layout import Recompute
+from megatron_2bw.planner.profile import Profile
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --hidden-dropout 0 "
+    "--attention-dropout 0"
+).split()
+RANKS = 2
+
+
+def measure(path: Path, microbatches: str) -> int:
+    words = ["profile", "--gpus", str(RANKS), "--micro-batch-size", microbatches, "--output", str(path)]
+    return main([*words, "--recompute-granularity", "full", *FLAGS])
+
+
+def test_measured_resumed_planned_and_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    assert measure(path, "1") == 0
+    first = Profile.load(path)
+    assert {(block.microbatch, block.recompute) for block in first.blocks} == {(1, Recompute.NONE), (1, Recompute.FULL)}
+    plain, full = first.blocks
+    assert 0 < full.layer_kept_bytes < plain.layer_kept_bytes
+    assert min(plain.layer_forward_s, plain.layer_backward_s, first.update_s(1, 1), *first.link()) > 0
+    assert len(first.all_reduces) == 2
+
+    assert measure(path, "1,2") == 0
+    assert "/2" in capfd.readouterr().err, "two measurements are new"
+    resumed = Profile.load(path)
+    assert resumed.blocks[:2] == first.blocks, "what is there is not measured again"
+    assert {block.microbatch for block in resumed.blocks} == {1, 2}
+
+    plan = ["plan", *FLAGS, "--profile", str(path), "--global-batch-size", "8", "--verify-top", "1", "--json"]
+    assert main([*plan, "--pipeline-schedule", "2bw", "--pipeline-model-parallel-size", "2"]) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert printed["choices"][0]["measured_s"] > 0
+    assert "1 of these layouts ran on this machine" in " ".join(printed["advice"])
+
+
+def test_a_profile_of_something_else_is_not_overwritten(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    words = ["profile", "--gpus", "1", "--output", str(path)]
+    path.write_text("{}")
+    assert main([*words, *FLAGS]) == 2
+    assert "model is missing" in capfd.readouterr().err
+    assert path.read_text() == "{}"
