@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from megatron_2bw import install
@@ -30,12 +30,12 @@ from megatron.training import get_args, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
 from megatron_2bw.planner.layout import Recompute
-from megatron_2bw.planner.profile import AllReduce, Block, Pass, Profile, Update
+from megatron_2bw.planner.profile import LAYERS, AllReduce, Block, Pass, Profile, Update
 
-LAYERS = 2
-"""Of the stages that are timed."""
-WARM, LEAST, MOST_S = 2, 5, 1.0
-"""Repetitions before the clock counts, counted at least, and seconds after which no more is begun."""
+WARM, LEAST, ENOUGH_S = 2, 5, 1.0
+"""Repetitions before the clock counts, counted at least, and seconds to fill with them."""
+TRIMMED = 10
+"""One in so many repetitions is left out at either end."""
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**24
 """Of the sums that measure links."""
 
@@ -210,15 +210,14 @@ def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
         output = model(tokens, positions, None, labels=labels)
         return output.sum() if ends.output else output
 
-    def once() -> Pass:
+    def once() -> tuple[float, float]:
         forward_s, output = _timed(forward)
         gradient = torch.ones_like(output)
         backward_s, _ = _timed(lambda: output.backward(gradient))
-        return Pass(forward_s, backward_s)
+        return forward_s, backward_s
 
     kept_bytes = _kept_bytes(forward, model)
-    passes = _repeated(once)
-    return Pass(*(median(times) for times in zip(*passes, strict=True))), kept_bytes
+    return Pass(*_repeated(once)), kept_bytes
 
 
 def _kept_bytes(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> int:
@@ -244,36 +243,45 @@ def _update(tensor: int) -> Update:
     config, overrides = training.get_megatron_optimizer_config(get_args())
     optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
 
-    def once() -> float:
+    def once() -> tuple[float]:
         time_s, _ = _timed(optimizer.step)
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        return time_s
+        return (time_s,)
 
     weights = sum(parameter.numel() for parameter in model.parameters())
-    return Update(tensor=tensor, weights=weights, time_s=median(_repeated(once)))
+    (time_s,) = _repeated(once)
+    return Update(tensor=tensor, weights=weights, time_s=time_s)
 
 
 def _all_reduce(size_bytes: int) -> AllReduce:
     numbers = torch.zeros(size_bytes // 4, device=torch.cuda.current_device())
-    time_s = median(_repeated(lambda: _timed(lambda: dist.all_reduce(numbers))[0]))
+    (time_s,) = _repeated(lambda: _timed(lambda: dist.all_reduce(numbers))[:1])
     return AllReduce(ranks=dist.get_world_size(), size_bytes=size_bytes, time_s=time_s)
 
 
-def _repeated[Measured](once: Callable[[], Measured]) -> list[Measured]:
-    """All ranks do it together, equally often."""
+def _repeated(once: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+    """Means of what ``once`` returns, over repetitions and ranks.
+
+    All ranks repeat it equally often and do not wait for each other, as in a pipeline. Not medians: where ranks share
+    a processor, one of them runs while another waits.
+    """
     for _ in range(WARM):
         once()
-    results: list[Measured] = []
-    start_s = time.monotonic()
-    go_on = torch.ones(1, device=torch.cuda.current_device())
-    while go_on:
-        dist.barrier()
-        results.append(once())
-        if time.monotonic() - start_s > MOST_S and len(results) >= LEAST:
-            go_on.zero_()
-        dist.broadcast(go_on, src=0)
-    return results
+    device = torch.cuda.current_device()
+    count = torch.tensor(max(LEAST, round(ENOUGH_S / max(sum(once()), 1e-6))), device=device)
+    dist.broadcast(count, src=0)
+    dist.barrier()
+    columns = zip(*(once() for _ in range(int(count))), strict=True)
+    means = torch.tensor([_trimmed_mean(column) for column in columns], dtype=torch.float64, device=device)
+    dist.all_reduce(means)
+    return tuple((means / dist.get_world_size()).tolist())
+
+
+def _trimmed_mean(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    ends = len(ordered) // TRIMMED
+    return fmean(ordered[ends : len(ordered) - ends])
 
 
 def _timed[Result](run: Callable[[], Result]) -> tuple[float, Result]:

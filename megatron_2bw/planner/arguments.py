@@ -91,8 +91,6 @@ def described_cluster(args: argparse.Namespace) -> Cluster:
     if args.profile is None:
         if args.cluster is None:
             raise PlanError("--cluster is missing: time and memory depend on it; give a name, a JSON file or --profile")
-                "--cluster is missing: time and memory depend on it; give a name or a JSON file, or a --profile"
-            )
         from megatron_2bw.planner.inputs import load_cluster
 
         return load_cluster(args.cluster)

@@ -21,6 +21,8 @@ from megatron_2bw.planner.layout import Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.space import Space
 
+LAYERS = 2
+"""Of the stages that are timed."""
 _ADAM_BYTES = 28
 """Per weight of an update: four fp32 numbers are read and three written."""
 

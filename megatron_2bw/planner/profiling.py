@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_2bw.planner.errors import PlanError
@@ -12,7 +12,7 @@ from megatron_2bw.planner.flags import layout_flags, model_flags
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import nearest_divisor
-from megatron_2bw.planner.profile import Profile
+from megatron_2bw.planner.profile import LAYERS, Profile
 from megatron_2bw.planner.rules import tensor_problem
 from megatron_2bw.planner.table import bar
 from megatron_2bw.planner.torchrun import lines_of
@@ -74,10 +74,11 @@ class Request:
             precision=self.precision,
             fused_attention=self.fused_attention,
         )
+        model = replace(self.model, num_layers=LAYERS)
         return [
             *("-m", "megatron_2bw.mcore.profile", "--profile", str(path)),
             *("--microbatches", ",".join(map(str, self.microbatches)), "--recomputes", ",".join(self.recomputes)),
-            *(*layout_flags(self.model, layout), *model_flags(self.model), *_WORDS.split()),
+            *(*layout_flags(model, layout), *model_flags(model), *_WORDS.split()),
             *("--vocab-size", str(self.model.vocab_size - 1)),  # NullTokenizer adds one token.
         ]
 
