@@ -27,6 +27,7 @@ def advice(plan: Plan) -> Iterator[str]:
         yield "No layout without a delay fits."
         return
     yield from _against_flush(plan, delayed, flushed)
+    yield from _tie(delayed, flushed)
     faster = _time_ratio(delayed, flushed) < 1
     if faster and layout.microbatches >= MANY * layout.pipeline:
         bound = (layout.pipeline - 1) / layout.microbatches
@@ -34,6 +35,18 @@ def advice(plan: Plan) -> Iterator[str]:
             f"m >= {MANY}d: all that 2bw saves of a flush on the same stages is its bubble, (d-1)/m = {percent(bound)} "
             f"of the time (12% at m = {MANY}d). "
             f"Prefer {name(flushed.layout)}, whose gradients are exact, unless that gain is worth a delay."
+        )
+
+
+def _tie(delayed: Choice, flushed: Choice) -> Iterator[str]:
+    """A warning where the two cannot be told apart."""
+    if delayed.measured_s and flushed.measured_s:
+        return
+    error = max(delayed.iteration.relative_error, flushed.iteration.relative_error)
+    if abs(_time_ratio(delayed, flushed) - 1) <= error:
+        yield (
+            f"Their times differ by less than the error bar of {error:.0%}: run both before you choose; on one node, "
+            "--verify-top does."
         )
 
 

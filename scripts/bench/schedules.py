@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import re
 import statistics
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from interval import median_interval
 from live_job import ROOT, Job
 from report import heading
 from timed_stage import Run, measure, steady_period_s
@@ -141,11 +141,8 @@ def _durations(trace: dict) -> dict[Action, float]:
 
 
 def ratio(slow: Measured, fast: Measured) -> tuple[float, float, float]:
-    """Median over the rounds of slow over fast, and its 95% interval, from the order of the ratios."""
-    ratios = sorted(a / b for a, b in zip(slow.iteration_s, fast.iteration_s, strict=True))
-    half = 0.98 * math.sqrt(len(ratios))
-    low, high = math.floor(len(ratios) / 2 - half) - 1, math.ceil(len(ratios) / 2 + half)
-    return statistics.median(ratios), ratios[max(low, 0)], ratios[min(high, len(ratios) - 1)]
+    """Median over the rounds of slow over fast, and its 95% interval."""
+    return median_interval([a / b for a, b in zip(slow.iteration_s, fast.iteration_s, strict=True)])
 
 
 def report_gpt(results: Results) -> list[str]:

@@ -6,6 +6,8 @@ reductions, two weight versions and delayed updates, on a stage of a few weights
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -26,6 +28,9 @@ from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.timeline import Event
 from megatron_2bw.schedule.validate import validate
+
+FILLING = 2
+"""Batches at the start of a block that are not counted."""
 
 
 class _Wait(torch.autograd.Function):
@@ -110,10 +115,12 @@ class Run:
     stages: int
     microbatches: int
     batches: int
+    """Of a block; the pipeline drains after each."""
     forward_s: float
     backward_s: float
-    reductions: tuple[Reduction, ...] = tuple(Reduction)
-    """That an update waits for."""
+    arms: tuple[tuple[Reduction, ...], ...] = (tuple(Reduction),)
+    """What updates wait for: blocks take turns."""
+    blocks: int = 1
 
 
 def measure(run: Run) -> list[list[Event]]:
@@ -126,19 +133,30 @@ def measure(run: Run) -> list[list[Event]]:
 def _rank(rank: int, run: Run, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=run.stages)
-    schedule = lower(build(run.schedule, stages=run.stages, microbatches=run.microbatches), run.reductions)
-    validate(schedule)
+    schedule = build(run.schedule, stages=run.stages, microbatches=run.microbatches)
     stage = TimedStage(rank, run.stages, run.forward_s, run.backward_s, delayed=any(schedule.delay))
     ranks = list(range(run.stages))
     links = Links(forward_group=dist.new_group(ranks), backward_group=dist.new_group(ranks), ranks=ranks)
     recorder = Recorder(stage.boundary.device)
-    executor = Executor(schedule, rank, stage, links, recorder)
+    arms = [lower(schedule, reductions) for reductions in run.arms]
+    for arm in arms:
+        validate(arm)
+    executors = [Executor(arm, rank, stage, links, recorder) for arm in arms]
     dist.barrier()
-    for batch in range(run.batches):
-        executor.run(batch, last=batch == run.batches - 1)
+    for block in range(run.blocks):
+        for batch in range(run.batches):
+            last = batch == run.batches - 1
+            executors[block % len(executors)].run(block * run.batches + batch, last=last)
     torch.save(recorder.events(), Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def block_periods_s(events: list[list[Event]], run: Run) -> list[float]:
+    """Median seconds per batch of each block, on the last stage, without the batches in which the pipeline fills."""
+    ends = [e.end_s for e in events[-1] if e.action.type == "B" and e.action.microbatch == run.microbatches - 1]
+    blocks = (ends[first : first + run.batches] for first in range(0, len(ends), run.batches))
+    return [statistics.median(b - a for a, b in itertools.pairwise(block[FILLING:])) for block in blocks]
 
 
 def steady_period_s(events: list[list[Event]], microbatches: int) -> float:
