@@ -153,7 +153,10 @@ def remove(checkpoint: Path) -> None:
 
 def _finish_replacements(args: Any) -> None:
     if dist.get_rank() == 0:
-        for folder in (args.load, args.non_persistent_global_ckpt_dir):
+        folders = [args.load, args.non_persistent_global_ckpt_dir]
+        if args.load is not None:
+            folders.append(os.path.join(args.load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR))
+        for folder in folders:
             if folder is not None:
                 finish_replacements(Path(folder))
     dist.barrier()

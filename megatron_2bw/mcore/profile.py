@@ -7,6 +7,7 @@ Megatron: as it is, with the embedding, and with the output layer; the differenc
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -38,6 +39,10 @@ TRIMMED = 10
 """One in so many repetitions is left out at either end."""
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**24
 """Of the sums that measure links."""
+
+
+class _DoesNotFitError(RuntimeError):
+    """On some rank there is too little memory."""
 
 
 class Ends(NamedTuple):
@@ -121,8 +126,8 @@ class Measurement:
         if all(update.tensor != tensor for update in profile.updates):
             profile.updates.append(_update(tensor))
             self._keep(f"{_milliseconds(profile.updates[-1].time_s)} per update, tensor {tensor}")
-        if dist.get_world_size() > 1 and not profile.all_reduces:
-            profile.all_reduces += [_all_reduce(size_bytes) for size_bytes in (SMALL_BYTES, LARGE_BYTES)]
+        if not profile.has_links:
+            profile.all_reduces = [_all_reduce(size_bytes) for size_bytes in (SMALL_BYTES, LARGE_BYTES)]
             self._keep(f"{_milliseconds(profile.all_reduces[-1].time_s)} per sum of {LARGE_BYTES >> 20} MiB")
 
     def _block(self, args: Any, microbatch: int, recompute: Recompute) -> Block | None:
@@ -130,18 +135,16 @@ class Measurement:
         set_recompute(args, recompute)
         try:
             layers, kept_bytes = _stage_times(Ends(), microbatch)
+            embedding = output = layers
             if recompute is Recompute.NONE:
                 embedding, _ = _stage_times(Ends(embedding=True), microbatch)
                 output, _ = _stage_times(Ends(output=True), microbatch)
-            else:
-                embedding = output = layers
-        except torch.OutOfMemoryError:
+        except _DoesNotFitError:
             _say(f"tensor {args.tensor_model_parallel_size}, b = {microbatch}, {recompute}: out of memory, left out")
             return None
         return Block(
             tensor=args.tensor_model_parallel_size,
             microbatch=microbatch,
-            sequence_parallel=args.sequence_parallel,
             recompute=recompute,
             layer_forward_s=layers.forward_s / LAYERS,
             layer_backward_s=layers.backward_s / LAYERS,
@@ -168,6 +171,8 @@ def set_recompute(args: Any, recompute: Recompute) -> None:
 def _build(ends: Ends) -> torch.nn.Module:
     """A stage in Megatron's wrappers, which sum gradients into fp32 buffers."""
     args = get_args()
+    gc.collect()  # The stage before, whose hooks refer to it.
+    torch.cuda.empty_cache()
 
     def provide(*_: Any, **__: Any) -> GPTModel:
         config = core_transformer_config_from_args(args)
@@ -194,7 +199,11 @@ def _build(ends: Ends) -> torch.nn.Module:
 
 
 def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
-    """Of one microbatch, and the bytes that its forward leaves for the backward."""
+    """Of one microbatch, and the bytes that its forward leaves for the backward.
+
+    Raises:
+        _DoesNotFitError: on all ranks, if it does not fit on one of them.
+    """
     args, model = get_args(), _build(ends)
     device = next(model.parameters()).device
     length = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
@@ -203,11 +212,14 @@ def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
     tokens = torch.randint(args.vocab_size, (microbatch, args.seq_length), device=device)
     positions = torch.arange(args.seq_length, device=device).expand_as(tokens)
     labels = tokens if ends.output else None
+    # Megatron's wrapper for 16 bits turns what a last stage returns into fp32, which only the loss needs.
+    more = {"fp32_output": ends.output} if args.fp16 or args.bf16 else {}
 
     def forward() -> torch.Tensor:
         if received is not None:
+            received.grad = None
             get_attr_wrapped_model(model, "set_input_tensor")(received)
-        output = model(tokens, positions, None, labels=labels)
+        output = model(tokens, positions, None, labels=labels, **more)
         return output.sum() if ends.output else output
 
     def once() -> tuple[float, float]:
@@ -216,8 +228,21 @@ def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
         backward_s, _ = _timed(lambda: output.backward(gradient))
         return forward_s, backward_s
 
-    kept_bytes = _kept_bytes(forward, model)
+    kept_bytes = _together(lambda: _kept_bytes(forward, model), once)
     return Pass(*_repeated(once)), kept_bytes
+
+
+def _together(*steps: Callable[[], Any]) -> Any:
+    """What the first of ``steps`` returns, if all of them fit into the memory of all ranks."""
+    results, failed = [], torch.zeros(1, device=torch.cuda.current_device())
+    try:
+        results = [step() for step in steps]
+    except torch.OutOfMemoryError:
+        failed += 1
+    dist.all_reduce(failed)
+    if failed:
+        raise _DoesNotFitError
+    return results[0]
 
 
 def _kept_bytes(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> int:
@@ -244,10 +269,7 @@ def _update(tensor: int) -> Update:
     optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
 
     def once() -> tuple[float]:
-        time_s, _ = _timed(optimizer.step)
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        return (time_s,)
+        return _timed(lambda: (optimizer.step(), model.zero_grad_buffer(), optimizer.zero_grad()))[:1]
 
     weights = sum(parameter.numel() for parameter in model.parameters())
     (time_s,) = _repeated(once)
@@ -316,5 +338,4 @@ def _choices(text: str) -> list[Recompute]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     main()

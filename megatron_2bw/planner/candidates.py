@@ -10,6 +10,7 @@ from typing import NamedTuple
 from megatron_2bw.planner import memory
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.costs import SCHEDULES
+from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors, nearest_multiple
@@ -218,11 +219,19 @@ class Candidates:
                     switches = {"sequence_parallel": sequence, "distributed_optimizer": distributed}
                     layout = self._layout(shape, base | switches | {"extra_in_flight": extra})
                     problem = microbatch_problem(layout, needed)
+                    unknown = None if problem else self._not_profiled(layout)
                     if problem:
                         self.reject("the batch has the microbatches that the schedule needs", problem, name(layout))
+                    elif unknown:
+                        self.reject("the profile has measured it", unknown, name(layout))
                     else:
                         self.layouts += sum(len(saving.sizes) for saving in self.savings(layout))
                         yield layout
+
+    def _not_profiled(self, layout: Layout) -> str | None:
+        """Why the cluster's profile, if it has one, cannot price ``layout``."""
+        profile = self.cluster.profile
+        return None if profile is None else profile.lacks(Split.of(layout))
 
     def _sequence_parallel(self, shape: Shape) -> tuple[bool, ...]:
         """On where it works, unless the space says otherwise: it costs neither time nor memory."""
@@ -237,6 +246,7 @@ class Candidates:
         """The ways to save memory."""
         space, layers = self.space, self.model.num_layers // (base.pipeline * base.chunks)
         recomputes = space.allows("recomputes", tuple(Recompute))
+        recomputes = [choice for choice in recomputes if not self._not_profiled(replace(base, recompute=choice))]
         for buffers in space.allows("gradient_buffers", (2, 1) if base.schedule in DELAYED else (2,)):
             for recompute in recomputes:
                 if recompute == Recompute.FULL:

@@ -74,7 +74,14 @@ class Configuration:
     """What the flags say beyond that, and the estimate leaves out."""
 
 
-def read(options: Options, *, gpus: int | None, kind: Kind = Kind.GPT, gpu: Gpu | None = None) -> Configuration:
+def read(
+    options: Options,
+    *,
+    gpus: int | None,
+    kind: Kind = Kind.GPT,
+    gpu: Gpu | None = None,
+    fused: bool | None = None,
+) -> Configuration:
     """The Model and Layout that Megatron's flags describe.
 
     Args:
@@ -82,13 +89,14 @@ def read(options: Options, *, gpus: int | None, kind: Kind = Kind.GPT, gpu: Gpu 
         gpus: world size, from which Megatron derives the data-parallel size.
         kind: of the model; Megatron has a script per kind and no flag.
         gpu: that has to support what the flags ask for; None does not limit them.
+        fused: whether attention is, where no flag says; None: where ``gpu`` has bf16.
 
     Raises:
         PlanError: a flag is missing, malformed, refused by Megatron or beyond the cost model.
     """
     notes = check_priced(options)
     model = read_model(options, kind=kind)
-    layout = _layout(options, model, gpus, fused=gpu is None or gpu.has_bf16)
+    layout = _layout(options, model, gpus, fused=(gpu is None or gpu.has_bf16) if fused is None else fused)
     refused = problem(model, layout) or (gpu_problem(gpu, layout.precision) if gpu else None)
     if refused:
         raise PlanError(refused)

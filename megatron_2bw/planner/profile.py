@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_2bw.planner.cluster import Cluster, Gpu
 from megatron_2bw.planner.errors import PlanError
@@ -34,13 +35,26 @@ class Pass(NamedTuple):
     backward_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """What one microbatch takes with one split of the work."""
+class _Row:
+    """A measurement; numbers above 0, but for those that may be lost in the difference of two others."""
+
+    _MAY_BE_ZERO: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value, least = getattr(self, f.name), 0 if f.name in self._MAY_BE_ZERO else None
+            if (isinstance(value, int | float) and not (value > 0 or value == least)) or value == math.inf:
+                raise PlanError(f"{f.name} {value!r}: give a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block(_Row):
+    """What one microbatch takes."""
+
+    _MAY_BE_ZERO = ("embedding_forward_s", "embedding_backward_s", "loss_forward_s", "loss_backward_s")
 
     tensor: int
     microbatch: int
-    sequence_parallel: bool
     recompute: Recompute
     layer_forward_s: float
     layer_backward_s: float
@@ -56,17 +70,17 @@ class Block:
         return Pass(self.layer_forward_s, self.layer_backward_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """Megatron's optimizer step, clipping included."""
+@dataclass(frozen=True, kw_only=True)
+class Update(_Row):
+    """Megatron's optimizer step, clipping and zeroing of gradients included."""
 
     tensor: int
     weights: int
     time_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(_Row):
     """Of fp32 numbers, over ranks that all sum at once."""
 
     ranks: int
@@ -77,15 +91,24 @@ class AllReduce:
 _LISTS: dict[str, type] = {"blocks": Block, "updates": Update, "all_reduces": AllReduce}
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Profile:
-    """Measurements on ``ranks`` ranks of one node, all busy at once, as they are in training."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all measurements of a profile have in common, beside the model."""
 
-    model: Model
-    """Its number of layers does not matter."""
     ranks: int
     precision: Precision
     fused_attention: bool
+    sequence_parallel: bool
+    """With several tensor-parallel ranks."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Profile:
+    """Measurements on all ranks of one node, busy at once, as they are in training."""
+
+    model: Model
+    """Its number of layers does not matter."""
+    setting: Setting
     date: str
     device: str = ""
     """Empty before the first measurement."""
@@ -103,18 +126,18 @@ class Profile:
         Raises:
             PlanError: it cannot be read, or is no profile.
         """
-        values = read_json(str(path))
-        if not isinstance(values.get("model"), dict):
-            raise PlanError(f"{path}: model is missing; give a file that megatron-2bw profile wrote")
-        model = model_of(values.pop("model"), f"{path}: model")
-        lists = {
-            name: [
-                build(kind, row, f"{path}: {name}") for row in checked(values.pop(name, []), list, f"{path}: {name}")
-            ]
-            for name, kind in _LISTS.items()
-        }
-        heading = build(_Heading, values, str(path))
-        return cls(model=model, **dataclasses.asdict(heading), **lists)
+        values, where = read_json(str(path)), str(path)
+        parts: dict[str, Any] = {}
+        for name in ("model", "setting"):
+            if not isinstance(values.get(name), dict):
+                raise PlanError(f"{where}: {name} is missing; give a file that megatron-2bw profile wrote")
+            part = values.pop(name)
+            parts[name] = model_of(part, f"{where}: {name}") if name == "model" else build(Setting, part, where)
+        for name, kind in _LISTS.items():
+            rows = checked(values.pop(name, []), list, f"{where}: {name}")
+            parts[name] = [build(kind, checked(row, dict, f"{where}: {name}"), f"{where}: {name}") for row in rows]
+        heading = build(_Heading, values, where)
+        return cls(**parts, **dataclasses.asdict(heading))
 
     def save(self, path: Path) -> None:
         """Write all at once: a run that is stopped leaves the file of the moment before."""
@@ -123,14 +146,38 @@ class Profile:
         os.replace(unfinished, path)
 
     def continues(self, begun: Profile) -> bool:
-        """Whether ``begun`` is of the same layer, precision and number of ranks."""
-        same = all(getattr(self, name) == getattr(begun, name) for name in ("ranks", "precision", "fused_attention"))
-        return same and _layer_of(self.model) == _layer_of(begun.model)
+        """Whether ``begun`` is of the same layer in the same setting."""
+        return self.setting == begun.setting and _layer_of(self.model) == _layer_of(begun.model)
 
     def block(self, tensor: int, microbatch: int, recompute: Recompute) -> Block | None:
         """The measurement, if there is one."""
         wanted = (tensor, microbatch, recompute)
         return next((b for b in self.blocks if (b.tensor, b.microbatch, b.recompute) == wanted), None)
+
+    @property
+    def has_links(self) -> bool:
+        """Whether links were measured; one rank has none."""
+        return self.setting.ranks == 1 or len(self.all_reduces) > 1
+
+    def lacks(self, split: Split) -> str | None:
+        """Why there is no time for ``split``."""
+        setting = self.setting
+        sequence = setting.sequence_parallel and split.tensor > 1
+        mine = {
+            "precision": setting.precision,
+            "fused_attention": setting.fused_attention,
+            "sequence_parallel": sequence,
+        }
+        for name, value in mine.items():
+            if getattr(split, name) != value:
+                return f"{name} {getattr(split, name)}: the profile was measured with {value}; profile again"
+        for recompute in (Recompute.NONE, split.recompute):
+            if self.block(split.tensor, split.microbatch, recompute) is None:
+                return (
+                    f"tensor {split.tensor}, microbatch {split.microbatch}, recompute {recompute}: the profile has "
+                    f"{self._measured()}; profile that too"
+                )
+        return None
 
     def works(self, model: Model, split: Split) -> Works:
         """The parts of ``model``, as measured.
@@ -139,16 +186,11 @@ class Profile:
             PlanError: another model, or a split that was not measured.
         """
         self._check_model(model)
+        problem = self.lacks(split)
+        if problem:
+            raise PlanError(problem)
         plain = self.block(split.tensor, split.microbatch, Recompute.NONE)
         block = self.block(split.tensor, split.microbatch, split.recompute)
-        wanted = (split.precision, split.fused_attention)
-        sequence = block is None or block.sequence_parallel == split.sequence_parallel
-        if plain is None or block is None or not sequence or wanted != (self.precision, self.fused_attention):
-            raise PlanError(
-                f"the profile has no layer with tensor {split.tensor}, microbatch {split.microbatch}, recompute "
-                f"{split.recompute}, sequence_parallel {split.sequence_parallel}, {split.precision}, fused_attention "
-                f"{split.fused_attention}; {self._measured()}"
-            )
         again_s = max(0.0, block.layer_backward_s - plain.layer_backward_s)
         return Works(
             _work(*plain.layer, again_s),
@@ -158,59 +200,66 @@ class Profile:
 
     def update_s(self, tensor: int, weights: float) -> float:
         """Time of the update of so many weights."""
-        rates = [update.time_s / update.weights for update in self.updates if update.tensor == tensor]
-        return weights * (rates or [update.time_s / update.weights for update in self.updates])[0]
+        update = next((update for update in self.updates if update.tensor == tensor), self.updates[0])
+        return weights * update.time_s / update.weights
 
     def link(self) -> tuple[float, float] | None:
-        """(bytes/s, seconds to start) of a node's links: a ring moves ``2*(n-1)/n`` of a tensor; None for one rank."""
-        if len(self.all_reduces) < 2:
-            return None
-        small, large = sorted(self.all_reduces, key=lambda one: one.size_bytes)[:: len(self.all_reduces) - 1]
-        passed = 2 * (large.ranks - 1) / large.ranks * (large.size_bytes - small.size_bytes)
-        return passed / max(large.time_s - small.time_s, 1e-9), small.time_s
-
-    def limited(self, space: Space) -> Space:
-        """``space`` without what was not measured.
+        """(bytes/s, seconds to start) of a node's links: a ring moves ``2*(n-1)/n`` of a tensor; None for one rank.
 
         Raises:
-            PlanError: nothing is left of a dimension.
+            PlanError: more bytes took no longer.
         """
-        plain = [block for block in self.blocks if block.recompute is Recompute.NONE]
-        limits = {
-            "tensors": tuple(sorted({block.tensor for block in plain})),
-            "microbatches": tuple(sorted({block.microbatch for block in plain})),
-            "recomputes": tuple(choice for choice in Recompute if any(b.recompute is choice for b in self.blocks)),
-        }
-        for dimension, values in limits.items():
-            allowed = space.allows(dimension, values)
-            if not allowed:
-                raise PlanError(f"{dimension} {getattr(space, dimension)}: {self._measured()}")
-            limits[dimension] = allowed
-        for name, wanted in (("precision", self.precision), ("fused_attention", self.fused_attention)):
-            if getattr(space, name) not in (None, wanted):
-                raise PlanError(f"{name} {getattr(space, name)}: the profile was measured with {wanted}; profile again")
-        return dataclasses.replace(space, **limits, precision=self.precision, fused_attention=self.fused_attention)
+        if self.setting.ranks == 1:
+            return None
+        small, *_, large = sorted(self.all_reduces, key=lambda one: one.size_bytes)
+        if large.time_s <= small.time_s or large.size_bytes == small.size_bytes or large.ranks < 2:
+            raise PlanError("all_reduces: the larger sum took no longer than the smaller one; profile again")
+        passed = 2 * (large.ranks - 1) / large.ranks * (large.size_bytes - small.size_bytes)
+        return passed / (large.time_s - small.time_s), small.time_s
+
+    def limited(self, space: Space) -> Space:
+        """``space`` in the profile's setting; what else was not measured, the search itself leaves out.
+
+        Raises:
+            PlanError: it asks for another setting.
+        """
+        for name in ("precision", "fused_attention"):
+            asked, mine = getattr(space, name), getattr(self.setting, name)
+            if asked not in (None, mine):
+                raise PlanError(f"{name} {asked}: the profile was measured with {mine}; profile again")
+        measured = tuple(choice for choice in Recompute if any(block.recompute is choice for block in self.blocks))
+        return dataclasses.replace(
+            space,
+            recomputes=measured if space.recomputes is None else space.recomputes,
+            sequence_parallel=space.sequence_parallel if self.setting.sequence_parallel else (False,),
+            precision=self.setting.precision,
+            fused_attention=self.setting.fused_attention,
+        )
 
     def cluster(self) -> Cluster:
-        """One node, the one that was measured; its data sheet is what a layer, the update and the links reached."""
-        largest = max(self.blocks, key=lambda block: block.microbatch, default=None)
-        if largest is None or not self.updates:
-            raise PlanError("the profile has no measurements yet; let megatron-2bw profile finish it")
+        """One node, the one that was measured; its data sheet is what a layer, the update and the links reached.
+
+        Raises:
+            PlanError: it is not finished.
+        """
+        self._check_finished()
+        largest = max(self.blocks, key=lambda block: block.microbatch)
         weights = self.model.layer_parameters / largest.tensor
         flops = 6 * self.model.seq_length * largest.microbatch * weights
-        nvlink, _ = self.link() or (1e9, 0.0)
+        update_bytes_per_s = _ADAM_BYTES / self.update_s(largest.tensor, 1)
+        link = self.link()
         gpu = Gpu(
             name=self.device,
             memory_gb=self.memory_gb,
             peak_tflops=flops / sum(largest.layer) / 1e12,
-            hbm_gb_s=_ADAM_BYTES / self.update_s(largest.tensor, 1) / 1e9,
-            nvlink_gb_s=nvlink / 1e9,
-            has_bf16=self.precision is not Precision.FP16,
+            hbm_gb_s=update_bytes_per_s / 1e9,
+            nvlink_gb_s=(update_bytes_per_s if link is None else link[0]) / 1e9,
+            has_bf16=self.setting.precision is not Precision.FP16,
         )
         return Cluster(
             name="profiled node",
             gpu=gpu,
-            gpus_per_node=self.ranks,
+            gpus_per_node=self.setting.ranks,
             nodes=1,
             intra_node_gb_s=gpu.nvlink_gb_s,
             inter_node_gb_s=gpu.nvlink_gb_s,
@@ -218,8 +267,18 @@ class Profile:
         )
 
     def on(self, cluster: Cluster) -> Cluster:
-        """``cluster``, priced with this profile."""
+        """``cluster``, priced with this profile; its links between nodes stay as they are.
+
+        Raises:
+            PlanError: it is not finished.
+        """
+        self._check_finished()
         return dataclasses.replace(cluster, profile=self)
+
+    def _check_finished(self) -> None:
+        updated = {update.tensor for update in self.updates}
+        if not self.blocks or not self.has_links or any(block.tensor not in updated for block in self.blocks):
+            raise PlanError("the profile is not finished; run megatron-2bw profile again, it goes on where it stopped")
 
     def _check_model(self, model: Model) -> None:
         for f in dataclasses.fields(Model):
@@ -229,17 +288,13 @@ class Profile:
 
     def _measured(self) -> str:
         rows = sorted({(block.tensor, block.microbatch, block.recompute) for block in self.blocks})
-        listed = ", ".join(f"t{tensor} b{microbatch} {recompute}" for tensor, microbatch, recompute in rows)
-        return f"the profile has {listed or 'nothing'} ({self.precision}); profile the rest, or leave it out"
+        return ", ".join(f"t{tensor} b{microbatch} {recompute}" for tensor, microbatch, recompute in rows) or "nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Heading:
-    """The fields of a profile that are neither its model nor measurements."""
+    """The fields of a profile that are single values."""
 
-    ranks: int
-    precision: Precision
-    fused_attention: bool
     date: str
     device: str
     memory_gb: float

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_2bw.planner import activations
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import layout_flags, model_flags
-from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import nearest_divisor
-from megatron_2bw.planner.profile import LAYERS, Profile
+from megatron_2bw.planner.profile import LAYERS, Block, Profile, Setting
 from megatron_2bw.planner.rules import tensor_problem
-from megatron_2bw.planner.table import bar
-from megatron_2bw.planner.torchrun import lines_of
+from megatron_2bw.planner.table import bar, seconds, table
+from megatron_2bw.planner.torchrun import lines_of, random_data
 
 _DONE = "profiled: "
-_WORDS = "--mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-4 --clip-grad 1.0 --rerun-mode disabled"
+_TRAINING = "--train-iters 1 --lr 1e-4 --clip-grad 1.0 --rerun-mode disabled".split()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,64 +28,69 @@ class Request:
     """What to measure."""
 
     model: Model
-    ranks: int
+    setting: Setting
     tensors: tuple[int, ...]
     microbatches: tuple[int, ...]
     recomputes: tuple[Recompute, ...]
     """``none`` first."""
-    precision: Precision
-    fused_attention: bool
+    more_flags: tuple[str, ...] = ()
+    """Megatron's, for the runs."""
 
     def __post_init__(self) -> None:
+        ranks = self.setting.ranks
         if self.model.kind is not Kind.GPT:
             raise PlanError(f"model kind {self.model.kind}: profile times GPT layers; use gpt")
-        if self.ranks < 1:
-            raise PlanError(f"gpus {self.ranks}: give a whole number of at least 1")
+        if ranks < 1:
+            raise PlanError(f"gpus {ranks}: give a whole number of at least 1")
         for tensor in self.tensors:
-            if self.ranks % tensor:
-                nearest = nearest_divisor(self.ranks, tensor)
-                raise PlanError(f"tensor {tensor} does not divide gpus {self.ranks}; use {nearest}")
-            problem = tensor_problem(self.model, tensor, sequence_parallel=False)
+            if ranks % tensor:
+                raise PlanError(f"tensor {tensor} does not divide gpus {ranks}; use {nearest_divisor(ranks, tensor)}")
+            sequence = self.setting.sequence_parallel and tensor > 1
+            problem = tensor_problem(self.model, tensor, sequence_parallel=sequence)
             if problem:
                 raise PlanError(problem)
 
     def begin(self) -> Profile:
         """Without measurements."""
-        return Profile(
-            model=self.model,
-            ranks=self.ranks,
-            precision=self.precision,
-            fused_attention=self.fused_attention,
-            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        )
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        return Profile(model=self.model, setting=self.setting, date=today)
 
     def missing(self, profile: Profile, tensor: int) -> int:
-        """How many measurements ``profile`` lacks of those with ``tensor``."""
+        """How many measurements ``profile`` lacks of those with ``tensor``; links are measured with the first."""
         wanted = ((microbatch, recompute) for microbatch in self.microbatches for recompute in self.recomputes)
         blocks = sum(profile.block(tensor, *one) is None for one in wanted)
-        return blocks + all(update.tensor != tensor for update in profile.updates)
+        links = tensor == self.tensors[0] and not profile.has_links
+        return blocks + links + all(update.tensor != tensor for update in profile.updates)
+
+    def layout(self, tensor: int, microbatch: int = 1, recompute: Recompute = Recompute.NONE) -> Layout:
+        """One stage on every ``tensor`` ranks: how a block is measured."""
+        setting = self.setting
+        data = setting.ranks // tensor
+        return Layout(
+            schedule="megatron",
+            pipeline=1,
+            data=data,
+            tensor=tensor,
+            microbatch=microbatch,
+            global_batch=microbatch * data,
+            recompute=recompute,
+            sequence_parallel=setting.sequence_parallel and tensor > 1,
+            precision=setting.precision,
+            fused_attention=setting.fused_attention,
+        )
 
     def words(self, tensor: int, path: Path) -> list[str]:
         """Behind ``torchrun``."""
-        layout = Layout(
-            schedule="megatron",
-            pipeline=1,
-            data=self.ranks // tensor,
-            tensor=tensor,
-            global_batch=self.ranks // tensor,
-            precision=self.precision,
-            fused_attention=self.fused_attention,
-        )
         model = replace(self.model, num_layers=LAYERS)
         return [
             *("-m", "megatron_2bw.mcore.profile", "--profile", str(path)),
             *("--microbatches", ",".join(map(str, self.microbatches)), "--recomputes", ",".join(self.recomputes)),
-            *(*layout_flags(model, layout), *model_flags(model), *_WORDS.split()),
-            *("--vocab-size", str(self.model.vocab_size - 1)),  # NullTokenizer adds one token.
+            *(*layout_flags(model, self.layout(tensor)), *model_flags(model)),
+            *(*_TRAINING, *random_data(model), *self.more_flags),
         ]
 
 
-def measure(request: Request, path: Path) -> None:
+def measure(request: Request, path: Path) -> Profile:
     """Measure what the file at ``path`` lacks; every measurement is kept as soon as it is there.
 
     Raises:
@@ -93,23 +100,38 @@ def measure(request: Request, path: Path) -> None:
     if path.exists():
         profile = Profile.load(path)
         if not profile.continues(begun):
-            raise PlanError(
-                f"{path} is a profile of another model, precision or number of ranks; give another --output"
-            )
+            raise PlanError(f"{path} is of another model, precision or number of ranks; give another --output")
     else:
         profile = begun
         profile.save(path)
     missing = {tensor: request.missing(profile, tensor) for tensor in request.tensors}
     total, done = sum(missing.values()), 0
     for tensor in (tensor for tensor, count in missing.items() if count):
-        _show(done, total, f"starting {request.ranks} ranks, tensor {tensor}")
-        for line in lines_of(
-            request.words(tensor, path), ranks=request.ranks, what=f"the profile with tensor {tensor}"
-        ):
+        _show(done, total, f"starting {request.setting.ranks} ranks, tensor {tensor}")
+        words = request.words(tensor, path)
+        for line in lines_of(words, ranks=request.setting.ranks, what=f"the profile with tensor {tensor}"):
             if line.startswith(_DONE):
                 done += 1
                 _show(done, total, line.removeprefix(_DONE))
+    return Profile.load(path)
 
 
 def _show(done: int, total: int, what: str) -> None:
     print(f"{bar(min(done, total), total)} {what}", file=sys.stderr, flush=True)
+
+
+def summary(request: Request, profile: Profile) -> Iterator[str]:
+    """A table of the layers: times, and what they keep beside what the planner expects."""
+    head = ("layer", "forward", "backward", "kept/MiB", "expected/MiB")
+    yield from table(head, (_summary(request, block) for block in profile.blocks if block.tensor in request.tensors))
+
+
+def _summary(request: Request, block: Block) -> list[str]:
+    layer = activations.of_layer(request.model, request.layout(block.tensor, block.microbatch, block.recompute))
+    expected_bytes = layer.input if block.recompute is Recompute.FULL else layer.kept
+    return [
+        f"t{block.tensor} b{block.microbatch} {block.recompute}",
+        seconds(block.layer_forward_s),
+        seconds(block.layer_backward_s),
+        *(f"{size_bytes / 2**20:.1f}" for size_bytes in (block.layer_kept_bytes, expected_bytes)),
+    ]

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.model import Model
 
-_TAIL_LINES = 15
+_TAIL_LINES = 30
+_END_OF_OUTPUT = re.compile(r"torch.distributed.elastic|elastic/multiprocessing/api.py")
+"""What torchrun itself says once a rank has failed; the reason stands before."""
+
+
+def random_data(model: Model) -> list[str]:
+    """Megatron's flags of a run without files."""
+    return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size)]
 
 
 def lines_of(words: Sequence[str], *, ranks: int, what: str) -> Iterator[str]:
@@ -24,11 +34,15 @@ def lines_of(words: Sequence[str], *, ranks: int, what: str) -> Iterator[str]:
         PlanError: the job failed; with the end of its output.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ  # Megatron asks for it with tensor parallelism.
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+    ended = False
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as job:
         try:
             for line in job.stdout:
-                tail.append(line)
+                ended = ended or _END_OF_OUTPUT.search(line) is not None
+                if not ended:
+                    tail.append(line)
                 yield line.rstrip("\n")
         except BaseException:  # Nobody reads on: torchrun ends its ranks when it is told to.
             job.terminate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,29 +15,35 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report import flags_of, shown
 from megatron_2bw.planner.search import Choice, Plan, loss_time_s
 from megatron_2bw.planner.table import seconds
-from megatron_2bw.planner.torchrun import lines_of
+from megatron_2bw.planner.torchrun import lines_of, random_data
 
 LOG_INTERVAL, LOGS = 4, 4
 """Iterations per log line, and lines; the first one, with the start of everything, does not count."""
 _TRAINING = (
-    f"--mock-data --tokenizer-type NullTokenizer --train-iters {LOG_INTERVAL * LOGS} --log-interval {LOG_INTERVAL} "
-    "--lr 1e-5 --clip-grad 1.0 --eval-iters 0 --eval-interval 1000000 --num-workers 0 --rerun-mode disabled"
+    f"--train-iters {LOG_INTERVAL * LOGS} --log-interval {LOG_INTERVAL} --lr 1e-5 --clip-grad 1.0 --eval-iters 0 "
+    "--eval-interval 1000000 --num-workers 0 --rerun-mode disabled"
 ).split()
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
 _LOGGED = re.compile(r"iteration\s+\d+/.*elapsed time per iteration \(ms\): ([\d.]+)")
 
 
-def verified(plan: Plan, count: int, script: Path | None = None) -> Plan:
+def verified(plan: Plan, count: int, script: Path | None = None, more_flags: Sequence[str] = ()) -> Plan:
     """``plan`` with the best ``count`` layouts measured and ranked by that, before the others.
 
+    Args:
+        plan: for one node, this one.
+        count: of layouts that differ in more than how they save memory.
+        script: to train with; None for our example.
+        more_flags: Megatron's, for the runs.
+
     Raises:
-        PlanError: they cannot run here, or one of them fails.
+        PlanError: they cannot run here.
     """
-    return measured(plan, shown(plan, count), script)
+    return measured(plan, shown(plan, count), script, more_flags)
 
 
-def measured(plan: Plan, choices: list[Choice], script: Path | None = None) -> Plan:
-    """The same for layouts of choice."""
+def measured(plan: Plan, choices: list[Choice], script: Path | None = None, more_flags: Sequence[str] = ()) -> Plan:
+    """The same for layouts of choice; one that fails comes last."""
     script = script or _EXAMPLE
     if plan.model.kind is not Kind.GPT:
         raise PlanError(f"--verify-top with a model of kind {plan.model.kind}: only gpt can be run; leave it out")
@@ -47,24 +54,29 @@ def measured(plan: Plan, choices: list[Choice], script: Path | None = None) -> P
         )
     if not script.is_file():
         raise PlanError(f"there is no {script} to run; give your training script as --script FILE")
-    ran = []
+    ran, failed, problem = [], [], None
     for choice in choices:
-        time_s = _run(plan, choice, script)
-        to_loss_s = loss_time_s(choice.layout, time_s, plan.efficiency)
-        ran.append(replace(choice, measured_s=time_s, loss_time_s=to_loss_s))
-    ran.sort(key=lambda choice: choice.loss_time_s)
-    return replace(plan, choices=(*ran, *(choice for choice in plan.choices if choice not in choices)))
+        try:
+            ran.append(replace(choice, measured_s=_run(plan, choice, [str(script)], more_flags)))
+        except PlanError as error:
+            problem = error
+            failed.append(choice)
+            print(f"{name(choice.layout)} is out: {error}", file=sys.stderr, flush=True)
+    if not ran:
+        raise PlanError(f"none of the layouts ran; {problem}")
+    ran.sort(key=lambda choice: loss_time_s(choice.layout, choice.measured_s, plan.efficiency))
+    rest = [choice for choice in plan.choices if choice not in choices]
+    return replace(plan, choices=(*ran, *rest, *failed))
 
 
-def _run(plan: Plan, choice: Choice, script: Path) -> float:
+def _run(plan: Plan, choice: Choice, script: list[str], more_flags: Sequence[str]) -> float:
     """Median seconds of a batch."""
     layout = choice.layout
-    words = ["-m", "megatron_2bw", str(script), *flags_of(plan.model, layout), *_TRAINING]
-    words += ["--vocab-size", str(plan.model.vocab_size - 1)]  # NullTokenizer adds one token.
-    lines = lines_of(words, ranks=layout.gpus, what=name(layout))
+    flags = [*flags_of(plan.model, layout), *_TRAINING, *random_data(plan.model), *more_flags]
+    lines = lines_of(["-m", "megatron_2bw", *script, *flags], ranks=layout.gpus, what=name(layout))
     times_s = [float(found[1]) / 1000 for line in lines if (found := _LOGGED.search(line))]
     if len(times_s) < LOGS:
-        raise PlanError(f"{script} logged {len(times_s)} of {LOGS} times; give a script on megatron.training.pretrain")
+        raise PlanError(f"it logged {len(times_s)} of {LOGS} times; give a script on megatron.training.pretrain")
     time_s = median(times_s[1:])
     predicted = seconds(choice.iteration.time_s)
     print(f"ran {name(layout)}: {seconds(time_s)} per batch, predicted {predicted}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from megatron_2bw.planner.costs import SCHEDULES
 from megatron_2bw.planner.layout import Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.profile import Profile
+from megatron_2bw.planner.profile import Profile, Setting
 from megatron_2bw.planner.profiling import Request, measure
 from megatron_2bw.planner.report import flags_of
 from megatron_2bw.planner.search import Plan, search
@@ -48,22 +48,19 @@ def profiled(ranks: int, folder: Path) -> Profile:
     path = folder / f"profile_{ranks}.json"
     request = Request(
         model=MODEL,
-        ranks=ranks,
+        setting=Setting(ranks=ranks, precision=Precision.FP32, fused_attention=False, sequence_parallel=False),
         tensors=(1,),
         microbatches=MICROBATCHES,
         recomputes=(Recompute.NONE, Recompute.FULL),
-        precision=Precision.FP32,
-        fused_attention=False,
     )
-    measure(request, path)
-    return Profile.load(path)
+    return measure(request, path)
 
 
 def ran(profile: Profile) -> Plan:
     """The best layout of all, and that of every schedule on a pipeline of all ranks, measured."""
     plans = [
-        search(MODEL, profile.cluster(), SAMPLES_PER_RANK * profile.ranks, profile.limited(space))
-        for space in (Space(), Space(pipelines=(profile.ranks,)))
+        search(MODEL, profile.cluster(), SAMPLES_PER_RANK * profile.setting.ranks, profile.limited(space))
+        for space in (Space(), Space(pipelines=(profile.setting.ranks,)))
     ]
     deep = [next(choice for choice in plans[1].choices if choice.layout.schedule == name) for name in SCHEDULES]
     best = plans[0].best

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.cli import main
-from megatron_2bw.planner.layout import Recompute
-from megatron_2bw.planner.profile import Profile
+from megatron_2bw.planner.flags import read_model
+from megatron_2bw.planner.layout import Precision, Recompute
+from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.profile import Profile, Setting
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --hidden-dropout 0 "
@@ -34,7 +36,9 @@ def test_measured_resumed_planned_and_run(tmp_path: Path, capfd: pytest.CaptureF
     assert len(first.all_reduces) == 2
 
     assert measure(path, "1,2") == 0
-    assert "/2" in capfd.readouterr().err, "two measurements are new"
+    printed = capfd.readouterr()
+    assert "/2" in printed.err, "two measurements are new"
+    assert "t1 b2 full" in printed.out
     resumed = Profile.load(path)
     assert resumed.blocks[:2] == first.blocks, "what is there is not measured again"
     assert {block.microbatch for block in resumed.blocks} == {1, 2}
@@ -53,3 +57,16 @@ def test_a_profile_of_something_else_is_not_overwritten(tmp_path: Path, capfd: p
     assert main([*words, *FLAGS]) == 2
     assert "model is missing" in capfd.readouterr().err
     assert path.read_text() == "{}"
+
+
+def test_a_profile_of_other_versions_is_not_gone_on_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The rank's own words, not what torchrun says about it."""
+    path = tmp_path / "profile.json"
+    setting = Setting(ranks=1, precision=Precision.FP32, fused_attention=False, sequence_parallel=False)
+    model = read_model(Options.parse(FLAGS))
+    Profile(model=model, setting=setting, date="2026-11-22", device="another", memory_gb=1.0).save(path)
+    assert main(["profile", "--gpus", "1", "--micro-batch-size", "1", "--output", str(path), *FLAGS]) == 2
+    error = capfd.readouterr().err
+    assert "was measured on another" in error
+    assert "give another --output" in error
+    assert "ChildFailedError" not in error

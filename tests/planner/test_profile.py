@@ -14,7 +14,7 @@ from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.profile import AllReduce, Block, Profile, Update
+from megatron_2bw.planner.profile import AllReduce, Block, Profile, Setting, Update
 from megatron_2bw.planner.search import search
 from megatron_2bw.planner.space import Space
 
@@ -28,7 +28,6 @@ def block(microbatch: int, recompute: Recompute) -> Block:
     return Block(
         tensor=1,
         microbatch=microbatch,
-        sequence_parallel=False,
         recompute=recompute,
         layer_forward_s=microbatch * LAYER_S[0],
         layer_backward_s=microbatch * (LAYER_S[1] + again_s),
@@ -44,11 +43,9 @@ def block(microbatch: int, recompute: Recompute) -> Block:
 def profile() -> Profile:
     return Profile(
         model=MODEL,
+        setting=Setting(ranks=4, precision=Precision.FP32, fused_attention=False, sequence_parallel=False),
         device="machine",
         memory_gb=8.0,
-        ranks=4,
-        precision=Precision.FP32,
-        fused_attention=False,
         versions="torch 1",
         date="2026-11-22",
         blocks=[
@@ -56,7 +53,7 @@ def profile() -> Profile:
         ],
         updates=[Update(tensor=1, weights=1_000_000, time_s=0.01)],
         all_reduces=[
-            AllReduce(ranks=4, size_bytes=0, time_s=0.001),
+            AllReduce(ranks=4, size_bytes=1, time_s=0.001),
             AllReduce(ranks=4, size_bytes=2**20, time_s=0.001 + 1.5 * 2**20 / 1e9),
         ],
     )
@@ -110,18 +107,44 @@ def test_the_search_keeps_to_what_was_measured(profile: Profile):
     assert all(choice.layout.precision is Precision.FP32 for choice in plan.choices)
 
 
+@pytest.mark.parametrize("name", ["precision", "fused_attention"])
+def test_another_setting_is_refused(profile: Profile, name: str):
+    other = {"precision": Precision.BF16, "fused_attention": True}
+    with pytest.raises(PlanError, match=f"{name} .*: the profile was measured with"):
+        profile.limited(Space(**{name: other[name]}))
+
+
 @pytest.mark.parametrize(
-    ("space", "named"),
+    ("limit", "named"),
     [
-        (Space(microbatches=(4,)), "microbatches"),
-        (Space(tensors=(2,)), "tensors"),
-        (Space(recomputes=(Recompute.SELECTIVE,)), "recomputes"),
-        (Space(precision=Precision.BF16), "precision"),
+        ("--micro-batch-size 4", "microbatch 4"),
+        ("--tensor-model-parallel-size 2", "tensor 2"),
+        ("--recompute-granularity selective", "no layout"),
+        ("--gpus 8", "gpus 8: the profile was measured with 4 busy at once"),
     ],
 )
-def test_what_was_not_measured_is_refused(profile: Profile, space: Space, named: str):
-    with pytest.raises(PlanError, match=named):
-        profile.limited(space)
+def test_what_was_not_measured_has_no_layout(
+    profile: Profile, limit: str, named: str, files: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert main(["plan", *files, "--global-batch-size", "16", *limit.split()]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_combination_that_is_missing_is_left_out(profile: Profile):
+    """As where the larger microbatch did not fit into memory."""
+    profile.blocks = [b for b in profile.blocks if (b.microbatch, b.recompute) != (2, Recompute.FULL)]
+    plan = search(MODEL, profile.cluster(), 16, profile.limited(Space()))
+    seen = {(choice.layout.microbatch, choice.layout.recompute) for choice in plan.choices}
+    assert (2, Recompute.NONE) in seen
+    assert (2, Recompute.FULL) not in seen
+
+
+@pytest.mark.parametrize("missing", ["blocks", "updates", "all_reduces"])
+def test_a_profile_that_was_stopped_is_not_used(profile: Profile, missing: str):
+    getattr(profile, missing).clear()
+    for use in (profile.cluster, lambda: profile.on(CLUSTERS["dgx-a100"])):
+        with pytest.raises(PlanError, match="not finished"):
+            use()
 
 
 def test_another_model_is_refused(profile: Profile):
@@ -138,22 +161,70 @@ def test_another_model_is_refused(profile: Profile):
         ("[", "no JSON"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, text: str, named: str, capsys: pytest.CaptureFixture[str]):
+def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str, named: str, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "broken.json"
     path.write_text(text)
     assert main(["plan", "--model", "gpt-2.2b", "--profile", str(path), "--global-batch-size", "8"]) == 2
     assert named in capsys.readouterr().err
 
 
-def test_plan_and_estimate_read_it(profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("where", "value", "named"),
+    [
+        (("blocks", 0), 5, "blocks 5"),
+        (("blocks", 0, "tensor"), 0, "tensor 0: give a number above 0"),
+        (("blocks", 0, "layer_forward_s"), -1.0, "layer_forward_s -1.0: give a number above 0"),
+        (("blocks", 0, "layer_forward_s"), float("nan"), "layer_forward_s nan: give a number above 0"),
+        (("updates", 0, "weights"), 0, "weights 0: give a number above 0"),
+        (("all_reduces", 1, "time_s"), 0.0005, "the larger sum took no longer"),
+        (("setting", "precision"), "fp8", "precision 'fp8'"),
+        (("date",), 5, "date 5"),
+    ],
+)
+def test_a_broken_file_gets_one_message(
+    profile: Profile, where: tuple, value: object, named: str, files: list[str], capsys: pytest.CaptureFixture[str]
+):
+    path = Path(files[-1])
+    values = json.loads(path.read_text())
+    inner = values
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    path.write_text(json.dumps(values))
+    assert main(["plan", *files, "--global-batch-size", "16"]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.fixture
+def files(profile: Profile, tmp_path: Path) -> list[str]:
+    """Options that name the model and, last, the profile."""
     path, model = tmp_path / "profile.json", tmp_path / "model.json"
     profile.save(path)
     model.write_text(json.dumps({name: getattr(MODEL, name) for name in Model.__slots__}))
-    words = ["plan", "--model", str(model), "--profile", str(path), "--global-batch-size", "16", "--json"]
-    assert main(words) == 0
+    return ["--model", str(model), "--profile", str(path)]
+
+
+def test_plan_and_estimate_read_it(files: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", *files, "--global-batch-size", "16", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["choices"][0]
-    assert main(["estimate", "--profile", str(path), "--json", *best["flags"].split(), "--vocab-size", "1000"]) == 0
+    flags = [*best["flags"].replace("--attention-backend unfused", "").split(), "--vocab-size", "1000"]
+    assert main(["estimate", *files[2:], "--json", *flags]) == 0
     assert json.loads(capsys.readouterr().out)["time_s"] == best["time_s"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--verify-top 0", "--verify-top 0"),
+        ("--verify-top 1 --explain 2bw:d2", "leave one out"),
+        ("--script x.py", "--verify-top"),
+        ("--verify-top 1 --script missing.py", "there is no missing.py"),
+        ("--verify-top 1 --cost-model paper", "no verify-top"),
+    ],
+)
+def test_options_that_contradict_each_other(files: list[str], options: str, named: str, capsys):
+    assert main(["plan", *files, "--global-batch-size", "16", *options.split()]) == 2
+    assert named in capsys.readouterr().err
 
 
 def test_several_nodes_cannot_be_verified_here(capsys: pytest.CaptureFixture[str]):

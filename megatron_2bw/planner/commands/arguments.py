@@ -39,12 +39,23 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_kernels(parser: Any) -> None:
-    """What decides which kernels run."""
+def add_kernels(parser: Any, default: str) -> None:
+    """What decides which kernels run; ``default`` says what does without these."""
     precision = parser.add_mutually_exclusive_group()
     for choice in PRECISIONS:
-        precision.add_argument(f"--{choice}", dest="precision", action="store_const", const=choice)
-    parser.add_argument("--attention-backend", choices=ATTENTION)
+        text = f"of forward and backward (default: {default})"
+        precision.add_argument(f"--{choice}", dest="precision", action="store_const", const=choice, help=text)
+    parser.add_argument("--attention-backend", choices=ATTENTION, help=f"(default: {default})")
+
+
+def add_run_args(parser: argparse.ArgumentParser) -> None:
+    """What runs on this machine may need more than the planner prints."""
+    parser.add_argument(
+        "--run-args",
+        default="",
+        metavar="TEXT",
+        help="more flags of Megatron for what runs here, in one string, such as '--no-gradient-accumulation-fusion'",
+    )
 
 
 def add_formats(parser: argparse.ArgumentParser, *, flags_only: bool = False) -> None:
@@ -102,6 +113,19 @@ def described_cluster(args: argparse.Namespace) -> Cluster:
     from megatron_2bw.planner.inputs import load_cluster
 
     return profile.on(load_cluster(args.cluster))
+
+
+def check_size(args: argparse.Namespace, cluster: Cluster, gpus: int) -> None:
+    """Refuse another number of GPUs than a profile was measured on, where nothing is known of their network.
+
+    Raises:
+        PlanError: that is so.
+    """
+    if args.profile is not None and args.cluster is None and gpus != cluster.gpus:
+        raise PlanError(
+            f"gpus {gpus}: the profile was measured with {cluster.gpus} busy at once; profile again with --gpus "
+            f"{gpus}, or say with --cluster what connects them"
+        )
 
 
 def listed(flag: str, text: str, read: Callable[[str], Any]) -> tuple[Any, ...]:

@@ -1,0 +1,186 @@
+"""``megatron-2bw plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_2bw.planner.commands.arguments import (
+    add_cluster,
+    add_formats,
+    add_kernels,
+    add_model,
+    add_run_args,
+    check_size,
+    described_cluster,
+    described_model,
+    listed,
+)
+from megatron_2bw.planner.errors import PlanError
+
+if TYPE_CHECKING:
+    from megatron_2bw.planner.cluster import Cluster
+    from megatron_2bw.planner.model import Model
+    from megatron_2bw.planner.search import Plan
+    from megatron_2bw.planner.space import Space
+
+_PLAN = """Find the fastest layout of a model on a cluster. The model is --model, or Megatron's own flags: --num-layers,
+--hidden-size, --num-attention-heads, --seq-length, --vocab-size, and whatever else of them describes it."""
+_KEPT_FOR_VERIFYING = 20
+"""Layouts to find for each that is verified, since many differ only in how they save memory."""
+_LIMITS = {
+    "--pipeline-schedule": ("schedules", str),
+    "--pipeline-model-parallel-size": ("pipelines", int),
+    "--tensor-model-parallel-size": ("tensors", int),
+    "--data-parallel-size": ("widths", int),
+    "--micro-batch-size": ("microbatches", int),
+    "--num-virtual-stages-per-pipeline-rank": ("chunks", int),
+    "--recompute-granularity": ("recomputes", "Recompute"),
+    "--recompute-method": ("recompute_methods", "RecomputeMethod"),
+    "--recompute-num-layers": ("recompute_layers", int),
+    "--pipeline-extra-in-flight": ("extra_in_flight", int),
+    "--pipeline-gradient-buffers": ("gradient_buffers", int),
+}
+"""Flags that limit a dimension of ``Space`` to a list."""
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    plan = commands.add_parser("plan", help="find the fastest layout of a model", description=_PLAN, allow_abbrev=False)
+    plan.set_defaults(command=_plan, takes_flags=True)
+    add_model(plan)
+    add_cluster(plan)
+    plan.add_argument("--global-batch-size", type=int, required=True, metavar="B", help="samples; B = b * w * m")
+    plan.add_argument(
+        "--sample-efficiency",
+        type=float,
+        default=1.0,
+        metavar="E",
+        help="progress per sample with gradients one batch old, where 1 is that of a flush (default: 1)",
+    )
+    _add_limits(plan)
+    plan.add_argument(
+        "--cost-model",
+        choices=("default", "paper", "mixpipe"),
+        default="default",
+        help="paper: PipeDream-2BW's own planner, Appendix A; mixpipe: MixPipe's (default: %(default)s)",
+    )
+    plan.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (default: %(default)s)")
+    plan.add_argument(
+        "--verify-top",
+        type=int,
+        metavar="K",
+        help="run the best K briefly on this machine, rank them again",
+    )
+    plan.add_argument("--script", type=Path, metavar="FILE", help="what --verify-top runs (default: the GPT example)")
+    add_run_args(plan)
+    plan.add_argument("--explain", metavar="LAYOUT", help="why this one, such as 2bw:d8,t4 or as in the table, lost")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of throughput against memory (SVG)")
+    add_formats(plan, flags_only=True)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    limits = parser.add_argument_group("limits of the search; lists are separated by commas")
+    for flag, (dimension, _) in _LIMITS.items():
+        limits.add_argument(flag, dest=dimension, metavar="LIST")
+    for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
+        limits.add_argument(flag, action=argparse.BooleanOptionalAction)
+    add_kernels(limits, "what the GPU has")
+    limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
+
+
+def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron_2bw.planner.inputs import sized
+    from megatron_2bw.planner.report import flags_of, plan_json, plan_lines
+    from megatron_2bw.planner.search import search
+
+    for flag, count in (("--top", args.top), ("--verify-top", args.verify_top)):
+        if count is not None and count < 1:
+            raise PlanError(f"{flag} {count}: give a whole number of at least 1")
+    if args.verify_top is None and (args.script or args.run_args):
+        raise PlanError("--script and --run-args say how --verify-top runs layouts; give that too, or leave them out")
+    if args.verify_top is not None and args.explain:
+        raise PlanError("--explain says what the prediction rests on, --verify-top measures; leave one out")
+    model = described_model(args, words)
+    node = described_cluster(args)
+    cluster = sized(node, nodes=args.nodes, gpus=args.gpus)
+    check_size(args, node, cluster.gpus)
+    if args.cost_model != "default":
+        return _plan_of_paper(args, model, cluster)
+    space = _space(args)
+    if cluster.profile is not None:
+        space = cluster.profile.limited(space)
+    keep = max(args.top, _KEPT_FOR_VERIFYING * (args.verify_top or 0), 200 if args.plot else 20)
+    plan = search(model, cluster, args.global_batch_size, space, efficiency=args.sample_efficiency, keep=keep)
+    if args.verify_top:
+        from megatron_2bw.planner.verify import verified
+
+        plan = verified(plan, args.verify_top, args.script, args.run_args.split())
+    if args.plot:
+        from megatron_2bw.planner.plot import plot
+
+        args.plot.write_text(plot(plan), encoding="utf-8")
+    if args.explain:
+        print("\n".join(_explained(plan, space, args.explain)))
+    elif args.flags_only:
+        print(*flags_of(model, plan.best.layout))
+    elif args.json:
+        print(json.dumps(plan_json(plan, args.top), indent=2))
+    else:
+        print("\n".join(plan_lines(plan, args.top)))
+    return 0
+
+
+def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> int:
+    from megatron_2bw.planner.papers import paper_flags, paper_json, paper_lines
+
+    for option in ("verify_top", "explain", "plot", "profile", *(dimension for dimension, _ in _LIMITS.values())):
+        if getattr(args, option) is not None:
+            raise PlanError(
+                f"--cost-model {args.cost_model} has no {option.replace('_', '-')}; leave it out, or use default"
+            )
+    problem = (args.cost_model, model, cluster, args.global_batch_size)
+    if args.flags_only:
+        print(*paper_flags(*problem))
+    elif args.json:
+        print(json.dumps(paper_json(*problem, args.top), indent=2))
+    else:
+        print("\n".join(paper_lines(*problem, args.top)))
+    return 0
+
+
+def _space(args: argparse.Namespace) -> Space:
+    from megatron_2bw.planner import layout
+    from megatron_2bw.planner.space import Space
+
+    limits: dict[str, Any] = {}
+    for flag, (dimension, kind) in _LIMITS.items():
+        text = getattr(args, dimension)
+        if text is not None:
+            read = getattr(layout, kind) if isinstance(kind, str) else kind
+            limits[dimension] = listed(flag, text, read)
+    if "schedules" in limits:
+        from megatron_2bw.planner.naming import schedule_name
+
+        limits["schedules"] = tuple(schedule_name(word) for word in limits["schedules"])
+    for dimension, value in (
+        ("sequence_parallel", args.sequence_parallel),
+        ("distributed_optimizer", args.use_distributed_optimizer),
+    ):
+        if value is not None:
+            limits[dimension] = (value,)
+    return Space(
+        **limits,
+        precision=layout.Precision(args.precision) if args.precision else None,
+        fused_attention=None if args.attention_backend is None else args.attention_backend != "unfused",
+        tight=args.allow_fewer_microbatches,
+    )
+
+
+def _explained(plan: Plan, space: Space, text: str) -> list[str]:
+    from megatron_2bw.planner.explain import explain
+
+    return list(explain(plan, space, text))
