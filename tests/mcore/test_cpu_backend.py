@@ -134,14 +134,20 @@ CHECKS = {
         assert not hasattr(bias_gelu, "_torchdynamo_orig_callable")
     """,
     "freed memory is kept": """
-        import resource
-        def faults():
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            activations = [torch.ones(2**20) for _ in range(16)]
+        import ctypes
+        FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"  # malloc.h
+        class Mallinfo2(ctypes.Structure):
+            _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split()]
+        mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+        if mallinfo2 is not None:
+            mallinfo2.restype = Mallinfo2
+            mapped = mallinfo2().hblkhd
+            activations = [torch.ones(2**26)]
+            held = mallinfo2()
             activations.clear()
-            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        faults()
-        assert faults() < 64
+            freed = mallinfo2()
+            assert held.hblkhd == mapped, "memory is mapped for a tensor alone"
+            assert freed.arena == held.arena and freed.fordblks - held.fordblks >= 2**28, "memory is given back"
     """,
 }
 
