@@ -153,10 +153,7 @@ def remove(checkpoint: Path) -> None:
 
 def _finish_replacements(args: Any) -> None:
     if dist.get_rank() == 0:
-        folders = [args.load, args.non_persistent_global_ckpt_dir]
-        if args.load is not None:
-            folders.append(os.path.join(args.load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR))
-        for folder in folders:
+        for folder in (args.load, _non_persistent(args, args.load)):
             if folder is not None:
                 finish_replacements(Path(folder))
     dist.barrier()
@@ -165,9 +162,14 @@ def _finish_replacements(args: Any) -> None:
 def _folder(non_persistent: bool) -> str:
     """Where Megatron's ``save_checkpoint`` puts checkpoints."""
     args = get_args()
-    if not non_persistent:
-        return args.save
-    return args.non_persistent_global_ckpt_dir or os.path.join(args.save, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+    return _non_persistent(args, args.save) if non_persistent else args.save
+
+
+def _non_persistent(args: Any, folder: str | None) -> str | None:
+    """Where the non-persistent ones of ``folder`` are, if anywhere."""
+    if args.non_persistent_global_ckpt_dir or folder is None:
+        return args.non_persistent_global_ckpt_dir
+    return os.path.join(folder, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from megatron.training import get_args, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
 from megatron_2bw.planner.layout import Recompute
-from megatron_2bw.planner.profile import LAYERS, AllReduce, Block, Pass, Profile, Update
+from megatron_2bw.planner.profile import DONE, LAYERS, AllReduce, Block, Pass, Profile, Update
 
 WARM, LEAST, ENOUGH_S = 2, 5, 1.0
 """Repetitions before the clock counts, counted at least, and seconds to fill with them."""
@@ -123,7 +123,7 @@ class Measurement:
                         break
                     profile.blocks.append(block)
                     self._keep(f"{_milliseconds(*block.layer)} per layer, t = {tensor}, b = {microbatch}, {recompute}")
-        if all(update.tensor != tensor for update in profile.updates):
+        if profile.update(tensor) is None:
             profile.updates.append(_update(tensor))
             self._keep(f"{_milliseconds(profile.updates[-1].time_s)} per update, tensor {tensor}")
         if not profile.has_links:
@@ -228,21 +228,21 @@ def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
         backward_s, _ = _timed(lambda: output.backward(gradient))
         return forward_s, backward_s
 
-    kept_bytes = _together(lambda: _kept_bytes(forward, model), once)
+    kept_bytes, _ = _together(lambda: (_kept_bytes(forward, model), once()))
     return Pass(*_repeated(once)), kept_bytes
 
 
-def _together(*steps: Callable[[], Any]) -> Any:
-    """What the first of ``steps`` returns, if all of them fit into the memory of all ranks."""
-    results, failed = [], torch.zeros(1, device=torch.cuda.current_device())
+def _together[Result](run: Callable[[], Result]) -> Result:
+    """What ``run`` returns, if it fits into the memory of all ranks."""
+    failed = torch.zeros(1, device=torch.cuda.current_device())
     try:
-        results = [step() for step in steps]
+        result = run()
     except torch.OutOfMemoryError:
         failed += 1
     dist.all_reduce(failed)
     if failed:
         raise _DoesNotFitError
-    return results[0]
+    return result
 
 
 def _kept_bytes(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> int:
@@ -322,7 +322,7 @@ def _synchronize() -> None:
 def _say(what: str) -> None:
     """To the command that started this, which shows how far it is."""
     if dist.get_rank() == 0:
-        print(f"profiled: {what}", flush=True)
+        print(f"{DONE}{what}", flush=True)
 
 
 def _milliseconds(*times_s: float) -> str:

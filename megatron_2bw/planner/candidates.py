@@ -246,7 +246,8 @@ class Candidates:
         """The ways to save memory."""
         space, layers = self.space, self.model.num_layers // (base.pipeline * base.chunks)
         recomputes = space.allows("recomputes", tuple(Recompute))
-        recomputes = [choice for choice in recomputes if not self._not_profiled(replace(base, recompute=choice))]
+        if self.cluster.profile is not None:
+            recomputes = [choice for choice in recomputes if not self._not_profiled(replace(base, recompute=choice))]
         for buffers in space.allows("gradient_buffers", (2, 1) if base.schedule in DELAYED else (2,)):
             for recompute in recomputes:
                 if recompute == Recompute.FULL:

@@ -22,6 +22,8 @@ from megatron_2bw.planner.layout import Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.space import Space
 
+DONE = "profiled: "
+"""How a line begins that the job prints after each measurement."""
 LAYERS = 2
 """Of the stages that are timed."""
 _ADAM_BYTES = 28
@@ -154,6 +156,10 @@ class Profile:
         wanted = (tensor, microbatch, recompute)
         return next((b for b in self.blocks if (b.tensor, b.microbatch, b.recompute) == wanted), None)
 
+    def update(self, tensor: int) -> Update | None:
+        """The measurement, if there is one."""
+        return next((update for update in self.updates if update.tensor == tensor), None)
+
     @property
     def has_links(self) -> bool:
         """Whether links were measured; one rank has none."""
@@ -200,7 +206,7 @@ class Profile:
 
     def update_s(self, tensor: int, weights: float) -> float:
         """Time of the update of so many weights."""
-        update = next((update for update in self.updates if update.tensor == tensor), self.updates[0])
+        update = self.update(tensor)
         return weights * update.time_s / update.weights
 
     def link(self) -> tuple[float, float] | None:
@@ -276,8 +282,8 @@ class Profile:
         return dataclasses.replace(cluster, profile=self)
 
     def _check_finished(self) -> None:
-        updated = {update.tensor for update in self.updates}
-        if not self.blocks or not self.has_links or any(block.tensor not in updated for block in self.blocks):
+        lacks_update = any(self.update(block.tensor) is None for block in self.blocks)
+        if not self.blocks or not self.has_links or lacks_update:
             raise PlanError("the profile is not finished; run megatron-2bw profile again, it goes on where it stopped")
 
     def _check_model(self, model: Model) -> None:

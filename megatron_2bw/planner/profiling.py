@@ -14,12 +14,11 @@ from megatron_2bw.planner.flags import layout_flags, model_flags
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import nearest_divisor
-from megatron_2bw.planner.profile import LAYERS, Block, Profile, Setting
+from megatron_2bw.planner.profile import DONE, LAYERS, Block, Profile, Setting
 from megatron_2bw.planner.rules import tensor_problem
 from megatron_2bw.planner.table import bar, seconds, table
 from megatron_2bw.planner.torchrun import lines_of, random_data
 
-_DONE = "profiled: "
 _TRAINING = "--train-iters 1 --lr 1e-4 --clip-grad 1.0 --rerun-mode disabled".split()
 
 
@@ -60,7 +59,7 @@ class Request:
         wanted = ((microbatch, recompute) for microbatch in self.microbatches for recompute in self.recomputes)
         blocks = sum(profile.block(tensor, *one) is None for one in wanted)
         links = tensor == self.tensors[0] and not profile.has_links
-        return blocks + links + all(update.tensor != tensor for update in profile.updates)
+        return blocks + links + (profile.update(tensor) is None)
 
     def layout(self, tensor: int, microbatch: int = 1, recompute: Recompute = Recompute.NONE) -> Layout:
         """One stage on every ``tensor`` ranks: how a block is measured."""
@@ -110,9 +109,9 @@ def measure(request: Request, path: Path) -> Profile:
         _show(done, total, f"starting {request.setting.ranks} ranks, tensor {tensor}")
         words = request.words(tensor, path)
         for line in lines_of(words, ranks=request.setting.ranks, what=f"the profile with tensor {tensor}"):
-            if line.startswith(_DONE):
+            if line.startswith(DONE):
                 done += 1
-                _show(done, total, line.removeprefix(_DONE))
+                _show(done, total, line.removeprefix(DONE))
     return Profile.load(path)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
 
+LOGGED = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
+"""Iteration and milliseconds, in a line of Megatron's log."""
 _TAIL_LINES = 30
 _END_OF_OUTPUT = re.compile(r"torch.distributed.elastic|elastic/multiprocessing/api.py")
 """What torchrun itself says once a rank has failed; the reason stands before."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report import flags_of, shown
 from megatron_2bw.planner.search import Choice, Plan, loss_time_s
 from megatron_2bw.planner.table import seconds
-from megatron_2bw.planner.torchrun import lines_of, random_data
+from megatron_2bw.planner.torchrun import LOGGED, lines_of, random_data
 
 LOG_INTERVAL, LOGS = 4, 4
 """Iterations per log line, and lines; the first one, with the start of everything, does not count."""
@@ -24,7 +23,6 @@ _TRAINING = (
     "--eval-interval 1000000 --num-workers 0 --rerun-mode disabled"
 ).split()
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
-_LOGGED = re.compile(r"iteration\s+\d+/.*elapsed time per iteration \(ms\): ([\d.]+)")
 
 
 def verified(plan: Plan, count: int, script: Path | None = None, more_flags: Sequence[str] = ()) -> Plan:
@@ -57,7 +55,7 @@ def measured(plan: Plan, choices: list[Choice], script: Path | None = None, more
     ran, failed, problem = [], [], None
     for choice in choices:
         try:
-            ran.append(replace(choice, measured_s=_run(plan, choice, [str(script)], more_flags)))
+            ran.append(replace(choice, measured_s=_run(plan, choice, script, more_flags)))
         except PlanError as error:
             problem = error
             failed.append(choice)
@@ -69,12 +67,12 @@ def measured(plan: Plan, choices: list[Choice], script: Path | None = None, more
     return replace(plan, choices=(*ran, *rest, *failed))
 
 
-def _run(plan: Plan, choice: Choice, script: list[str], more_flags: Sequence[str]) -> float:
+def _run(plan: Plan, choice: Choice, script: Path, more_flags: Sequence[str]) -> float:
     """Median seconds of a batch."""
     layout = choice.layout
     flags = [*flags_of(plan.model, layout), *_TRAINING, *random_data(plan.model), *more_flags]
-    lines = lines_of(["-m", "megatron_2bw", *script, *flags], ranks=layout.gpus, what=name(layout))
-    times_s = [float(found[1]) / 1000 for line in lines if (found := _LOGGED.search(line))]
+    lines = lines_of(["-m", "megatron_2bw", str(script), *flags], ranks=layout.gpus, what=name(layout))
+    times_s = [float(found[2]) / 1000 for line in lines if (found := LOGGED.search(line))]
     if len(times_s) < LOGS:
         raise PlanError(f"it logged {len(times_s)} of {LOGS} times; give a script on megatron.training.pretrain")
     time_s = median(times_s[1:])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -21,9 +20,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
+from megatron_2bw.planner.torchrun import LOGGED
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300.0
-_LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 _TAIL_LINES = 60
 
 
@@ -116,7 +116,7 @@ class Job:
     def _read(self, output: IO[str]) -> None:
         for line in output:
             self._tail.append(line)
-            found = _LINE.search(line)
+            found = LOGGED.search(line)
             if found:
                 self._logged.put((int(found[1]), float(found[2])))
 

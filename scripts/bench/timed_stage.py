@@ -154,13 +154,18 @@ def _rank(rank: int, run: Run, folder: str) -> None:
 
 def block_periods_s(events: list[list[Event]], run: Run) -> list[float]:
     """Median seconds per batch of each block, on the last stage, without the batches in which the pipeline fills."""
-    ends = [e.end_s for e in events[-1] if e.action.type == "B" and e.action.microbatch == run.microbatches - 1]
+    ends = _batch_ends_s(events, run.microbatches)
     blocks = (ends[first : first + run.batches] for first in range(0, len(ends), run.batches))
     return [statistics.median(b - a for a, b in itertools.pairwise(block[FILLING:])) for block in blocks]
 
 
 def steady_period_s(events: list[list[Event]], microbatches: int) -> float:
     """Seconds per batch in the middle half of the run, on the last stage."""
-    ends = [e.end_s for e in events[-1] if e.action.type == "B" and e.action.microbatch == microbatches - 1]
+    ends = _batch_ends_s(events, microbatches)
     first, last = len(ends) // 4, len(ends) - 1 - len(ends) // 4
     return (ends[last] - ends[first]) / (last - first)
+
+
+def _batch_ends_s(events: list[list[Event]], microbatches: int) -> list[float]:
+    """When the last stage was through with each batch."""
+    return [e.end_s for e in events[-1] if e.action.type == "B" and e.action.microbatch == microbatches - 1]

@@ -21,6 +21,11 @@ ATTENTION = ("flash", "fused", "unfused")
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model by name; it may also be given by Megatron's own flags."""
     parser.add_argument("--model", metavar="NAME|FILE", help="one that is built in, or a JSON file")
+    add_model_kind(parser)
+
+
+def add_model_kind(parser: argparse.ArgumentParser) -> None:
+    """Megatron has a script per kind and no flag."""
     parser.add_argument("--model-kind", choices=("gpt", "bert"), help="of a model given by flags (default: gpt)")
 
 
@@ -99,20 +104,16 @@ def described_cluster(args: argparse.Namespace) -> Cluster:
     Raises:
         PlanError: neither is given.
     """
-    if args.profile is None:
-        if args.cluster is None:
-            raise PlanError("--cluster is missing: time and memory depend on it; give a name, a JSON file or --profile")
-        from megatron_2bw.planner.inputs import load_cluster
+    from megatron_2bw.planner.inputs import load_cluster
 
+    if args.profile is None and args.cluster is None:
+        raise PlanError("--cluster is missing: time and memory depend on it; give a name, a JSON file or --profile")
+    if args.profile is None:
         return load_cluster(args.cluster)
     from megatron_2bw.planner.profile import Profile
 
     profile = Profile.load(args.profile)
-    if args.cluster is None:
-        return profile.cluster()
-    from megatron_2bw.planner.inputs import load_cluster
-
-    return profile.on(load_cluster(args.cluster))
+    return profile.cluster() if args.cluster is None else profile.on(load_cluster(args.cluster))
 
 
 def check_size(args: argparse.Namespace, cluster: Cluster, gpus: int) -> None:

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.planner.commands.arguments import add_cluster, add_formats, check_size, described_cluster
+from megatron_2bw.planner.commands.arguments import (
+    add_cluster,
+    add_formats,
+    add_model_kind,
+    check_size,
+    described_cluster,
+)
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
@@ -24,7 +30,7 @@ def add(commands: Any) -> None:
         "estimate", help="predict time and memory of a configuration", description=_ESTIMATE, allow_abbrev=False
     )
     estimate.set_defaults(command=_estimate, takes_flags=True)
-    estimate.add_argument("--model-kind", choices=("gpt", "bert"), help="of a model given by flags (default: gpt)")
+    add_model_kind(estimate)
     add_cluster(estimate)
     estimate.add_argument("--from-script", type=Path, metavar="FILE", help="a launch script in bash; read, never run")
     estimate.add_argument("--script-args", default="", metavar="TEXT", help="arguments of that script, in one string")
@@ -56,7 +62,7 @@ def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
 
     cluster = described_cluster(args)
     options, kind, gpus = _described(args, words, cluster)
-    fused = cluster.gpu.has_bf16 if cluster.profile is None else cluster.profile.setting.fused_attention
+    fused = None if cluster.profile is None else cluster.profile.setting.fused_attention
     configuration = read(options, gpus=gpus, kind=kind, gpu=cluster.gpu, fused=fused)
     check_size(args, cluster, configuration.layout.gpus)
     cluster = sized(cluster, gpus=configuration.layout.gpus)
