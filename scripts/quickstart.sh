@@ -11,6 +11,7 @@ set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$ROOT/scripts/lib/python.sh"
+source "$ROOT/scripts/lib/training.sh"
 WORK="$ROOT/quickstart"
 DATA="$WORK/data"
 STAGES=2
@@ -18,16 +19,14 @@ MICROBATCHES=2
 MICROBATCH_SIZE=4
 
 ensure_venv requirements.txt
-PYTHON="$VENV/bin/python"
-"$PYTHON" -W ignore "$ROOT/examples/prepare_corpus.py" --output "$DATA" 2> >(grep -v "No CUDA runtime" >&2)
+text_data gpt "$DATA"
 
 ranks=$STAGES
-gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null)
+gpus=$(count_gpus)
 if [ "$gpus" -ge "$STAGES" ]; then
     ranks=$((gpus / STAGES * STAGES))
 else
-    export CUDA_VISIBLE_DEVICES=""
-    export OMP_NUM_THREADS=1
+    use_cpu
 fi
 
 model=(
@@ -51,8 +50,8 @@ training=(
     --log-interval 1 --eval-interval 40 --eval-iters 5
 )
 data=(
-    --data-path "$DATA/corpus_document" --split 95,5,0 --data-cache-path "$DATA/cache"
-    --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$DATA/tokenizer.model"
+    --data-path "$DATA/gpt_document" --split 95,5,0 --data-cache-path "$DATA/cache"
+    --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$DATA/gpt.model"
     --no-create-attention-mask-in-dataloader --num-workers 0
     --save "$WORK/checkpoint" --save-interval 1000000
 )
@@ -67,13 +66,8 @@ arguments=("${model[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${outpu
 printf '%s\n' "${arguments[@]}" >"$WORK/arguments"
 
 echo "training on $ranks processes, full log in $WORK/train.log"
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m megatron_2bw \
-    "$ROOT/examples/pretrain_gpt.py" "${arguments[@]}" \
-    2>&1 | "$PYTHON" "$ROOT/scripts/training_log.py" follow "$WORK/train.log" || {
-    echo "error: training failed; its whole output is in $WORK/train.log" >&2
-    exit 1
-}
+train "$WORK/train.log" --standalone --nproc-per-node "$ranks" -- "$ROOT/examples/pretrain_gpt.py" "${arguments[@]}"
 
 echo
-"$PYTHON" "$ROOT/scripts/training_log.py" summary "$WORK/train.log" \
+"$VENV/bin/python" "$ROOT/scripts/training_log.py" summary "$WORK/train.log" \
     ${outputs[@]:+--trace "$trace"} --checkpoint "$WORK/checkpoint"

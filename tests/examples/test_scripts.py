@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = ("scripts/quickstart.sh", "scripts/test.sh", ".ci/run", "scripts/lib/python.sh")
+RUN = (
+    *("scripts/quickstart.sh", "scripts/pretrain_gpt.sh", "scripts/pretrain_bert.sh", "scripts/pretrain.slurm"),
+    *("scripts/test.sh", "scripts/test_versions.sh", ".ci/run"),
+)
+SOURCED = ("scripts/lib/python.sh", "scripts/lib/training.sh", "scripts/lib/pretrain.sh")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*RUN, *SOURCED])
 def test_syntax(root, script):
     subprocess.run(["bash", "-n", root / script], check=True)
 
 
-@pytest.mark.parametrize("script", SCRIPTS[:-1])
+@pytest.mark.parametrize("script", RUN)
 def test_executable(root, script):
     assert os.access(root / script, os.X_OK)
 
@@ -79,3 +83,50 @@ def test_says_what_to_do_where_there_is_none(root, places):
     assert result.stdout == ""
     assert "no Python >= 3.12" in result.stderr
     assert "pyenv install 3.12" in result.stderr
+
+
+def pretrain(root: Path, folder: Path, flags: str, **environment: str) -> list[str]:
+    """The command that ``scripts/lib/pretrain.sh`` would run, in words, with everything that takes time replaced."""
+    data = folder / "data"
+    data.mkdir(exist_ok=True)
+    (data / "gpt_document.idx").touch()
+    command = f"""
+        ROOT="{root}"
+        source "{root}/scripts/lib/training.sh"
+        source "{root}/scripts/lib/pretrain.sh"
+        count_gpus() {{ echo "$GPUS"; }}
+        train() {{ printf '%s\\n' "$@"; }}
+        pretrain gpt {flags}
+    """
+    known = {"PATH": "/bin:/usr/bin", "DATA": str(data), "OUTPUT": str(folder / "out"), "GPUS": "0"} | environment
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command], env=known, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def test_what_a_user_gives_wins_over_the_defaults(root, tmp_path):
+    words = pretrain(root, tmp_path, "--lr 3e-4 --global-batch-size 64 --lr-warmup-iters=7")
+    last = {word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")}
+    assert (last["--lr"], last["--global-batch-size"], last["--num-layers"]) == ("3e-4", "64", "4")
+    assert "--pipeline-schedule" not in words, "the layout is the user's"
+    assert "--lr-warmup-fraction" not in words
+    assert last["--save"] == last["--load"] == str(tmp_path / "out/checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "launcher"),
+    [
+        ("", {}, "--nproc-per-node 2 --standalone"),
+        ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size=2 --global-batch-size 8", {}, "8 --standalone"),
+        ("", {"RANKS": "4"}, "--nproc-per-node 4 --standalone"),
+        ("", {"GPUS": "8"}, "--nproc-per-node 8 --standalone"),
+        (
+            "",
+            {"GPUS": "8", "NUM_NODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "node0"},
+            "--nproc-per-node 8 --nnodes 3 --node-rank 1 --master-addr node0 --master-port 6000 --",
+        ),
+    ],
+)
+def test_how_many_processes(root, tmp_path, flags, environment, launcher):
+    assert launcher in " ".join(pretrain(root, tmp_path, flags, **environment))

@@ -1,0 +1,70 @@
+# The body of scripts/pretrain_gpt.sh and scripts/pretrain_bert.sh. Sourced after lib/python.sh and lib/training.sh.
+
+# The value of a flag among $flags, or the second argument.
+value_of() {
+    local at value="$2"
+    for ((at = 0; at < ${#flags[@]}; at++)); do
+        case "${flags[at]}" in
+        "$1") value="${flags[at + 1]:-}" ;;
+        "$1="*) value="${flags[at]#*=}" ;;
+        esac
+    done
+    echo "$value"
+}
+
+# pretrain KIND FLAG...: train a model of that kind on this node's share of the ranks; see the scripts.
+pretrain() {
+    local kind="$1"
+    shift
+    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus
+    local data="${DATA:-$ROOT/quickstart/data}" output="${OUTPUT:-$ROOT/runs/$kind}" nodes="${NUM_NODES:-1}"
+    mkdir -p "$output"
+
+    if [ "$kind" = gpt ]; then
+        tokens="$data/gpt_document" tokenizer=GPTSentencePieceTokenizer
+        defaults+=(--no-create-attention-mask-in-dataloader) # It is the causal one.
+    else
+        tokens="$data/bert_sentence" tokenizer=SentencePieceTokenizer
+    fi
+    if [ -z "${DATA:-}" ] && [ "$nodes" -eq 1 ]; then
+        text_data "$kind" "$data"
+    elif [ ! -e "$tokens.idx" ]; then
+        echo "error: $tokens.idx is missing; make it with examples/prepare_data.py --model $kind --output $data" >&2
+        return 1
+    fi
+
+    if [ -z "$(value_of --num-layers "")" ]; then
+        defaults+=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128)
+    fi
+    if [ -z "$(value_of --global-batch-size "")" ]; then
+        defaults+=(--pipeline-schedule 2bw --pipeline-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 8)
+    fi
+    if [ -z "$(value_of --train-iters "$(value_of --train-samples "")")" ]; then
+        defaults+=(--train-iters 1000)
+    fi
+    if [ -z "$(value_of --lr-warmup-iters "$(value_of --lr-warmup-samples "")")" ]; then
+        defaults+=(--lr-warmup-fraction 0.1)
+    fi
+    flags=("${defaults[@]}" "${flags[@]}")
+
+    gpus="$(count_gpus)"
+    if [ "$gpus" -eq 0 ]; then
+        use_cpu
+        flags=(--num-workers 0 "${flags[@]}") # Loading beside training would take a core from it.
+        gpus=$(($(value_of --tensor-model-parallel-size 1) * $(value_of --pipeline-model-parallel-size 1)))
+    fi
+    ranks="${RANKS:-$gpus}"
+    launcher=(--nproc-per-node "$ranks" --standalone)
+    if [ "$nodes" -gt 1 ]; then
+        launcher=(--nproc-per-node "$ranks" --nnodes "$nodes" --node-rank "$NODE_RANK"
+            --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-6000}")
+    fi
+    echo "training on $nodes x $ranks processes; checkpoints and full log in $output"
+    train "$output/train-${NODE_RANK:-0}.log" "${launcher[@]}" -- "$ROOT/examples/pretrain_$kind.py" \
+        --data-path "$tokens" --split 95,5,0 --data-cache-path "$data/cache" \
+        --tokenizer-type "$tokenizer" --tokenizer-model "$data/$kind.model" \
+        --lr 5e-4 --min-lr 5e-5 --lr-decay-style cosine \
+        --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
+        --log-interval 10 --eval-interval 100 --eval-iters 5 \
+        --save "$output/checkpoint" --load "$output/checkpoint" --save-interval 100 "${flags[@]}"
+}

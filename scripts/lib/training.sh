@@ -1,0 +1,35 @@
+# Shell functions shared by the scripts that train. Sourced after lib/python.sh.
+
+# text_data KIND FOLDER: a vocabulary and tokens for gpt or bert, of Python's standard library, as
+# FOLDER/KIND.model and FOLDER/KIND_*.bin and .idx; what is there already stays.
+text_data() {
+    "$VENV/bin/python" "$ROOT/examples/prepare_corpus.py" --output "$2/corpus.jsonl"
+    "$VENV/bin/python" -W ignore "$ROOT/examples/prepare_data.py" \
+        --input "$2/corpus.jsonl" --output "$2" --model "$1" 2> >(grep -v "No CUDA runtime" >&2)
+}
+
+# Prints how many GPUs this machine has.
+count_gpus() {
+    "$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null
+}
+
+# Without GPUs: one thread per process, and none of a GPU that is there but not wanted.
+use_cpu() {
+    export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
+}
+
+# train LOG TORCHRUN_FLAG... -- SCRIPT FLAG...: run it under the launcher; shows what matters, keeps all in LOG.
+train() {
+    local log="$1" launcher=()
+    shift
+    while [ "$1" != "--" ]; do
+        launcher+=("$1")
+        shift
+    done
+    shift
+    "$VENV/bin/python" -m torch.distributed.run "${launcher[@]}" -m megatron_2bw "$@" \
+        2>&1 | "$VENV/bin/python" "$ROOT/scripts/training_log.py" follow "$log" || {
+        echo "error: training failed; its whole output is in $log" >&2
+        return 1
+    }
+}

@@ -1,0 +1,59 @@
+"""examples/pretrain_bert.py on text that was prepared for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VOCAB_SIZE = 320
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --train-iters 6 "
+    "--log-interval 1 --eval-interval 6 --eval-iters 1 --num-workers 0 --seed 1 --split 80,20,0"
+).split()
+
+
+@pytest.fixture(scope="module")
+def data(load, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    lines = [[f"line {number} of text {text} says {number * text}" for number in range(40)] for text in range(30)]
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": "\n".join(text)}) + "\n" for text in lines))
+    load("examples/prepare_data.py").prepare([corpus], folder, model="bert", key="text", size=VOCAB_SIZE)
+    return folder
+
+
+def run(root: Path, data: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(root / "examples/pretrain_bert.py"), *MODEL, "--data-path", str(data / "bert_sentence")),
+        *("--data-cache-path", str(data / "cache"), "--tokenizer-model", str(data / "bert.model"), *flags),
+    ]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_both_losses_are_learned_from_and_evaluated(root, data):
+    done = run(root, data, "--pipeline-schedule", "2bw")
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = re.findall(r"iteration +\d+/.*lm loss: (\S+) \| sop loss: (\S+)", done.stdout)
+    assert len(lines) == 6
+    first = [float(loss) for loss in lines[0]]
+    assert first[0] == pytest.approx(5.77, abs=0.5), "about log(VOCAB_SIZE)"
+    assert first[1] == pytest.approx(0.69, abs=0.3), "about log(2)"
+    assert re.search(r"validation loss at iteration 6 .*lm loss value: .*sop loss value:", done.stdout)
+
+
+def test_a_vocabulary_without_special_tokens_is_refused(root, data, tmp_path, load):
+    load("examples/prepare_data.py").train_vocabulary(
+        iter([f"line {number}" for number in range(300)]), tmp_path / "gpt.model", size=VOCAB_SIZE, model="gpt"
+    )
+    done = run(root, data, "--tokenizer-model", str(tmp_path / "gpt.model"))
+    assert done.returncode != 0
+    assert "--tokenizer-model holds no vocabulary for BERT: [PAD] has to be token 0" in done.stderr
