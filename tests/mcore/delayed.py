@@ -129,7 +129,7 @@ class Training:
 
     def backward(self, position: int, scale: float) -> int:
         """Of the microbatch at ``position`` in the order of the samples; returns its number of tokens."""
-        total, num_tokens = loss_of(self.model, self.data, position)
+        total, num_tokens = loss_of(self.case.kind, self.model, self.data, position)
         self.record.losses.append((total / num_tokens).detach())
         if not self.per_token:
             _set_scale_of_auxiliary_losses(scale / self.case.microbatches)
@@ -184,13 +184,13 @@ def _set_scale_of_auxiliary_losses(scale: float) -> None:
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]).cuda())
 
 
-def loss_of(model: torch.nn.Module, data: Any, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_of(kind: str, model: torch.nn.Module, data: Any, position: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the losses per token, and the number of tokens, of the microbatch at ``position``."""
-    from .model import masked_sum, on_device, run_model
+    from .model import KINDS, on_device
 
     indices = range(position * MICRO_BATCH_SIZE, (position + 1) * MICRO_BATCH_SIZE)
     batch = on_device(torch.utils.data.default_collate([data[index] for index in indices]))
-    return masked_sum(run_model(model, batch), batch["loss_mask"])
+    return KINDS[kind].summed_loss(KINDS[kind].run(model, batch), batch)
 
 
 def main(case: Case, rank: int, port: int, folder: Path, *, rules: Rules) -> None:
@@ -219,10 +219,10 @@ def _evaluate(training: Training) -> None:
     record = training.record
     done = len(record.validation_losses)
     count = EVALUATION_ITERATIONS * training.case.microbatches
-    data = validation_samples((done + count) * MICRO_BATCH_SIZE)
+    data = validation_samples(training.case.kind, (done + count) * MICRO_BATCH_SIZE)
     with torch.no_grad():
         for index in range(count):
-            total, num_tokens = loss_of(training.model, data, done + index)
+            total, num_tokens = loss_of(training.case.kind, training.model, data, done + index)
             record.validation_losses.append(total / num_tokens)
 
 
@@ -233,7 +233,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
 
     from .model import shards, training_samples
 
-    model = _model(rules, args)
+    model = _model(case.kind, rules, args)
     record.initial = weights(model)
     model.cuda().to(_DTYPES[case.precision])
     named = {parameter: shard for shard, parameter in shards(model)}
@@ -265,19 +265,19 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
         loss_scale=LossScale.of(args),
         partial_sums=[_is_partial_sum(shard.name, parameter, args) for parameter, shard in named.items()],
         per_token=args.calculate_per_token_loss,
-        data=training_samples(case.batches * case.global_batch_size),
+        data=training_samples(case.kind, case.batches * case.global_batch_size),
         record=record,
     )
 
 
-def _model(rules: Rules, args: Any) -> torch.nn.Module:
+def _model(kind: str, rules: Rules, args: Any) -> torch.nn.Module:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from .model import build_model, load_initial
 
     if rules.two_tied_copies:
         args.untie_embeddings_and_output_weights = True
-    model = build_model(pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    model = build_model(kind, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
     if rules.two_tied_copies:
         model.output_layer_is_tied_copy = True
         load_initial(model)

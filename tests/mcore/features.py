@@ -80,6 +80,12 @@ MORE = {
         distributed_optimizer=True,
         flags=("--pipeline-extra-in-flight", "1", "--pipeline-gradient-buffers", "1"),
     ),
+    "BERT, bf16, distributed optimizer": replace(
+        TWO_REPLICAS, kind="bert", precision="bf16", distributed_optimizer=True, tied=True
+    ),
+    "BERT, fp16, tensor parallel, full recompute": replace(
+        CASE, kind="bert", precision="fp16", tensor_parallel=2, recompute="full"
+    ),
     "overlap flags, bf16, distributed optimizer": replace(
         TWO_REPLICAS,
         precision="bf16",

@@ -95,7 +95,7 @@ def _loop(case: GrowingCase, rank: int, port: int, folder: Path, *, delay: int, 
 
     from .model import build_model, global_parameters, training_samples
 
-    model = build_model(pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    model = build_model(case.kind, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
     config, overrides = get_megatron_optimizer_config(get_args())
     groups = _get_param_groups([model], config, overrides)
     betas = (config.adam_beta1, config.adam_beta2)
@@ -104,13 +104,13 @@ def _loop(case: GrowingCase, rank: int, port: int, folder: Path, *, delay: int, 
     )
     scheduler = get_optimizer_param_scheduler(optimizer)
     parameters = list(model.parameters())
-    data = training_samples(case.samples(sum(case.sizes())))
+    data = training_samples(case.kind, case.samples(sum(case.sizes())))
     versions, losses, norms, first = [_copy(parameters)], [[] for _ in range(case.replicas)], [], 0
     for batch, microbatches in enumerate(case.sizes()):
         if batch not in case.skipped:
             done = len(versions) - 1
             _load(parameters, versions[done if done < from_batch else max(done - delay, from_batch)])
-            _accumulate(model, data, first, microbatches, case.replicas, losses)
+            _accumulate(case, model, data, first, microbatches, losses)
             _load(parameters, versions[done])
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, case.clip or torch.inf).item())
             optimizer.step()
@@ -126,20 +126,20 @@ def _loop(case: GrowingCase, rank: int, port: int, folder: Path, *, delay: int, 
 
 
 def _accumulate(
-    model: Any, data: Any, first: int, microbatches: int, replicas: int, losses: list[list[torch.Tensor]]
+    case: GrowingCase, model: Any, data: Any, first: int, microbatches: int, losses: list[list[torch.Tensor]]
 ) -> None:
     """The mean gradient over microbatches, then over replicas; replicas read in turn."""
     from .delayed import loss_of
 
     total: list[torch.Tensor] | None = None
-    for replica in range(replicas):
+    for replica in range(case.replicas):
         model.zero_grad()
         for microbatch in range(microbatches):
-            total_loss, num_tokens = loss_of(model, data, first + microbatch * replicas + replica)
+            total_loss, num_tokens = loss_of(case.kind, model, data, first + microbatch * case.replicas + replica)
             loss = total_loss / num_tokens
             losses[replica].append(loss.detach())
             (loss / microbatches).backward()
-        part = [parameter.grad / replicas for parameter in model.parameters()]
+        part = [parameter.grad / case.replicas for parameter in model.parameters()]
         total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
     for parameter, grad in zip(model.parameters(), total or [], strict=True):
         parameter.grad = grad

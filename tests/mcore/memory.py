@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +47,26 @@ def measure(case: Case, rank: int, port: int, folder: Path) -> None:
     args = parse_and_validate_args()
     stand_ins.install(case, args)
     chunks, in_flight = _keep_model(), _count_in_flight()
-    allocated = (_on_host if case.device == "cpu" else _on_device)(args)
+    allocated = (_on_host if case.device == "cpu" else _on_device)(case, args)
     weights, gradients = _sizes(case, chunks[0])
     torch.save(Memory(*allocated, weights, gradients, max(in_flight)), folder / f"rank{rank}.pt")
 
 
-def _on_host(args: Any) -> tuple[int, int]:
+def _on_host(case: Case, args: Any) -> tuple[int, int]:
     """Most, and the least at the beginnings of forwards, in bytes, beyond what the forkserver's imports took."""
     from .model import build_model, forward_step
 
     def marked(data_iterator: Any, model: Any) -> Any:
         with record_function(FORWARD):
             pass
-        return forward_step(data_iterator, model, [], [])
+        return forward_step(case.kind, data_iterator, model, [], [])
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
-        pretrain(args, marked, build_model)
+        pretrain(case, args, marked, partial(build_model, case.kind))
     return _allocated(traced)
 
 
-def _on_device(args: Any) -> tuple[int, int]:
+def _on_device(case: Case, args: Any) -> tuple[int, int]:
     """The same, of what torch has allocated on this rank's GPU."""
     from .model import build_model, forward_step
 
@@ -75,9 +76,9 @@ def _on_device(args: Any) -> tuple[int, int]:
         at_forwards.append(torch.cuda.memory_allocated())
         if len(at_forwards) == SETTLING_FORWARDS:
             torch.cuda.reset_peak_memory_stats()
-        return forward_step(data_iterator, model, [], [])
+        return forward_step(case.kind, data_iterator, model, [], [])
 
-    pretrain(args, marked, build_model)
+    pretrain(case, args, marked, partial(build_model, case.kind))
     return torch.cuda.max_memory_allocated(), min(at_forwards[SETTLING_FORWARDS:])
 
 

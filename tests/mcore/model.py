@@ -1,4 +1,4 @@
-"""A small GPT and its data, the same for every layout: weights by name, samples by index."""
+"""A small model and its data, the same for every layout: weights by name, samples by index."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.utils import Split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 
-from .case import SEQUENCE_LENGTH, VOCABULARY
+from . import bert, gpt
 from .shards import Shard, part_of, whole_shape
 
+KINDS = {"gpt": gpt, "bert": bert}
 VALIDATION_OFFSET = 1_000_000
 TIED_WEIGHT = "embedding.word_embeddings.weight"
 
 
 class Samples(torch.utils.data.Dataset):
-    """Sample i is a function of i: a noisy arithmetic sequence of tokens, some of it masked."""
+    """Sample i is a function of i."""
 
-    def __init__(self, count: int, split: Split, offset: int = 0) -> None:
+    def __init__(self, kind: str, count: int, split: Split, offset: int = 0) -> None:
         self.split = split
+        self._kind = kind
         self._count = count
         self._offset = offset
 
@@ -34,43 +34,37 @@ class Samples(torch.utils.data.Dataset):
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        index += self._offset
-        generator = torch.Generator().manual_seed(index)
-        start, stride = torch.randint(1, VOCABULARY, (2,), generator=generator).tolist()
-        noise = torch.randint(0, 2, (SEQUENCE_LENGTH + 1,), generator=generator)
-        tokens = (start + (1 + stride % 3) * torch.arange(SEQUENCE_LENGTH + 1) + noise) % VOCABULARY
-        mask = torch.ones(SEQUENCE_LENGTH)
-        mask[: index % 5] = 0.0  # Microbatches differ in their number of tokens.
-        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask}
+        return KINDS[self._kind].sample(index + self._offset)
 
 
-def training_samples(count: int) -> Samples:
+def training_samples(kind: str, count: int) -> Samples:
     """The first ``count`` training samples."""
-    return Samples(count, Split.train)
+    return Samples(kind, count, Split.train)
 
 
-def validation_samples(count: int) -> Samples:
+def validation_samples(kind: str, count: int) -> Samples:
     """The first ``count`` validation samples; no training sample is among them."""
-    return Samples(count, Split.valid, VALIDATION_OFFSET)
+    return Samples(kind, count, Split.valid, VALIDATION_OFFSET)
 
 
-def datasets(counts: list[int]) -> tuple[Samples, Samples | None, None]:
+def datasets(kind: str) -> Any:
     """Megatron's dataset provider: training, validation and no test set."""
-    return training_samples(counts[0]), validation_samples(counts[1]) if counts[1] else None, None
+
+    def provide(counts: list[int]) -> tuple[Samples, Samples | None, None]:
+        return training_samples(kind, counts[0]), validation_samples(kind, counts[1]) if counts[1] else None, None
+
+    provide.is_distributed = True
+    return provide
 
 
-datasets.is_distributed = True
-
-
-def build_model(pre_process: bool = True, post_process: bool = True, pg_collection: Any = None, **_: Any) -> Any:
+def build_model(
+    kind: str, pre_process: bool = True, post_process: bool = True, pg_collection: Any = None, **_: Any
+) -> Any:
     """Megatron's model provider: one stage with weights that depend on their global names only."""
     args = get_args()
-    config = core_transformer_config_from_args(args)
-    has_engine = args.transformer_impl == "transformer_engine"
-    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=has_engine, normalization=args.normalization)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=layers,
+    model = KINDS[kind].build(
+        args,
+        core_transformer_config_from_args(args),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -102,9 +96,10 @@ def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if name == "output_layer.weight" and tied:
             name = TIED_WEIGHT
-        if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{_of_expert(rest, model)}"
+        if name.startswith(("decoder.layers.", "encoder.layers.")):
+            block, layers, local, rest = name.split(".", 3)
+            number = getattr(model, block).layers[int(local)].layer_number - 1
+            name = f"{block}.{layers}.{number}.{_of_expert(rest, model)}"
         yield name, parameter
 
 
@@ -136,31 +131,16 @@ def shards(model: Any) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
 
 
 def forward_step(
-    data_iterator: Any, model: Any, recorded_losses: list[torch.Tensor], recorded_seeds: list[torch.Tensor]
-) -> tuple[torch.Tensor, Any]:
+    kind: str, data_iterator: Any, model: Any, recorded_losses: list[torch.Tensor], recorded_seeds: list[torch.Tensor]
+) -> tuple[Any, Any]:
     """Megatron's forward step; losses, and the gradients that backward starts with, are recorded on the way."""
-    batch: dict[str, torch.Tensor] = {}
-    if parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage():
-        batch = on_device(next(data_iterator))
-    output = run_model(model, batch)
-    return output, partial(_loss, batch.get("loss_mask"), recorded_losses, recorded_seeds)
-
-
-def run_model(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Losses per token on the last stage, activations elsewhere."""
-    tokens = batch.get("tokens")
-    positions = None if tokens is None else torch.arange(SEQUENCE_LENGTH, device=tokens.device).expand_as(tokens)
-    return model(tokens, positions, None, labels=batch.get("labels"))
+    batch = on_device(next(data_iterator)) if KINDS[kind].reads_data() else {}
+    return KINDS[kind].run(model, batch), partial(_loss, kind, batch, recorded_losses, recorded_seeds)
 
 
 def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``batch`` where the model is."""
     return {name: value.cuda() for name, value in batch.items()}
-
-
-def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the losses that count and their number, as in Megatron's pretrain_gpt.py."""
-    return torch.sum(losses.view(-1).float() * mask.view(-1)), mask.sum().to(torch.int)
 
 
 def record_seed(total: torch.Tensor, recorded: list[torch.Tensor]) -> None:
@@ -170,9 +150,9 @@ def record_seed(total: torch.Tensor, recorded: list[torch.Tensor]) -> None:
 
 
 def _loss(
-    mask: torch.Tensor, losses: list[torch.Tensor], seeds: list[torch.Tensor], output: torch.Tensor
+    kind: str, batch: dict[str, torch.Tensor], losses: list[torch.Tensor], seeds: list[torch.Tensor], output: Any
 ) -> tuple[torch.Tensor, ...]:
-    total, num_tokens = masked_sum(output, mask)
+    total, num_tokens = KINDS[kind].summed_loss(output, batch)
     losses.append((total / num_tokens).detach())
     record_seed(total, seeds)
     return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.float()])}

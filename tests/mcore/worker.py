@@ -43,14 +43,14 @@ def train(case: Case, rank: int, folder: Path) -> None:
     if "--save" in case.flags:
         _start_queue_of_writers()
     with _ended_by_exit():
-        forward_step = faults.before_forward(case, rank, partial(_forward_step, record))
-        pretrain(args, forward_step, partial(_provide, record, models))
+        forward_step = faults.before_forward(case, rank, partial(_forward_step, case.kind, record))
+        pretrain(case, args, forward_step, partial(_provide, case.kind, record, models))
     if case.precision != "fp32":
         record.main = optimizers.main_weights()
     _write(record, models[0], folder / f"rank{rank}.pt")
 
 
-def pretrain(args: Any, forward_step: Any, model_provider: Any) -> None:
+def pretrain(case: Case, args: Any, forward_step: Any, model_provider: Any) -> None:
     """Megatron's, as a user's script calls it."""
     from megatron import training
     from megatron.core.enums import ModelType
@@ -61,7 +61,7 @@ def pretrain(args: Any, forward_step: Any, model_provider: Any) -> None:
     container = pretrain_cfg_container_from_args(args)
     training.pretrain(
         container,
-        datasets,
+        datasets(case.kind),
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,
         model_provider=model_provider,
@@ -138,22 +138,22 @@ def install(case: Case) -> None:
         megatron_2bw.install()
 
 
-def _provide(record: Any, models: list[Any], *args: Any, **kwargs: Any) -> Any:
+def _provide(kind: str, record: Any, models: list[Any], *args: Any, **kwargs: Any) -> Any:
     from .model import build_model
     from .record import weights
 
-    model = build_model(*args, **kwargs)
+    model = build_model(kind, *args, **kwargs)
     models.append(model)
     record.initial = weights(model)
     return model
 
 
-def _forward_step(record: Any, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(kind: str, record: Any, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     from .model import forward_step
 
     if not model.training:
-        return forward_step(data_iterator, model, record.validation_losses, [])
-    return forward_step(data_iterator, model, record.losses, record.seeds)
+        return forward_step(kind, data_iterator, model, record.validation_losses, [])
+    return forward_step(kind, data_iterator, model, record.losses, record.seeds)
 
 
 def _write(record: Any, model: Any, path: Path) -> None:
