@@ -58,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="At the end of training, write when every forward, backward and update ran on every stage "
         "of the first pipeline, as a Chrome/Perfetto trace.",
     )
+    group.add_argument(
+        "--log-pipeline",
+        action="store_true",
+        help="Log the pipeline's bubble, how much busier the busiest stage is than the least busy one and, "
+        "under 2bw, how long before an update its reductions are complete; also to Tensorboard and W&B.",
+    )
     return parser
 
 
@@ -76,7 +82,7 @@ def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
         notices = cpu_backend.adapt_arguments(args) if cpu_backend.needed() else []
         schedule = getattr(args, "pipeline_schedule", MEGATRON)
         if schedule == MEGATRON:
-            _refuse_trace(args)
+            _refuse_recording(args)
         else:
             _refuse(args, canonical_name(schedule))
             notices += _map(args, canonical_name(schedule))
@@ -203,12 +209,13 @@ def _check_trace(args: Any) -> None:
         raise ArgumentError(f"--pipeline-trace {args.pipeline_trace} cannot be written: {error.strerror}") from error
 
 
-def _refuse_trace(args: Any) -> None:
-    if getattr(args, "pipeline_trace", None) is not None:
-        raise ArgumentError(
-            "--pipeline-trace records the schedules of megatron_2bw, not Megatron's own: "
-            "choose one, for example --pipeline-schedule 1f1b-flush"
-        )
+def _refuse_recording(args: Any) -> None:
+    for name, flag in (("pipeline_trace", "--pipeline-trace"), ("log_pipeline", "--log-pipeline")):
+        if getattr(args, name, None):
+            raise ArgumentError(
+                f"{flag} records the schedules of megatron_2bw, not Megatron's own: "
+                "choose one, for example --pipeline-schedule 1f1b-flush"
+            )
 
 
 def _print_once(notices: list[str]) -> None:

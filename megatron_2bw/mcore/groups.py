@@ -85,6 +85,11 @@ def create_update_groups(
     )
 
 
+def create_host_group(group: dist.ProcessGroup, timeout: timedelta, description: str) -> dist.ProcessGroup:
+    """A second group of the same ranks, for what does not concern the device. Collective over all ranks."""
+    return _clone(group, timeout, description, backend="gloo")
+
+
 def create_lonely_group() -> dist.ProcessGroup:
     """A group of this rank alone: a barrier on it waits for nobody."""
     return dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

@@ -17,9 +17,10 @@ from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
-from megatron_2bw.schedule.action import Reduction
+from megatron_2bw.schedule.action import Action, Reduction
 from megatron_2bw.schedule.program import GradientCopy
 
 
@@ -149,13 +150,17 @@ class DelayedOptimizer:
         if self._scheduler is not None:
             self._scheduler.step(increment=samples)
 
-    def reduce_start(self, reduction: Reduction, batch: int) -> None:
-        """Start one reduction of ``batch``, the first one with the capture of its gradients."""
-        self._pending.reduce_start(reduction, batch)
+    def record(self, recorder: Recorder) -> None:
+        """From here on, tell ``recorder`` when reductions ran."""
+        self._pending.recorder = recorder
 
-    def reduce_wait(self, reduction: Reduction, batch: int) -> None:
+    def reduce_start(self, action: Action) -> None:
+        """Start one reduction of a batch, the first one with the capture of its gradients."""
+        self._pending.reduce_start(action)
+
+    def reduce_wait(self, action: Action) -> None:
         """Block until the reduction is complete; returns at once for a batch that is finished."""
-        self._pending.reduce_wait(reduction, batch)
+        self._pending.reduce_wait(action)
 
     def finish(self, batch: int) -> UpdateOutcome | None:
         """Update with the gradients of ``batch``, unless that is done already.

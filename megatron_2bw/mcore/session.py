@@ -16,9 +16,11 @@ from megatron.training.utils import print_rank_0
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.checkpoint import Checkpoints
+from megatron_2bw.mcore.clock import SharedClock
 from megatron_2bw.mcore.exits import ExitRequests
 from megatron_2bw.mcore.failure import end_at_once_on_errors
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
+from megatron_2bw.mcore.monitor import PipelineMonitor
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
@@ -31,6 +33,9 @@ from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.registry import build, canonical_name
 from megatron_2bw.schedule.validate import validate
+
+_KEPT, _KEPT_FOR_TRACE = 20_000, 200_000
+"""Actions, the newest ones."""
 
 
 class Session:
@@ -50,6 +55,7 @@ class Session:
         """Whether updates come after the call of their batch."""
         self.optimizer: DelayedOptimizer | None = None
         self.recorder: Recorder | None = None
+        self.monitor: PipelineMonitor | None = None
         self.executor: Executor | None = None
         """Of the present number of microbatches; the next one begins when this one has drained."""
         self.exits: ExitRequests | None = None
@@ -65,6 +71,8 @@ class Session:
         self._stage_index = parallel_state.get_pipeline_model_parallel_rank()
         self._batch_sizes = BatchSizes(args)
         self._links: Links | None = None
+        self._clock: SharedClock | None = None
+        """Where a trace is to be written."""
         self._undo = end_at_once_on_errors(self._where)
 
     def delay(self, inner: Any, model_chunks: list[Any]) -> Any:
@@ -90,6 +98,8 @@ class Session:
     def forward_backward(self, stock: Callable[..., Any], **keywords: Any) -> list[Any]:
         """Megatron's forward-backward function: one batch, or evaluation by the stock schedule."""
         if keywords.get("forward_only"):
+            if self.monitor is not None:
+                self.monitor.interrupted = True
             return stock(**keywords)
         call = Call.of(keywords)
         if self._stage is None:
@@ -103,6 +113,8 @@ class Session:
             self.executor.run(self._batch, last=self._batch_sizes.ends_with(call.num_microbatches))
         if self._moe_metrics is not None:
             self._moe_metrics.end(self._batch)
+        if self.monitor is not None:
+            self.monitor.after(self.executor.schedule)
         self._batch += 1
         self._calls += 1
         if timers is not None:
@@ -136,7 +148,7 @@ class Session:
             self.executor.abandon()
             path = get_args().pipeline_trace
             if path is not None:
-                write_trace(path, self.executor.schedule, self.recorder, self._transfers)
+                write_trace(path, self.executor.schedule, self.recorder, self._transfers, self._clock)
             self._stage.config.batch_p2p_sync = self._batch_p2p_sync
         self.end_current()
 
@@ -181,8 +193,16 @@ class Session:
                 self._moe_metrics = MoEMetrics(self.logs_this_batch)
             self._stage = DelayedStage(call, self.optimizer, self._moe_metrics)
             self._batch = self.optimizer.weights.newest  # 1 where a checkpoint brought the version before, too.
-        if args.pipeline_trace is not None:
-            self.recorder = Recorder(self._stage.boundary.device)
+        if args.pipeline_trace is not None or args.log_pipeline:
+            self.recorder = self._stage.recorder = Recorder(
+                self._stage.boundary.device, limit=_KEPT if args.pipeline_trace is None else _KEPT_FOR_TRACE
+            )
+            if args.pipeline_trace is not None:
+                self._clock = SharedClock(self._transfers)
+            if args.log_pipeline:
+                self.monitor = PipelineMonitor(self.recorder, self._timeout)
+            if self.optimizer is not None:
+                self.optimizer.record(self.recorder)
         if self.is_delayed and (args.exit_signal_handler or args.exit_duration_in_mins):
             self.exits = ExitRequests(self._timeout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.runtime.links import Boundary
+from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action, Reduction
+from megatron_2bw.schedule.timeline import DATA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,29 @@ def _schedule() -> str:
     return get_args().pipeline_schedule
 
 
+class TimedData:
+    """An iterator that tells a recorder how long each microbatch took to come.
+
+    Args:
+        data: Megatron's.
+        recorder: to be told.
+        action: the forward that reads.
+    """
+
+    def __init__(self, data: Any, recorder: Recorder, action: Action) -> None:
+        self._data = data
+        self._read = recorder.timed(DATA, action, partial(next, data))
+
+    def __iter__(self) -> TimedData:
+        return self
+
+    def __next__(self) -> Any:
+        return self._read()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+
 class MegatronStage:
     """Forward and backward; the subclasses add what an update means."""
 
@@ -65,6 +91,8 @@ class MegatronStage:
         self.call = call
         self.losses: list[dict[str, torch.Tensor]] = []
         """One per microbatch of the current batch, on the last stage."""
+        self.recorder: Recorder | None = None
+        """Told how long data took to come."""
         self.num_tokens = torch.zeros([], dtype=torch.int)
         self._is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._context_parallel = parallel_state.get_context_parallel_world_size()
@@ -93,7 +121,7 @@ class MegatronStage:
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
         output, num_tokens = schedules.forward_step(
             self.call.forward_step_func,
-            self.call.data_iterator,
+            self._data(action),
             self.call.model,
             self.call.num_microbatches,
             received,
@@ -113,6 +141,11 @@ class MegatronStage:
         if self._is_last:
             schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         return schedules.backward_step(received, output, grad, self.config)
+
+    def _data(self, action: Action) -> Any:
+        if self.recorder is None or self.call.data_iterator is None:
+            return self.call.data_iterator
+        return TimedData(self.call.data_iterator, self.recorder, action)
 
     def sent(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
@@ -166,10 +199,10 @@ class DelayedStage(MegatronStage):
                 samples=self.call.num_microbatches * args.micro_batch_size * args.data_parallel_size,
                 num_tokens=self.num_tokens.clone() if self.config.calculate_per_token_loss else None,
             )
-        self._optimizer.reduce_start(action.reduction, action.batch)
+        self._optimizer.reduce_start(action)
 
     def reduce_wait(self, action: Action) -> None:
-        self._optimizer.reduce_wait(action.reduction, action.batch)
+        self._optimizer.reduce_wait(action)
 
     def update(self, action: Action) -> None:
         self._optimizer.finish(action.batch)

@@ -104,11 +104,14 @@ def packed_tokens(original: Any, *args: Any, **keywords: Any) -> Any:
 
 def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
     session = _session()
-    if session is None or session.optimizer is None:
+    if session is None:
         return original(*args, **keywords)
     call = inspect.signature(original).bind(*args, **keywords)
-    if call.arguments["skipped_iter"]:
+    if session.optimizer is not None and call.arguments["skipped_iter"]:
         call.arguments["skipped_iter"] = session.optimizer.skipped
+    if session.monitor is not None and call.arguments["loss_dict"]:
+        totals = call.arguments["total_loss_dict"]
+        session.monitor.add_to(call.arguments["loss_dict"], totals, totals.get("advanced iterations", 0))
     return original(*call.args, **call.kwargs)
 
 

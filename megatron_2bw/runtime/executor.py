@@ -58,7 +58,7 @@ class Executor:
         rank: position in the pipeline.
         worker: the computation.
         links: the transfers.
-        recorder: if given, is told when every F, B and UPDATE ran.
+        recorder: if given, is told when every F, B and UPDATE ran, and every wait for a transfer or a reduction.
     """
 
     def __init__(
@@ -132,7 +132,12 @@ class Executor:
 
     def _take(self, action: Action, type_: ActionType) -> torch.Tensor | None:
         receive = action._replace(type=type_, version=None)
-        return None if self.schedule.peer_of(receive) is None else self._links.take(receive)
+        if self.schedule.peer_of(receive) is None:
+            return None
+        start = self._mark()
+        tensor = self._links.take(receive)
+        self._note(receive, start)
+        return tensor
 
     def _receive(self, action: Action) -> None:
         self._links.post_receive(action, self.schedule.peer_of(action), self._worker.boundary)
@@ -147,9 +152,12 @@ class Executor:
         self._links.send(action, self.schedule.peer_of(action), grad)
 
     def _reduce_wait(self, action: Action) -> None:
-        if action.batch >= 0:
-            with waiting_in(place_of(action)):
-                self._worker.reduce_wait(action)
+        if action.batch < 0:
+            return
+        start = self._mark()
+        with waiting_in(place_of(action)):
+            self._worker.reduce_wait(action)
+        self._note(action, start)
 
     def _update(self, action: Action) -> None:
         if action.batch < 0:

@@ -8,15 +8,17 @@ from contextlib import contextmanager
 
 from megatron_2bw.runtime.background import Background
 from megatron_2bw.runtime.gradients import CapturedGradients
+from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.weights import WeightVersions
-from megatron_2bw.schedule.action import Reduction
+from megatron_2bw.schedule.action import Action, Reduction
+from megatron_2bw.schedule.timeline import REDUCTIONS
 
 
 class PendingUpdate:
     """At most one batch between its last backward and its update.
 
     ``reduce_start`` captures the gradients and queues the links of the chain in the background;
-    ``apply`` waits for them and opens the weights. Every method names its batch, so that the same
+    ``apply`` waits for them and opens the weights. Every action names its batch, so that the same
     Program works after an update was done early (before evaluation, say): what is done is not done
     again.
 
@@ -38,27 +40,34 @@ class PendingUpdate:
         self.captured = captured
         self.batch: int | None = None
         """The batch that is pending; None when there is none."""
+        self.recorder: Recorder | None = None
+        """Told when each link ran."""
         self._links = links
         self._chain: dict[Reduction, Future] = {}
         self._background = Background(captured.device, "2bw reductions", timeout_s)
 
-    def reduce_start(self, reduction: Reduction, batch: int) -> None:
+    def reduce_start(self, action: Action) -> None:
         """Queue one link; the first link also captures the gradients.
 
         Raises:
             RuntimeError: another batch is still pending, whose gradients this would overwrite.
         """
-        if reduction is Reduction.GRADIENTS:
+        if action.reduction is Reduction.GRADIENTS:
             if self.batch is not None:
-                raise RuntimeError(f"batch {batch} cannot be captured: the update of batch {self.batch} is pending")
+                raise RuntimeError(
+                    f"batch {action.batch} cannot be captured: the update of batch {self.batch} is pending"
+                )
             self.captured.capture()
-            self.batch = batch
-        run = self._background.submit if reduction is Reduction.NORM else self._background.enqueue
-        self._chain[reduction] = run(self._links[reduction])
+            self.batch = action.batch
+        link = self._links[action.reduction]
+        if self.recorder is not None:
+            link = self.recorder.timed(REDUCTIONS, action, link)
+        run = self._background.submit if action.reduction is Reduction.NORM else self._background.enqueue
+        self._chain[action.reduction] = run(link)
 
-    def reduce_wait(self, reduction: Reduction, batch: int) -> object:
+    def reduce_wait(self, action: Action) -> object:
         """Block until the link is complete and return its result; None for a batch that is done."""
-        return self._background.result(self._chain[reduction]) if batch == self.batch else None
+        return self._background.result(self._chain[action.reduction]) if action.batch == self.batch else None
 
     @contextmanager
     def apply(self) -> Iterator[Mapping[Reduction, object]]:

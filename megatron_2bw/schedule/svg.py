@@ -13,6 +13,8 @@ from megatron_2bw.schedule.timeline import Event, Timeline
 
 _HUES = (("#a9cdf8", "#2563b5"), ("#fcd19c", "#bf5f0b"), ("#b4dfb7", "#2a7d43"), ("#dbc6f0", "#7140ab"))
 """(forward, backward) of batches 0, 1, ..., over and over."""
+_SHOWN = COMPUTE | {ActionType.UPDATE}
+"""What is drawn; a rank that waits is idle."""
 _INK, _FAINT_INK, _IDLE, _CARD, _EDGE, _UPDATE = "#1f2430", "#5b6474", "#e9ebf0", "#ffffff", "#d5d9e2", "#d1242f"
 
 _WIDTH, _MARGIN = 1200, 28
@@ -90,7 +92,8 @@ class _Panel:
             yield _text(_MARGIN, y + 16, f"rank {rank}", fill=_FAINT_INK)
             yield _box(_MARGIN + _LABELS, y, end - _MARGIN - _LABELS, _CELL, _IDLE)
             for event in events:
-                yield from self._event(event, y)
+                if event.action.type in _SHOWN:
+                    yield from self._event(event, y)
         room = _WIDTH - _MARGIN - end
         if room > 110:
             middle = self.top + _HEADING + (_ROW * len(self.timeline.events) - _ROW + _CELL) / 2

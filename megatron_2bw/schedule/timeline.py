@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -11,11 +12,17 @@ from typing import NamedTuple
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType
 from megatron_2bw.schedule.engine import Seconds
 
+REDUCTIONS, DATA = "reductions", "data"
+"""Rows beside the actions: chains of reductions, and the reading of microbatches within forwards."""
 _WORK = COMPUTE | {ActionType.UPDATE}
 
 
 class Event(NamedTuple):
-    """One forward, backward or update; its batch and version count from the start of the run."""
+    """One action; its batch and version count from the start of the run.
+
+    Simulated ones are forwards, backwards and updates; measured ones also receives and waits for reductions, for as
+    long as a rank stood still in them.
+    """
 
     action: Action
     start_s: Seconds
@@ -35,6 +42,8 @@ class Timeline:
     """Per rank, in the order in which they ran; measured events may be any (action, start_s, end_s)."""
     name: str = ""
     """For titles."""
+    beside: Mapping[str, tuple[tuple[Event, ...], ...]] = field(default_factory=dict)
+    """By row, then per rank: what ran beside these events, such as reductions in the background."""
 
     @cached_property
     def start_s(self) -> Seconds:

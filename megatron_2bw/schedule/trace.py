@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType
-from megatron_2bw.schedule.timeline import Timeline
+from megatron_2bw.schedule.timeline import Event, Timeline
 
+BESIDE = "row"
+"""Argument of a slice that is not on its rank's own row."""
 _US_PER_S = 1_000_000
 
 
@@ -29,26 +31,32 @@ def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
 
 def _process(pid: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": timeline.name or f"timeline {pid}"}}
-    for rank in range(len(timeline.events)):
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": rank, "args": {"sort_index": rank}}
-    for rank, events in enumerate(timeline.events):
-        for event in events:
-            yield {
-                "ph": "X",
-                "name": str(event.action),
-                "cat": str(event.action.type),
-                "pid": pid,
-                "tid": rank,
-                "ts": _us(timeline, event.start_s),
-                "dur": float(event.end_s - event.start_s) * _US_PER_S,
-                "args": {
-                    name: value
-                    for name in ("stage", "microbatch", "batch", "version")
-                    if (value := getattr(event.action, name)) is not None
-                },
-            }
+    ranks, rows = len(timeline.events), {"": timeline.events, **timeline.beside}
+    for position, (row, per_rank) in enumerate(rows.items()):
+        for rank, events in enumerate(per_rank):
+            tid, title = position * ranks + rank, f"rank {rank} {row}".strip()
+            sort = {"sort_index": rank * len(rows) + position}
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": title}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": sort}
+            for event in events:
+                yield _slice(timeline, event, row) | {"pid": pid, "tid": tid}
     yield from _arrows(pid, timeline)
+
+
+def _slice(timeline: Timeline, event: Event, row: str) -> dict[str, Any]:
+    args = {
+        name: value
+        for name in ("stage", "microbatch", "batch", "version")
+        if (value := getattr(event.action, name)) is not None
+    }
+    return {
+        "ph": "X",
+        "name": f"{row} {event.action}".strip(),
+        "cat": row or str(event.action.type),
+        "ts": _us(timeline, event.start_s),
+        "dur": float(event.end_s - event.start_s) * _US_PER_S,
+        "args": {**args, BESIDE: row} if row else args,
+    }
 
 
 def _arrows(pid: int, timeline: Timeline) -> Iterator[dict[str, Any]]:

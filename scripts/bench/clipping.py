@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from interval import median_interval
 from report import heading
-from timed_stage import Run, block_periods_s, measure
+from timed_stage import Arm, Run, block_periods_s, measure
 
 from megatron_2bw.schedule.action import Reduction
 
 FORWARD_S, BACKWARD_S = 0.02, 0.04
 BATCHES = 10
 STAGES = (2, 4, 8)
-ARMS = ((Reduction.GRADIENTS, Reduction.NORM), (Reduction.GRADIENTS,))
+ARMS = (Arm((Reduction.GRADIENTS, Reduction.NORM)), Arm((Reduction.GRADIENTS,)))
 
 
 def report(pairs: int) -> list[str]:

@@ -232,8 +232,7 @@ def report_timed(repetitions: int) -> list[str]:
                             forward_s=forward_s,
                             backward_s=backward_s,
                         )
-                    ),
-                    stages,
+                    )
                 )
                 for _ in range(repetitions)
             )

@@ -12,6 +12,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,8 @@ class TimedStage:
         self._weight.main_grad = buffer
         self._weight.register_post_accumulate_grad_hook(self._accumulate)
         self._delayed = delayed
+        self.ends_s: list[float] = []
+        """When the backward of each microbatch ended."""
         self._versions = WeightVersions([self._weight])
         self._captured = captured = CapturedGradients(whole_regions([buffer]))
         ends = dist.new_group([0, stages - 1])
@@ -70,7 +73,7 @@ class TimedStage:
             Reduction.EMBEDDING: lambda: dist.all_reduce(torch.zeros(1), group=ends),
             Reduction.NORM: lambda: dist.all_reduce(torch.cat([captured.kept[0] ** 2, torch.zeros(1)]), group=everyone),
         }
-        self._pending = PendingUpdate(self._versions, captured, links)
+        self.pending = PendingUpdate(self._versions, captured, links)
 
     def _accumulate(self, weight: torch.nn.Parameter) -> None:
         weight.main_grad += weight.grad
@@ -91,20 +94,30 @@ class TimedStage:
         self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
         torch.autograd.backward(output, grad)
+        self.ends_s.append(time.perf_counter())
         return None if received is None else received.grad
 
     def sent(self, output: torch.Tensor) -> None: ...
 
     def reduce_start(self, action: Action) -> None:
-        self._pending.reduce_start(action.reduction, action.batch)
+        self.pending.reduce_start(action)
 
     def reduce_wait(self, action: Action) -> None:
-        self._pending.reduce_wait(action.reduction, action.batch)
+        self.pending.reduce_wait(action)
 
     def update(self, action: Action) -> None:
-        if action.batch == self._pending.batch:
-            with self._pending.apply(), torch.no_grad():
+        if action.batch == self.pending.batch:
+            with self.pending.apply(), torch.no_grad():
                 self._weight -= 1e-6 * self._captured.kept[0]
+
+
+class Arm(NamedTuple):
+    """One of several ways to run the same schedule."""
+
+    reductions: tuple[Reduction, ...] = tuple(Reduction)
+    """What an update waits for."""
+    recorded: bool = False
+    """Whether the timeline is kept, as with ``--pipeline-trace``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +131,22 @@ class Run:
     """Of a block; the pipeline drains after each."""
     forward_s: float
     backward_s: float
-    arms: tuple[tuple[Reduction, ...], ...] = (tuple(Reduction),)
-    """What updates wait for: blocks take turns."""
+    arms: tuple[Arm, ...] = (Arm(),)
+    """Blocks take turns."""
     blocks: int = 1
 
 
-def measure(run: Run) -> list[list[Event]]:
-    """One process per stage; per rank, when each action ran."""
+class Measured(NamedTuple):
+    """By one rank."""
+
+    ends_s: list[float]
+    """When the last backward of each batch ended."""
+    events: list[Event]
+    """Of the recorded arms."""
+
+
+def measure(run: Run) -> list[Measured]:
+    """One process per stage."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (run, folder), nprocs=run.stages)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(run.stages)]
@@ -138,34 +160,32 @@ def _rank(rank: int, run: Run, folder: str) -> None:
     ranks = list(range(run.stages))
     links = Links(forward_group=dist.new_group(ranks), backward_group=dist.new_group(ranks), ranks=ranks)
     recorder = Recorder(stage.boundary.device)
-    arms = [lower(schedule, reductions) for reductions in run.arms]
-    for arm in arms:
+    recorders = [recorder if arm.recorded else None for arm in run.arms]
+    lowered = [lower(schedule, arm.reductions) for arm in run.arms]
+    for arm in lowered:
         validate(arm)
-    executors = [Executor(arm, rank, stage, links, recorder) for arm in arms]
+    executors = [Executor(arm, rank, stage, links, told) for arm, told in zip(lowered, recorders, strict=True)]
     dist.barrier()
     for block in range(run.blocks):
+        turn = block % len(executors)
+        stage.pending.recorder = recorders[turn]
         for batch in range(run.batches):
-            last = batch == run.batches - 1
-            executors[block % len(executors)].run(block * run.batches + batch, last=last)
-    torch.save(recorder.events(), Path(folder) / f"{rank}.pt")
+            executors[turn].run(block * run.batches + batch, last=batch == run.batches - 1)
+    measured = Measured(stage.ends_s[run.microbatches - 1 :: run.microbatches], recorder.events())
+    torch.save(measured, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def block_periods_s(events: list[list[Event]], run: Run) -> list[float]:
+def block_periods_s(measured: list[Measured], run: Run) -> list[float]:
     """Median seconds per batch of each block, on the last stage, without the batches in which the pipeline fills."""
-    ends = _batch_ends_s(events, run.microbatches)
-    blocks = (ends[first : first + run.batches] for first in range(0, len(ends), run.batches))
+    ends_s = measured[-1].ends_s
+    blocks = (ends_s[first : first + run.batches] for first in range(0, len(ends_s), run.batches))
     return [statistics.median(b - a for a, b in itertools.pairwise(block[FILLING:])) for block in blocks]
 
 
-def steady_period_s(events: list[list[Event]], microbatches: int) -> float:
+def steady_period_s(measured: list[Measured]) -> float:
     """Seconds per batch in the middle half of the run, on the last stage."""
-    ends = _batch_ends_s(events, microbatches)
-    first, last = len(ends) // 4, len(ends) - 1 - len(ends) // 4
-    return (ends[last] - ends[first]) / (last - first)
-
-
-def _batch_ends_s(events: list[list[Event]], microbatches: int) -> list[float]:
-    """When the last stage was through with each batch."""
-    return [e.end_s for e in events[-1] if e.action.type == "B" and e.action.microbatch == microbatches - 1]
+    ends_s = measured[-1].ends_s
+    first, last = len(ends_s) // 4, len(ends_s) - 1 - len(ends_s) // 4
+    return (ends_s[last] - ends_s[first]) / (last - first)

@@ -55,6 +55,10 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         replace(TWO_BW, flags=("--rerun-mode", "report_stats")),
         ["--rerun-mode", "2bw", "disabled"],
     ),
+    "numbers of a pipeline that is Megatron's": (
+        replace(TWO_BW, schedule="megatron", flags=("--log-pipeline",)),
+        ["--log-pipeline", "--pipeline-schedule 1f1b-flush"],
+    ),
     "symbol that is gone": (
         _without_symbol("missing symbol", "megatron.training.training.evaluate"),
         ["megatron.training.training.evaluate", "missing", "0.18.2 and 0.19.2"],

@@ -9,7 +9,7 @@ from megatron_2bw.runtime.background import Background
 from megatron_2bw.runtime.gradients import CapturedGradients, Region, whole_regions
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
-from megatron_2bw.schedule.action import Reduction
+from megatron_2bw.schedule.action import Action, Reduction
 
 CPU = torch.device("cpu")
 
@@ -156,7 +156,7 @@ def test_a_pending_update_keeps_its_gradients_while_the_next_batch_accumulates()
     weight = _parameter(1.0)
     pending = _pending(weight)
     weight.main_grad += 4
-    pending.reduce_start(Reduction.GRADIENTS, 0)
+    pending.reduce_start(Action.parse("0REDUCE_START:grads"))
     weight.main_grad += 100
     with pending.apply(), torch.no_grad():
         weight -= pending.captured.view_of(weight.main_grad)
@@ -165,6 +165,6 @@ def test_a_pending_update_keeps_its_gradients_while_the_next_batch_accumulates()
 
 def test_capturing_over_a_pending_batch_is_refused():
     pending = _pending(_parameter(1.0))
-    pending.reduce_start(Reduction.GRADIENTS, 0)
+    pending.reduce_start(Action.parse("0REDUCE_START:grads"))
     with pytest.raises(RuntimeError, match="batch 1 cannot be captured: the update of batch 0 is pending"):
-        pending.reduce_start(Reduction.GRADIENTS, 1)
+        pending.reduce_start(Action.parse("0REDUCE_START:grads@1"))

@@ -110,10 +110,10 @@ class ToyStage:
         self._wait()
 
     def reduce_start(self, action: Action) -> None:
-        self.pending.reduce_start(action.reduction, action.batch)
+        self.pending.reduce_start(action)
 
     def reduce_wait(self, action: Action) -> None:
-        self.pending.reduce_wait(action.reduction, action.batch)
+        self.pending.reduce_wait(action)
 
     def update(self, action: Action) -> None:
         if action.batch == self.pending.batch:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.cli import feasible_region, main
+from megatron_2bw.cli import main
+from megatron_2bw.schedule.commands.validate import feasible_region
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES
 
 
@@ -91,8 +92,8 @@ BAD = {
     "show 2bw --stages 4 --microbatches 2": "2bw works with 4 stages from 3 microbatches on: raise --microbatches",
     "show 2bw --stages 0 --microbatches 2": "'0' is no count; give a whole number of at least 1",
     "show 2bw --stages two --microbatches 2": "'two' is no count",
-    "show 2bw --microbatches 2": "the following arguments are required: --stages",
-    "show --stages 2 --microbatches 2": "the following arguments are required: SCHEDULE",
+    "show 2bw --microbatches 2": "show needs --stages, or a run to show: --measured FILE",
+    "show --stages 2 --microbatches 2": "show needs a SCHEDULE, or a run to show: --measured FILE",
     "show gpipe --stages 1 --microbatches 1 --batches 0": "'0' is no count",
     "show gpipe --stages 1 --microbatches 1 --forward-time 0": "'0' is no duration; give a number above 0",
     "show gpipe --stages 1 --microbatches 1 --backward-time x": "'x' is no duration",

@@ -1,0 +1,176 @@
+"""``megatron-2bw show``: schedules as they are simulated, or a run as it was measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_2bw.schedule.commands.arguments import (
+    add_size,
+    count,
+    count_or_none,
+    duration,
+    names,
+    percent,
+    plural,
+    table,
+)
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.registry import build, canonical_name
+
+if TYPE_CHECKING:
+    from megatron_2bw.schedule.program import Schedule
+    from megatron_2bw.schedule.timeline import Timeline
+
+_MOST_SLOTS = 8
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser of ``megatron-2bw``."""
+    show = commands.add_parser("show", help="draw schedules as simulated, or a run as measured")
+    show.set_defaults(command=_show)
+    show.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=f"one or more of {', '.join(names())}")
+    add_size(show, default=None)
+    show.add_argument("--batches", type=count, default=3, metavar="N", help="batches to show (default: %(default)s)")
+    show.add_argument("--forward-time", type=duration, default=Fraction(1), metavar="F", help="of a stage (default: 1)")
+    show.add_argument(
+        "--backward-time", type=duration, default=Fraction(2), metavar="B", help="of a stage (default: 2)"
+    )
+    show.add_argument(
+        "--extra-in-flight",
+        type=count_or_none,
+        default=0,
+        metavar="N",
+        help="activations that 2bw keeps in flight beyond what it needs, per stage boundary (default: %(default)s)",
+    )
+    show.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="a trace that --pipeline-trace wrote, in place of SCHEDULE and its size",
+    )
+    show.add_argument("--svg", type=Path, metavar="FILE", help="write a picture, all timelines on one time axis")
+    show.add_argument("--png", type=Path, metavar="FILE", help="the same, as pixels; needs the package resvg-py")
+    show.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    show.add_argument("--programs", action="store_true", help="print what every rank executes")
+
+
+def _show(args: argparse.Namespace) -> int:
+    if args.measured is not None:
+        return _show_measured(args)
+    for name in ("schedules", "stages", "microbatches"):
+        if not getattr(args, name):
+            what = "a SCHEDULE" if name == "schedules" else f"--{name}"
+            raise ScheduleError(f"show needs {what}, or a run to show: --measured FILE")
+    return _show_simulated(args)
+
+
+def _show_simulated(args: argparse.Namespace) -> int:
+    from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+
+    durations = Durations(forward_s=args.forward_time, backward_s=args.backward_time)
+    distinct = dict.fromkeys(canonical_name(name) for name in args.schedules)
+    schedules = [_valid(name, args.stages, args.microbatches, args.extra_in_flight) for name in distinct]
+    timelines = [simulate(schedule, durations, args.batches) for schedule in schedules]
+    bubbles = [steady_state(schedule, durations).bubble_ratio for schedule in schedules]
+    for schedule, timeline, bubble in zip(schedules, timelines, bubbles, strict=True):
+        print("\n".join(_shown(schedule, timeline, bubble, args)), end="\n\n")
+    title = f"{_batches(args)} of {_microbatches(args)} on {_stages(args)}"
+    notes = [_endless(timeline, bubble) for timeline, bubble in zip(timelines, bubbles, strict=True)]
+    _write(args, timelines, title, notes)
+    return 0
+
+
+def _show_measured(args: argparse.Namespace) -> int:
+    from megatron_2bw.schedule.commands.measured import beside_each_other, report
+    from megatron_2bw.schedule.measured import read_run
+
+    given = [name for name in ("schedules", "stages", "microbatches", "programs") if getattr(args, name)]
+    if given:
+        raise ScheduleError(f"--measured says what ran: leave out {', '.join(given)}")
+    run = read_run(args.measured)
+    print("\n".join(report(run)))
+    title = f"{_batches(args)} of {plural(run.schedule.microbatches, 'microbatch')}"
+    _write(args, beside_each_other(run, args.batches), title, [])
+    return 0
+
+
+def _write(args: argparse.Namespace, timelines: list[Timeline], title: str, notes: list[str]) -> None:
+    """The files that were asked for."""
+    if args.svg or args.png:
+        from megatron_2bw.schedule.svg import svg
+
+        picture = svg(*timelines, title=title, notes=notes)
+        if args.svg:
+            args.svg.write_text(picture, encoding="utf-8")
+        if args.png:
+            args.png.write_bytes(_pixels(picture))
+    if args.trace:
+        from megatron_2bw.schedule.trace import chrome_trace
+
+        args.trace.write_text(json.dumps(chrome_trace(*timelines)), encoding="utf-8")
+
+
+def _pixels(picture: str) -> bytes:
+    try:
+        import resvg_py
+    except ImportError as error:
+        raise ScheduleError("--png needs a package that draws SVG: pip install resvg-py, or use --svg") from error
+    return bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=2))
+
+
+def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args: argparse.Namespace) -> Iterable[str]:
+    from megatron_2bw.schedule.calls import Phase, lowered
+    from megatron_2bw.schedule.draw import grid
+    from megatron_2bw.schedule.listing import listing
+
+    unit_s = min(args.forward_time, args.backward_time)
+    forward, backward = (min(round(t / unit_s), _MOST_SLOTS) for t in (args.forward_time, args.backward_time))
+    yield f"{schedule.name}: {_stages(args)}, {_microbatches(args)}, {_batches(args)}"
+    yield grid(schedule, batches=args.batches, forward_slots=forward, backward_slots=backward)
+    if Fraction(forward, backward) != args.forward_time / args.backward_time:
+        yield f"(drawn with a backward of {backward} and a forward of {forward} slots; the numbers are exact)"
+    yield ""
+    yield f"bubble {percent(timeline.bubble_ratio)}{_endless(timeline, steady_bubble)}"
+    yield from table(
+        ("rank", range(len(timeline.events))),
+        ("peak activations", timeline.peak_in_flight),
+        ("peak weight versions", timeline.peak_versions),
+    )
+    if args.programs:
+        for phase in Phase:
+            yield from ("", listing(lowered(schedule), phase))
+
+
+def _valid(name: str, stages: int, microbatches: int, extra_in_flight: int) -> Schedule:
+    """The schedule, or an error that says how many microbatches it needs."""
+    from megatron_2bw.schedule.feasible import enough_microbatches, refusal
+
+    schedule = build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
+    problem = refusal(schedule)
+    if problem is None:
+        return schedule
+    enough = enough_microbatches(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
+    if enough is not None:
+        problem += f"; {name} works with {stages} stages from {enough} microbatches on: raise --microbatches"
+    raise ScheduleError(problem)
+
+
+def _endless(timeline: Timeline, steady_bubble: Fraction) -> str:
+    return "" if timeline.bubble_ratio == steady_bubble else f", {percent(steady_bubble)} in an endless run"
+
+
+def _stages(args: argparse.Namespace) -> str:
+    return plural(args.stages, "stage")
+
+
+def _microbatches(args: argparse.Namespace) -> str:
+    return plural(args.microbatches, "microbatch")
+
+
+def _batches(args: argparse.Namespace) -> str:
+    return plural(args.batches, "batch")

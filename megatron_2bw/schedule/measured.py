@@ -1,0 +1,300 @@
+"""Runs that were recorded: their trace files, and what keeps them from the time that was simulated."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from megatron_2bw.schedule.action import COMPUTE, Action, ActionType
+from megatron_2bw.schedule.engine import Durations
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.simulate import simulate, steady_state
+from megatron_2bw.schedule.timeline import DATA, Event, Timeline
+from megatron_2bw.schedule.trace import BESIDE, chrome_trace
+
+SETTLED = slice(2, -1)
+"""Of the batches: the first ones fill the pipeline, the last one drains it."""
+_LEAST_BATCHES = 5
+_MOST_REPLAYED = 256
+
+STEPS = {
+    "even": "every stage with the mean forward and backward",
+    "stages": "stages are uneven",
+    "data": "forwards wait for data",
+    "updates": "updates",
+    "moments": "stages are slow at different moments",
+    "rest": "transfers, and what runs between calls",
+}
+"""What a batch takes, one cause after the other."""
+
+
+class Waits(NamedTuple):
+    """Of one stage; seconds per batch."""
+
+    activations_s: float
+    """Until the output of the stage before is here."""
+    gradients_s: float
+    """Until the gradient from the stage behind is here."""
+    reductions_s: float
+    """Until sums over replicas, tied embeddings or norms are complete."""
+    outside_s: float
+    """Between actions and between calls: logging, evaluation, Megatron's training loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a pipeline did, recorded by ``--pipeline-trace``."""
+
+    schedule: Schedule
+    timeline: Timeline
+    """With waits, and on rows beside: reductions, and the reading of data."""
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of time in which a stage has nothing to do, once the pipeline is full.
+
+        A batch lasts, at a stage, from the end of the last backward before it to the end of its own;
+        forwards, backwards and delayed updates are work. In a synchronous schedule all stages reduce
+        and update together, while nothing else can run: that counts as idle. The median over batches
+        leaves out those with an evaluation or a checkpoint; then the mean over stages. Where batches
+        grow, only those of the last size count. 0 for fewer than five batches.
+        """
+        work = COMPUTE | {ActionType.UPDATE} if any(self.schedule.delay) else COMPUTE
+        return fmean(
+            median([1 - spent_s(batch.events, work) / batch.period_s for batch in batches]) if batches else 0.0
+            for batches in self._settled
+        )
+
+    @cached_property
+    def batches(self) -> int:
+        """How many were recorded or ran before."""
+        return 1 + max((event.action.batch for event in self.timeline.events[0]), default=-1)
+
+    @property
+    def flush_bubble(self) -> float:
+        """What a flush would leave idle at least (Narayanan et al., SC 2021, section 2.2.1)."""
+        stages, microbatches = self.schedule.stages, self.schedule.microbatches
+        return (stages - 1) / (microbatches + stages - 1)
+
+    def check_long_enough(self) -> None:
+        """Raises:
+        ScheduleError: too few batches to say what is usual.
+        """
+        if not all(self._settled):
+            raise ScheduleError(
+                f"the trace holds {self.batches} batches, too few to leave out those that fill and drain the pipeline; "
+                f"record at least {_LEAST_BATCHES}"
+            )
+
+    @property
+    def period_s(self) -> float:
+        """Per batch, on the first stage."""
+        return median(batch.period_s for batch in self._settled[0])
+
+    def duration_s(self, type_: ActionType) -> tuple[float, ...]:
+        """Median over all actions of a type, per stage; 0 where there is none."""
+        return tuple(
+            median([e.end_s - e.start_s for b in batches for e in b.events if e.action.type is type_] or [0.0])
+            for batches in self._settled
+        )
+
+    def data_s(self) -> tuple[float, ...]:
+        """Median time in which a forward waits for data, per stage."""
+        return tuple(median([event.end_s - event.start_s for event in events] or [0.0]) for events in self._rows(DATA))
+
+    def waits(self) -> list[Waits]:
+        """Per stage, medians over batches."""
+
+        def per_batch(batches: list[Batch], share: Callable[[Batch], float]) -> float:
+            return median(map(share, batches))
+
+        def type_s(type_: ActionType) -> Callable[[Batch], float]:
+            return lambda batch: spent_s(batch.events, {type_})
+
+        return [
+            Waits(
+                per_batch(batches, type_s(ActionType.RECV_FORWARD)),
+                per_batch(batches, type_s(ActionType.RECV_BACKWARD)),
+                per_batch(batches, type_s(ActionType.REDUCE_WAIT)),
+                per_batch(batches, lambda batch: batch.period_s - spent_s(batch.events, set(ActionType))),
+            )
+            for batches in self._settled
+        ]
+
+    def simulated(self, *, batches: int) -> Timeline:
+        """The same schedule with forwards and backwards as long as here, and all else free."""
+        return simulate(self.schedule, self._durations(), batches)
+
+    @property
+    def simulated_bubble(self) -> float:
+        """Of an endless run of that."""
+        return float(steady_state(self.schedule, self._durations()).bubble_ratio)
+
+    def causes(self) -> dict[str, float]:
+        """Seconds per batch by ``STEPS``; they add up to ``period_s``.
+
+        Each step simulates with one more thing as it was measured, and counts what that adds.
+        """
+        data_s = self.data_s()
+        forward_s, backward_s = self.duration_s(ActionType.FORWARD), self.duration_s(ActionType.BACKWARD)
+        without_data_s = tuple(max(f - d, 0.0) for f, d in zip(forward_s, data_s, strict=True))
+        update_s = self.duration_s(ActionType.UPDATE)
+        steps = {
+            "even": Durations(forward_s=fmean(without_data_s), backward_s=fmean(backward_s)),
+            "stages": Durations(forward_s=without_data_s, backward_s=backward_s),
+            "data": Durations(forward_s=forward_s, backward_s=backward_s),
+            "updates": Durations(forward_s=forward_s, backward_s=backward_s, update_s=update_s),
+        }
+        periods_s = {step: float(steady_state(self.schedule, durations).period_s) for step, durations in steps.items()}
+        periods_s |= {"moments": self._replayed_s(steps["updates"]), "rest": self.period_s}
+        before_s = [0.0, *periods_s.values()]
+        return {step: period_s - before for (step, period_s), before in zip(periods_s.items(), before_s, strict=False)}
+
+    def window(self, *, batches: int) -> Timeline:
+        """Some batches in the middle of the run, cut at the ends of the first stage's batches."""
+        settled = self._settled[0]
+        first = max((len(settled) - batches) // 2, 0)
+        shown = settled[first : first + batches]
+        return cut(self.timeline, shown[0].began_s, shown[-1].ended_s)
+
+    def _durations(self) -> Durations:
+        return Durations(forward_s=self.duration_s(ActionType.FORWARD), backward_s=self.duration_s(ActionType.BACKWARD))
+
+    def _replayed_s(self, durations: Durations) -> float:
+        """Median seconds per batch of a simulation in which every action takes as long as it did here."""
+        common = set.intersection(*({batch.number for batch in batches} for batches in self._settled))
+        first = min(common)
+        count = next(n for n in range(1, _MOST_REPLAYED + 1) if first + n not in common or n == _MOST_REPLAYED)
+        stages = self.schedule.stages
+        delays = {
+            (rank, event.action.shifted(-first)): event.end_s
+            - event.start_s
+            - durations.of_stage(event.action.type, event.action.stage, stages)
+            for rank, events in enumerate(self.timeline.events)
+            for event in events
+            if event.action.type in COMPUTE | {ActionType.UPDATE} and first <= event.action.batch < first + count
+        }
+        replayed = simulate(self.schedule, durations, count, delays=delays)
+        run = Run(schedule=self.schedule, timeline=replayed)
+        settled = run._settled[0]
+        return median(batch.period_s for batch in settled) if settled else self.period_s
+
+    @cached_property
+    def _settled(self) -> list[list[Batch]]:
+        """Per stage, in order."""
+        last = self.schedule.microbatches - 1
+        return [list(batches_of(events, last))[SETTLED] for events in self.timeline.events]
+
+    def _rows(self, name: str) -> tuple[tuple[Event, ...], ...]:
+        return self.timeline.beside.get(name, ((),) * len(self.timeline.events))
+
+
+class Batch(NamedTuple):
+    """One batch at one stage."""
+
+    number: int
+    began_s: float
+    ended_s: float
+    events: list[Event]
+    """Between the last backward of the batch before and its own."""
+
+    @property
+    def period_s(self) -> float:
+        return self.ended_s - self.began_s
+
+
+def batches_of(events: Sequence[Event], last_microbatch: int) -> Iterator[Batch]:
+    """What one stage did after the first last backward of a batch, batch by batch."""
+    began_s: float | None = None
+    during: list[Event] = []
+    for event in events:
+        during.append(event)
+        if event.action.type is ActionType.BACKWARD and event.action.microbatch == last_microbatch:
+            if began_s is not None:
+                yield Batch(event.action.batch, began_s, event.end_s, during)
+            during, began_s = [], event.end_s
+
+
+def spent_s(events: list[Event], types: frozenset[ActionType] | set[ActionType]) -> float:
+    """Seconds in events of these types."""
+    return sum(event.end_s - event.start_s for event in events if event.action.type in types)
+
+
+def cut(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
+    """What happened between two moments."""
+    return Timeline(
+        events=tuple(
+            tuple(
+                Event(event.action, max(event.start_s, start_s), min(event.end_s, end_s))
+                for event in events
+                if event.end_s > start_s and event.start_s < end_s
+            )
+            for events in timeline.events
+        ),
+        name=timeline.name,
+    )
+
+
+def trace_of(run: Run) -> dict[str, Any]:
+    """A Chrome/Perfetto trace that ``read_run`` reads back."""
+    schedule = run.schedule
+    return chrome_trace(run.timeline) | {
+        "otherData": {
+            "schedule": schedule.name,
+            "stages": schedule.stages,
+            "microbatches": schedule.microbatches,
+            "extra_in_flight": schedule.per_boundary - 1,
+            "batches": run.batches,
+            "bubble": run.bubble,
+            "flush_bubble": run.flush_bubble,
+        }
+    }
+
+
+def read_run(path: Path) -> Run:
+    """Read a file that ``--pipeline-trace`` wrote.
+
+    Raises:
+        ScheduleError: it is no such file.
+    """
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        about = trace["otherData"]
+        schedule = build(
+            about["schedule"],
+            stages=about["stages"],
+            microbatches=about["microbatches"],
+            extra_in_flight=about["extra_in_flight"],
+        )
+        events, beside = _events(trace["traceEvents"], schedule.stages)
+    except OSError as error:
+        raise ScheduleError(f"--measured {path} cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, IndexError) as error:
+        raise ScheduleError(f"--measured {path} is no file that --pipeline-trace wrote: {error!r}") from error
+    timeline = Timeline(events=events, name=f"{schedule.name}, measured", beside=beside)
+    return Run(schedule=schedule, timeline=timeline)
+
+
+def _events(
+    slices: list[dict[str, Any]], stages: int
+) -> tuple[tuple[tuple[Event, ...], ...], Mapping[str, tuple[tuple[Event, ...], ...]]]:
+    rows: defaultdict[str, list[list[Event]]] = defaultdict(lambda: [[] for _ in range(stages)])
+    for slice_ in slices:
+        if slice_["ph"] == "X":
+            action = Action.parse(slice_["name"].split()[-1])
+            start_s = slice_["ts"] / 1e6
+            row = slice_["args"].get(BESIDE, "")
+            rows[row][action.stage].append(Event(action, start_s, start_s + slice_["dur"] / 1e6))
+    ordered = {
+        row: tuple(tuple(sorted(events, key=lambda event: event.start_s)) for events in ranks)
+        for row, ranks in rows.items()
+    }
+    return ordered.pop("", ((),) * stages), ordered

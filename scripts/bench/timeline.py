@@ -1,0 +1,114 @@
+"""What ``--pipeline-trace`` shows and what it costs.
+
+    python scripts/bench/timeline.py [--pairs 20] [--output scripts/bench/results/timeline.txt]
+
+Part one compares the measured bubble with the one simulated from the measured forwards and backwards alone: a real GPT
+on two stages, and stages that wait instead of computing on four and eight. Part two runs blocks of batches with and
+without the recorder in turn, in the same processes, on stages that wait, and compares neighbouring blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from interval import median_interval
+from report import heading
+from schedules import FLUSH, TWO_BW, Arm
+from timed_stage import Arm as TimedArm
+from timed_stage import Run as TimedRun
+from timed_stage import block_periods_s, measure
+
+from megatron_2bw.schedule.commands.measured import report as report_of
+from megatron_2bw.schedule.measured import Run, read_run
+from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.timeline import Timeline
+
+MICROBATCHES, ITERATIONS = 4, 40
+FORWARD_S, BACKWARD_S = 0.02, 0.04
+BATCHES = 10
+
+
+def computed(arm: Arm) -> Run:
+    """A GPT on this machine, one thread per stage."""
+    job = arm.start(MICROBATCHES, ITERATIONS)
+    try:
+        job.finish()
+        return read_run(job.trace)
+    finally:
+        job.close()
+
+
+def waited(schedule: str, stages: int) -> Run:
+    """Stages of a known duration."""
+    run = TimedRun(
+        schedule=schedule,
+        stages=stages,
+        microbatches=stages,
+        batches=3 * BATCHES,
+        forward_s=FORWARD_S,
+        backward_s=BACKWARD_S,
+        arms=(TimedArm(recorded=True),),
+    )
+    events = tuple(tuple(measured.events) for measured in measure(run))
+    return Run(
+        schedule=build(schedule, stages=stages, microbatches=stages), timeline=Timeline(events=events, name=schedule)
+    )
+
+
+def bubbles() -> list[str]:
+    """A line per run, then what the command says about the first one."""
+    runs = [(f"{arm.label}, GPT", computed(arm)) for arm in (TWO_BW, FLUSH)]
+    runs += [(f"{name}, timed", waited(name, stages)) for stages in (4, 8) for name in ("2bw", "1f1b-flush")]
+    lines = ["", f"{'bubble':<24} {'d':>2} {'m':>2} {'measured':>9} {'simulated':>10} {'points apart':>13}"]
+    for label, run in runs:
+        size = f"{run.schedule.stages:>2} {run.schedule.microbatches:>2}"
+        apart = 100 * (run.bubble - run.simulated_bubble)
+        lines.append(f"{label:<24} {size} {run.bubble:>9.1%} {run.simulated_bubble:>10.1%} {apart:>+13.1f}")
+    label, first = runs[0]
+    return [*lines, "", f"megatron-2bw show --measured, {label}:", "", *(f"    {line}" for line in report_of(first))]
+
+
+def cost(pairs: int) -> list[str]:
+    """A line per depth."""
+    lines = [
+        "",
+        f"2bw with timed stages, F = {FORWARD_S} s, B = {BACKWARD_S} s, {pairs} pairs of blocks of {BATCHES} batches:",
+        "time per batch with the recorder over time without, minus 1",
+        "",
+        f"{'d = m':>5} {'ms per batch':>13} {'median':>8} {'95% interval':>20}",
+    ]
+    for stages in (2, 4, 8):
+        run = TimedRun(
+            schedule="2bw",
+            stages=stages,
+            microbatches=stages,
+            batches=BATCHES,
+            forward_s=FORWARD_S,
+            backward_s=BACKWARD_S,
+            arms=(TimedArm(recorded=True), TimedArm()),
+            blocks=2 * pairs,
+        )
+        periods_s = block_periods_s(measure(run), run)
+        median, low, high = median_interval([a / b - 1 for a, b in zip(periods_s[::2], periods_s[1::2], strict=True)])
+        period_ms, _, _ = median_interval([1000 * period_s for period_s in periods_s])
+        lines.append(f"{stages:>5} {period_ms:>13.2f} {median:>8.2%} {f'{low:.2%} to {high:.2%}':>20}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    text = "\n".join([*heading(), *bubbles(), *cost(options.pairs), ""])
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

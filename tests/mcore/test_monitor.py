@@ -1,0 +1,65 @@
+"""``--log-pipeline``: what is logged, and that it changes no number."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.schedule.engine import Durations
+from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.simulate import simulate
+
+from .case import Case, Fault
+from .compare import differing
+from .harness import launch, run
+from .worker import main
+
+CASE = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=8, flags=("--log-interval", "1"))
+LOGGED = re.compile(r"iteration +(\d+)/.*\| pipeline bubble: (\S+) \|(?: stage imbalance: (\S+) \|)?(.*)")
+
+
+def logged(case: Case, folder: Path) -> dict[int, tuple[float, float, str]]:
+    """Bubble, imbalance and the rest of the line by iteration."""
+    case = replace(case, flags=(*case.flags, "--log-pipeline"))
+    ended = launch(main, case, case.ranks, folder)
+    assert not any(ended.exit_codes), ended.tails()
+    found = LOGGED.findall(ended.outputs[-1])
+    return {int(iteration): (float(bubble), float(above or 0), rest) for iteration, bubble, above, rest in found}
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
+def test_every_line_has_them_from_the_third_batch_on(schedule: str, tmp_path: Path) -> None:
+    lines = logged(replace(CASE, schedule=schedule), tmp_path)
+    assert set(range(4, 9)) <= set(lines)
+    assert all(0.0 < bubble < 1.0 for bubble, _, _ in lines.values())
+    assert all(("update slack (s): " in rest) == (schedule == "2bw") for _, _, rest in lines.values())
+
+
+def test_no_number_changes() -> None:
+    case = replace(CASE, replicas=2)
+    assert differing(run(replace(case, flags=(*case.flags, "--log-pipeline"))), run(case)) == []
+
+
+def test_a_slow_stage_shows(tmp_path: Path) -> None:
+    """Once, in batch 3: its first stage is busy for another second, and the second one waits."""
+    slow = Fault(kind="sleep before forward", rank=0, call=6, seconds=1.0)
+    lines = logged(replace(CASE, faults=(slow,)), tmp_path)
+    assert max(above for _, above, _ in lines.values()) > 3.0
+    assert sorted(above for _, above, _ in lines.values())[len(lines) // 2] < 3.0
+
+
+def test_what_is_logged_is_what_ran() -> None:
+    from megatron_2bw.mcore.monitor import Busy, busy, numbers
+
+    schedule = build("2bw", stages=2, microbatches=2)
+    durations = Durations(forward_s=(1.0, 1.5), backward_s=2.0, update_s=0.5)
+    timeline = simulate(schedule, durations, 9)
+    before_the_drain = [[event for event in events if event.end_s < 50.0] for events in timeline.events]
+    stages = [busy(events, [], schedule) for events in before_the_drain]
+    assert stages == [Busy(6.5, stages[0].period_s, 0.0), Busy(7.5, stages[1].period_s, 0.0)]
+    found = numbers(stages, delayed=True)
+    assert found["stage imbalance"] == pytest.approx(7.5 / 6.5 - 1)
+    assert busy([], [], schedule) is None

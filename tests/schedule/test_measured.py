@@ -1,0 +1,166 @@
+"""Measured runs: their files, and where the time goes, on runs whose causes are known because they were simulated."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_2bw.cli import main
+from megatron_2bw.schedule.action import Action, ActionType
+from megatron_2bw.schedule.engine import Durations
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.measured import Run, read_run, trace_of
+from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.simulate import simulate, steady_state
+from megatron_2bw.schedule.timeline import DATA, Event, Timeline
+
+EVEN = Durations(forward_s=1.0, backward_s=2.0)
+
+
+def recorded(schedule: str = "2bw", durations: Durations = EVEN, batches: int = 30, **size: int) -> Run:
+    built = build(schedule, **({"stages": 3, "microbatches": 4} | size))
+    return Run(schedule=built, timeline=simulate(built, durations, batches))
+
+
+def written(run: Run, folder: Path) -> Path:
+    path = folder / "trace.json"
+    path.write_text(json.dumps(trace_of(run)))
+    return path
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush", "gpipe"])
+def test_a_file_is_read_back(schedule: str, tmp_path: Path):
+    run = recorded(schedule, replace(EVEN, update_s=0.5))
+    again = read_run(written(run, tmp_path))
+    assert again.schedule == run.schedule
+    assert [[e.action for e in events] for events in again.timeline.events] == [
+        [e.action for e in events] for events in run.timeline.events
+    ]
+    assert again.timeline.makespan_s == pytest.approx(run.timeline.makespan_s)
+    assert again.bubble == pytest.approx(run.bubble)
+
+
+def test_more_activations_in_flight_are_read_back(tmp_path: Path):
+    built = build("2bw", stages=2, microbatches=4, extra_in_flight=1)
+    run = Run(schedule=built, timeline=simulate(built, EVEN, 9))
+    assert read_run(written(run, tmp_path)).schedule == built
+
+
+AWAITED = {
+    ActionType.FORWARD: ActionType.RECV_FORWARD,
+    ActionType.BACKWARD: ActionType.RECV_BACKWARD,
+    ActionType.UPDATE: ActionType.REDUCE_WAIT,
+}
+CAUSES = {
+    "even": (EVEN, 0.0),
+    "stages": (replace(EVEN, forward_s=(1.0, 1.5)), 4 * (3.5 - 3.25)),
+    "updates": (replace(EVEN, update_s=0.5), 0.5),
+    # The two microbatches in flight share a way there and back, with two transfers.
+    "rest": (replace(EVEN, send_s=0.25), 4 * ((2 * 3 + 2 * 0.25) / 2 - 3)),
+}
+"""What makes a batch of four microbatches on two stages take longer than forwards and backwards, and by how much."""
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_is_told_apart(cause: str, tmp_path: Path):
+    durations, cause_s = CAUSES[cause]
+    run = read_run(written(recorded(durations=durations, stages=2), tmp_path))
+    causes = run.causes()
+    assert sum(causes.values()) == pytest.approx(run.period_s)
+    assert causes.pop("even") == pytest.approx(4 * (sum(run.duration_s(ActionType.FORWARD)) / 2 + 2.0))
+    assert causes == pytest.approx(dict.fromkeys(causes, 0.0) | ({} if cause == "even" else {cause: cause_s}), abs=1e-3)
+
+
+def test_moments_in_which_one_stage_is_slow(tmp_path: Path):
+    """Each stage is slow in one microbatch of every batch, each in another one; 2BW has no slack to hide it."""
+    built = build("2bw", stages=3, microbatches=4)
+    delays = {
+        (stage, Action(ActionType.FORWARD, stage, stage, batch, batch - 1)): 0.5
+        for stage in range(3)
+        for batch in range(30)
+    }
+    run = Run(schedule=built, timeline=simulate(built, EVEN, 30, delays=delays))
+    causes = read_run(written(run, tmp_path)).causes()
+    assert run.period_s > 12.4
+    assert causes["moments"] == pytest.approx(run.period_s - 12.0, abs=1e-3)
+
+
+def test_time_spent_reading_data(tmp_path: Path):
+    run = recorded(durations=replace(EVEN, forward_s=(1.25, 1.0, 1.0)))
+    reads = [Event(e.action, e.start_s, e.start_s + 0.25) for e in run.timeline.events[0] if e.action.type == "F"]
+    timeline = replace(run.timeline, beside={DATA: (tuple(reads), (), ())})
+    again = read_run(written(replace(run, timeline=timeline), tmp_path))
+    assert again.data_s() == pytest.approx((0.25, 0.0, 0.0))
+    causes = again.causes()
+    assert causes["data"] == pytest.approx(1.0)
+    assert causes["stages"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_waits_of_a_stage():
+    """A rank that stands still is idle, and says for what."""
+    run = recorded("1f1b-flush")
+    events = []
+    for of_rank in run.timeline.events:
+        waited, end_s = [], 0.0
+        for event in of_rank:
+            if event.start_s > end_s:
+                waiting = event.action._replace(type=AWAITED[event.action.type], version=None)
+                waited.append(Event(waiting, end_s, event.start_s))
+            waited.append(event)
+            end_s = event.end_s
+        events.append(tuple(waited))
+    with_waits = replace(run, timeline=Timeline(events=tuple(events)))
+    assert with_waits.bubble == pytest.approx(run.bubble) == pytest.approx(with_waits.flush_bubble)
+    first, _, last = with_waits.waits()
+    assert first == pytest.approx((0.0, 6.0, 0.0, 0.0))
+    assert last == pytest.approx((2.0, 0.0, 4.0, 0.0))
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
+def test_bubble_of_a_run_without_overhead_is_the_simulated_one(schedule: str):
+    run = recorded(schedule)
+    expected = float(steady_state(run.schedule, EVEN).bubble_ratio)
+    assert run.bubble == pytest.approx(expected)
+    assert run.simulated_bubble == pytest.approx(expected)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trace = written(recorded(durations=replace(EVEN, update_s=0.5)), tmp_path)
+    picture = tmp_path / "a.svg"
+    assert main(["show", "--measured", str(trace), "--svg", str(picture), "--trace", str(tmp_path / "both.json")]) == 0
+    out = capsys.readouterr().out
+    assert "2bw: 3 stages, 4 microbatches, 30 batches measured" in out
+    assert re.search(r"^  updates +\+500\.00 ms$", out, re.MULTILINE)
+    assert re.search(r"^  measured +12500\.00 ms$", out, re.MULTILINE)
+    drawn = ElementTree.parse(picture).getroot()
+    assert {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")} >= {
+        "2bw, measured",
+        "2bw, simulated from forwards and backwards",
+    }
+    assert {event["pid"] for event in json.loads((tmp_path / "both.json").read_text())["traceEvents"]} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no file that --pipeline-trace wrote"),
+        ("{}", "is no file that --pipeline-trace wrote: KeyError"),
+        ('{"otherData": {"schedule": "x", "stages": 2, "microbatches": 2, "extra_in_flight": 0}}', "unknown schedule"),
+        (json.dumps(trace_of(recorded(batches=2))), "holds 2 batches, too few"),
+    ],
+)
+def test_bad_files(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    assert main(["show", "--measured", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_is_read_from_the_right_place_or_refused(tmp_path: Path):
+    with pytest.raises(ScheduleError, match=r"--measured .*none\.json cannot be read"):
+        read_run(tmp_path / "none.json")
