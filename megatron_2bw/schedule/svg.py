@@ -21,7 +21,8 @@ _WIDTH, _MARGIN = 1200, 28
 _LABELS = 58
 _ROW, _CELL = 28, 22
 _TITLE, _HEADING, _PANEL_GAP, _LEGEND = 40, 34, 22, 34
-_LETTER = 0.56
+FONTS = "-apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Noto Sans', 'DejaVu Sans', 'Liberation Sans', sans-serif"
+_LETTER, _BOLD_LETTER = 0.56, 0.64
 """Mean width of a letter relative to the font size; only spacing depends on it."""
 
 
@@ -57,7 +58,7 @@ def svg(*timelines: Timeline, title: str = "", notes: Sequence[str] = ()) -> str
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
             f"aria-label={quoteattr(summary)} "
-            "font-family=\"-apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif\">",
+            f'font-family="{FONTS}">',
             f"<title>{escape(title or summary)}</title>",
             f'<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="12" fill="{_CARD}" stroke="{_EDGE}"/>',
             *heading,
@@ -104,7 +105,7 @@ class _Panel:
         name = self.timeline.name
         x, y = _MARGIN + _LABELS, self.top + 19
         yield _text(x, y, name, size=17, weight=600)
-        x += 17 * _LETTER * len(name) + 22
+        x += 17 * _BOLD_LETTER * len(name) + 22
         bubble = f"bubble {_percent(self.timeline.bubble_ratio)}{self.note}"
         yield _text(x, y, bubble, size=14, fill=_FAINT_INK)
         x += 14 * _LETTER * len(bubble) + 26

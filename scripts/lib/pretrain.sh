@@ -66,5 +66,6 @@ pretrain() {
         --lr 5e-4 --min-lr 5e-5 --lr-decay-style cosine \
         --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
         --log-interval 10 --eval-interval 100 --eval-iters 5 \
-        --save "$output/checkpoint" --load "$output/checkpoint" --save-interval 100 "${flags[@]}"
+        --save "$output/checkpoint" --load "$output/checkpoint" --save-interval 100 \
+        --override-opt_param-scheduler "${flags[@]}"
 }

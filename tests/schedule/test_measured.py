@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,7 +142,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     drawn = ElementTree.parse(picture).getroot()
     assert {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")} >= {
         "2bw, measured",
-        "2bw, simulated from forwards and backwards",
+        "2bw, simulated",
     }
     assert {event["pid"] for event in json.loads((tmp_path / "both.json").read_text())["traceEvents"]} == {0, 1}
 
@@ -164,3 +166,24 @@ def test_bad_files(content: str, message: str, tmp_path: Path, capsys: pytest.Ca
 def test_a_trace_is_read_from_the_right_place_or_refused(tmp_path: Path):
     with pytest.raises(ScheduleError, match=r"--measured .*none\.json cannot be read"):
         read_run(tmp_path / "none.json")
+
+
+def test_pixels_need_a_package(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    assert main(["show", "2bw", "--stages", "2", "--microbatches", "2", "--png", str(tmp_path / "a.png")]) == 2
+    assert "--png needs a package that draws SVG: pip install resvg-py" in capsys.readouterr().err
+
+
+def test_pixels_need_a_font(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    without_fonts = SimpleNamespace(svg_to_bytes=lambda *, svg_string, zoom: b"the same")
+    monkeypatch.setitem(sys.modules, "resvg_py", without_fonts)
+    assert main(["show", "2bw", "--stages", "2", "--microbatches", "2", "--png", str(tmp_path / "a.png")]) == 2
+    assert "--png finds no font" in capsys.readouterr().err
+
+
+def test_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawing = SimpleNamespace(svg_to_bytes=lambda *, svg_string, zoom: svg_string.encode())
+    monkeypatch.setitem(sys.modules, "resvg_py", drawing)
+    png, picture = tmp_path / "a.png", tmp_path / "a.svg"
+    assert main(["show", "2bw", "--stages", "2", "--microbatches", "2", "--png", str(png), "--svg", str(picture)]) == 0
+    assert png.read_bytes() == picture.read_bytes()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_2bw.schedule.action import ActionType
 from megatron_2bw.schedule.commands.arguments import percent, plural, table
 from megatron_2bw.schedule.measured import STEPS, Run, cut
-from megatron_2bw.schedule.timeline import Timeline
+from megatron_2bw.schedule.timeline import Event, Timeline
 
 
 def report(run: Run) -> Iterator[str]:
@@ -58,11 +58,12 @@ def beside_each_other(run: Run, batches: int) -> list[Timeline]:
         for event in simulated.events[0]
         if event.action.type is ActionType.BACKWARD and event.action.microbatch == schedule.microbatches - 1
     ]
-    window = cut(simulated, ends_s[settle], ends_s[settle + batches])
-    return [
-        run.window(batches=batches),
-        replace(window, name=f"{schedule.name}, simulated from forwards and backwards"),
-    ]
+    measured, window = run.window(batches=batches), cut(simulated, ends_s[settle], ends_s[settle + batches])
+    later = measured.events[0][0].action.batch - window.events[0][0].action.batch
+    events = tuple(
+        tuple(Event(e.action.shifted(later), e.start_s, e.end_s) for e in of_rank) for of_rank in window.events
+    )
+    return [measured, replace(window, events=events, name=f"{schedule.name}, simulated")]
 
 
 def _ms(times_s: Iterable[float]) -> list[str]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_2bw.schedule.timeline import Timeline
 
 _MOST_SLOTS = 8
+_LETTERS = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><text y="9" font-family="{}">{}</text></svg>'
 
 
 def add(commands: Any) -> None:
@@ -95,7 +96,7 @@ def _show_measured(args: argparse.Namespace) -> int:
     run = read_run(args.measured)
     print("\n".join(report(run)))
     title = f"{_batches(args)} of {plural(run.schedule.microbatches, 'microbatch')}"
-    _write(args, beside_each_other(run, args.batches), title, [])
+    _write(args, beside_each_other(run, args.batches), title, ["", " from forwards and backwards alone"])
     return 0
 
 
@@ -120,7 +121,15 @@ def _pixels(picture: str) -> bytes:
         import resvg_py
     except ImportError as error:
         raise ScheduleError("--png needs a package that draws SVG: pip install resvg-py, or use --svg") from error
-    return bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=2))
+
+    from megatron_2bw.schedule.svg import FONTS
+
+    def pixels(drawn: str) -> bytes:
+        return bytes(resvg_py.svg_to_bytes(svg_string=drawn, zoom=2))
+
+    if pixels(_LETTERS.format(FONTS, "A")) == pixels(_LETTERS.format(FONTS, "")):
+        raise ScheduleError("--png finds no font on this machine: install one, such as fonts-dejavu-core, or use --svg")
+    return pixels(picture)
 
 
 def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args: argparse.Namespace) -> Iterable[str]:
