@@ -9,7 +9,7 @@ reads JSON lines, {"text": ...}, one document each, or other files, one document
     data/gpt_document.bin, .idx  the tokens of each document, and a token that ends it
 
 or, for BERT, ``bert.model`` with BERT's special tokens and ``bert_sentence.bin, .idx``, where every line that is not
-blank is a sentence. What is newer than all that it is made of is not made again.
+blank is a sentence. What was made of the same files in the same way is not made again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from typing import Any
 
 BERT_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """Of a vocabulary for BERT, by id; Megatron's dataset needs the padding to be token 0."""
+LEAST_DOCUMENTS = 20
+"""Megatron divides documents, not tokens, among training and validation: 5% of them have to be one."""
 LONGEST_SENTENCE = 256
 """In tokens; a longer one is cut. Megatron drops documents with a sentence of more than 512."""
 
@@ -91,7 +93,7 @@ def write_tokens(documents: Iterator[str], vocabulary: Path, prefix: Path, *, mo
     """Write the tokens with Megatron's own builder.
 
     Raises:
-        ValueError: there is no text.
+        ValueError: there are too few documents that Megatron can use.
     """
     import sentencepiece
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -99,19 +101,26 @@ def write_tokens(documents: Iterator[str], vocabulary: Path, prefix: Path, *, mo
     processor = sentencepiece.SentencePieceProcessor(model_file=str(vocabulary))
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(processor.vocab_size()))
     pieces = sentences_of if model == "bert" else document_of
-    tokens = count = 0
+    tokens = usable = count = 0
     shown_s = time.monotonic()
     for count, text in enumerate(documents, start=1):
         parts = pieces(text, processor)
+        usable += model != "bert" or len(parts) > 1
         builder.add_document([token for part in parts for token in part], [len(part) for part in parts])
         tokens += sum(map(len, parts))
         if time.monotonic() - shown_s > 2.0:
             shown_s = time.monotonic()
             print(f"  {count} documents, {tokens / 1e6:.2f} M tokens ...", flush=True)
     builder.finalize(f"{prefix}.idx")
-    if not tokens:
-        raise ValueError("the input holds no text")
+    kind = "documents of at least two lines" if model == "bert" else "documents"
+    if usable < LEAST_DOCUMENTS:
+        raise ValueError(
+            f"the input holds {usable} {kind}, and {LEAST_DOCUMENTS} are needed to keep some for validation: "
+            "give more files, or JSON lines"
+        )
     print(f"  {count} documents, {tokens / 1e6:.2f} M tokens", flush=True)
+    if usable < count:
+        print(f"  Megatron leaves {count - usable} of them out: it compares lines of one document", flush=True)
 
 
 def document_of(text: str, processor: Any) -> list[list[int]]:
@@ -126,17 +135,15 @@ def sentences_of(text: str, processor: Any) -> list[list[int]]:
 
 
 def prepare(files: Sequence[Path], output: Path, *, model: str, key: str, size: int) -> None:
-    """Make what is missing or older than what it is made of.
+    """Make what is missing or was made of something else.
 
     Raises:
         ValueError: the input cannot be used.
     """
-    import sentencepiece
-
     output.mkdir(parents=True, exist_ok=True)
     vocabulary, prefix = output / f"{model}.model", output / f"{model}_{'sentence' if model == 'bert' else 'document'}"
-    if vocabulary.exists() and sentencepiece.SentencePieceProcessor(model_file=str(vocabulary)).vocab_size() != size:
-        vocabulary.unlink()
+    states = ((file.resolve(), file.stat()) for file in files)
+    made_of = {"files": [[str(file), s.st_size, s.st_mtime_ns] for file, s in states], "key": key, "size": size}
 
     def train(path: Path) -> None:
         train_vocabulary(read_documents(files, key), path, size=size, model=model)
@@ -144,33 +151,40 @@ def prepare(files: Sequence[Path], output: Path, *, model: str, key: str, size: 
     def write(path: Path) -> None:
         write_tokens(read_documents(files, key), vocabulary, path, model=model)
 
-    make(f"vocabulary of {size} pieces", train, vocabulary, made_of=files)
-    if make("tokens", write, prefix, made_of=[*files, vocabulary], suffixes=(".bin", ".idx")):
+    make(f"vocabulary of {size} pieces", train, vocabulary, made_of)
+    made_of["vocabulary"] = vocabulary.stat().st_mtime_ns
+    if make("tokens", write, prefix, made_of, suffixes=(".bin", ".idx")):
         # Megatron's sample index is keyed by the dataset's name, not by its content.
         shutil.rmtree(output / "cache", ignore_errors=True)
 
 
 def make(
-    title: str, run: Callable[[Path], None], target: Path, *, made_of: Sequence[Path], suffixes: tuple[str, ...] = ("",)
+    title: str,
+    run: Callable[[Path], None],
+    target: Path,
+    made_of: dict[str, Any],
+    suffixes: tuple[str, ...] = ("",),
 ) -> bool:
-    """Make ``target`` unless it is there and not older than ``made_of``; half of it is never left behind.
+    """Make ``target`` unless it is there and made of the same; half of it is never left behind.
 
-    ``run`` gets a temporary name; its files, one per suffix, are renamed at the end. The last suffix
-    marks the whole as finished.
+    ``run`` gets a temporary name; its files, one per suffix, are renamed at the end. A file beside them says what
+    they are made of, and that they are finished.
 
     Returns:
         Whether it was made now.
     """
-    marker = Path(f"{target}{suffixes[-1]}")
-    if marker.exists() and all(marker.stat().st_mtime_ns >= source.stat().st_mtime_ns for source in made_of):
+    record = Path(f"{target}.json")
+    if record.exists() and json.loads(record.read_text(encoding="utf-8")) == made_of:
         print(f"{title}: there already, {target}", flush=True)
         return False
     print(f"{title} ...", flush=True)
     start_s = time.monotonic()
+    record.unlink(missing_ok=True)
     temporary = target.with_name(f"unfinished-{target.name}")
     run(temporary)
     for suffix in suffixes:
         os.replace(f"{temporary}{suffix}", f"{target}{suffix}")
+    record.write_text(json.dumps(made_of), encoding="utf-8")
     print(f"{title}: {time.monotonic() - start_s:.0f} s, {target}", flush=True)
     return True
 

@@ -50,11 +50,9 @@ class BertVocabulary:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.inv_vocab: dict[int, str] = tokenizer.inv_vocab
-        """Pieces by id."""
         self.unique_identifiers: OrderedDict[str, str] = tokenizer.unique_identifiers
         """For the dataset's cache."""
-        ids = {piece: id_ for id_, piece in self.inv_vocab.items()}
+        ids = {piece: id_ for id_, piece in tokenizer.inv_vocab.items()}
         names = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
         if ids.get("[PAD]") != 0 or not all(name in ids for name in names):
             raise ValueError(
@@ -62,6 +60,13 @@ class BertVocabulary:
                 "have to be there; examples/prepare_data.py --model bert makes one"
             )
         self.pad, self.cls, self.sep, self.mask = (ids[name] for name in names)
+        self.inv_vocab = {id_: piece if begins_word(piece) else f"##{piece}" for piece, id_ in ids.items()}
+        """Pieces by id, those that go on with a word marked as WordPiece marks them: whole words are masked."""
+
+
+def begins_word(piece: str) -> bool:
+    """Whether a SentencePiece piece does; special tokens stand alone."""
+    return piece.startswith(("\u2581", "["))
 
 
 def build_model(
@@ -145,8 +150,8 @@ def masked_loss(
     if order_logits is not None:
         order = torch.nn.functional.cross_entropy(order_logits.float(), batch["is_random"])
         loss = loss + order * tokens
-        sequences = batch["is_random"].numel()
-        logged["sop loss"] = torch.stack([order.detach() * sequences, order.new_tensor(sequences)])
+        sequences = torch.full_like(order, batch["is_random"].numel(), requires_grad=False)
+        logged["sop loss"] = torch.stack([order.detach() * sequences, sequences])
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
             result=loss, rejection_func=lambda value: not torch.isfinite(value), message="the loss is not finite"

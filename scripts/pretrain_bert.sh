@@ -7,7 +7,7 @@
 #
 # From the environment:
 #   DATA     folder written by examples/prepare_data.py --model bert (default: made of Python's standard library)
-#   OUTPUT   folder for checkpoints and log (default: runs/bert)
+#   OUTPUT   folder for checkpoints and log (default: $DATA/bert, or runs/bert)
 #   RANKS    processes on this node (default: one per GPU; without GPUs, as many as one replica has)
 #   NUM_NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for more nodes than one; see scripts/pretrain.slurm
 set -euo pipefail

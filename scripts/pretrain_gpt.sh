@@ -7,7 +7,7 @@
 #
 # From the environment:
 #   DATA     folder written by examples/prepare_data.py --model gpt (default: made of Python's standard library)
-#   OUTPUT   folder for checkpoints and log (default: runs/gpt)
+#   OUTPUT   folder for checkpoints and log (default: $DATA/gpt, or runs/gpt)
 #   RANKS    processes on this node (default: one per GPU; without GPUs, as many as one replica has)
 #   NUM_NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for more nodes than one; see scripts/pretrain.slurm
 set -euo pipefail

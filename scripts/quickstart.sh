@@ -56,7 +56,7 @@ data=(
     --save "$WORK/checkpoint" --save-interval 1000000
 )
 trace="$WORK/timeline.json"
-rm -f "$trace"
+rm -f "$trace" "$WORK/train.log"
 outputs=(--pipeline-trace "$trace")
 case " $* " in
 *"--pipeline-schedule megatron "* | *"--pipeline-schedule=megatron "*) outputs=() ;; # Nothing of ours to record.

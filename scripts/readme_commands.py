@@ -27,7 +27,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--but", action="append", default=[], metavar="TEXT")
     args = parser.parse_args()
-    (ROOT / "runs").mkdir(exist_ok=True)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     failed = 0
     for block in blocks((ROOT / "README.md").read_text(encoding="utf-8")):

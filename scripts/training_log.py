@@ -128,6 +128,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     following = commands.add_parser("follow", help="filter a running job's output from standard input")
     following.add_argument("log", type=Path, help="where the whole output goes")
+    following.add_argument("--append", action="store_true", help="to a log of earlier runs")
     following.add_argument("--every", type=int, default=20, help="print one iteration in so many (default %(default)s)")
     summary = commands.add_parser("summary", help="print the numbers of a finished job")
     summary.add_argument("log", type=Path)
@@ -135,7 +136,7 @@ def main() -> None:
     summary.add_argument("--checkpoint", type=Path, default=None, help="folder to point to")
     args = parser.parse_args()
     if args.command == "follow":
-        with args.log.open("w", encoding="utf-8") as log:
+        with args.log.open("a" if args.append else "w", encoding="utf-8") as log:
             follow(sys.stdin, log, every=args.every)
         return
     trace = json.loads(args.trace.read_text(encoding="utf-8")) if args.trace else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -12,12 +14,16 @@ from megatron.core import parallel_state
 
 from megatron_2bw.mcore.groups import create_host_group
 from megatron_2bw.runtime.background import Background
+from megatron_2bw.runtime.errors import needs_peers, waiting_in
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import COMPUTE, ActionType, Reduction
 from megatron_2bw.schedule.measured import batches_of, spent_s
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.timeline import Event
 
+logger = logging.getLogger(__name__)
+_BATCHES = 4
+"""Whose reductions are looked at."""
 BUBBLE, IMBALANCE, SLACK = "pipeline bubble", "stage imbalance", "update slack (s)"
 
 
@@ -43,16 +49,23 @@ class PipelineMonitor:
     def __init__(self, recorder: Recorder, timeout: timedelta) -> None:
         self._recorder = recorder
         self._group = create_host_group(parallel_state.get_pipeline_model_parallel_group(), timeout, "2bw monitor")
-        self._background = Background(torch.device("cpu"), "2bw monitor")
+        self._background = Background(torch.device("cpu"), "2bw monitor", timeout.total_seconds())
+        self._last: Future | None = None
         self._newest: dict[str, float] = {}
         self.interrupted = False
-        """An evaluation ran since the last batch, whose time tells nothing then."""
+        """An evaluation or a save came after the last batch: how long the next one takes tells nothing."""
 
     def after(self, schedule: Schedule) -> None:
         """A call has ended."""
-        take = self._recorder.newest(16 * schedule.microbatches + 64)
+        take = self._recorder.newest(16 * schedule.microbatches + 64, len(Reduction) * _BATCHES)
         interrupted, self.interrupted = self.interrupted, False
-        self._background.submit(lambda: self._gather(take(), schedule, interrupted=interrupted))
+        self._last = self._background.submit(lambda: self._gather(take, schedule, interrupted=interrupted))
+
+    def close(self) -> None:
+        """Wait for what is under way, so that no rank ends in the middle of it."""
+        if self._last is not None:
+            with waiting_in("gathering how busy the stages were"):
+                self._background.result(self._last)
 
     def add_to(self, losses: dict[str, torch.Tensor], totals: dict[str, Any], advanced: int) -> None:
         """Put the newest numbers among the losses of an iteration, which Megatron averages between log lines.
@@ -63,15 +76,22 @@ class PipelineMonitor:
             advanced: how many iterations these are the sums of.
         """
         for name, value in self._newest.items():
-            losses[name] = torch.tensor(value, device=torch.cuda.current_device())
+            losses[name] = torch.full((), value, device=torch.cuda.current_device())  # No copy that the host waits for.
             if name not in totals:  # Iterations went by in which nothing was known yet.
                 totals[name] = advanced * losses[name].reshape(1)
 
-    def _gather(self, recorded: tuple[list[Event], list[Event]], schedule: Schedule, *, interrupted: bool) -> None:
-        mine = torch.tensor(busy(*recorded, schedule) or (0.0, 0.0, 0.0), dtype=torch.float64)
+    def _gather(
+        self, take: Callable[[], tuple[list[Event], list[Event]]], schedule: Schedule, *, interrupted: bool
+    ) -> None:
+        mine = torch.zeros(3, dtype=torch.float64)
+        try:
+            mine += torch.tensor(busy(*take(), schedule) or Busy(0.0, 0.0, 0.0), dtype=torch.float64)
+        except RuntimeError as error:  # All stages have to meet all the same.
+            logger.warning("--log-pipeline: this stage does not know what it did: %s", error)
         stages = [torch.empty_like(mine) for _ in range(schedule.stages)]
-        dist.all_gather(stages, mine, group=self._group)
-        if not interrupted and all(stage[1] > 0 for stage in stages):
+        with needs_peers("gathering how busy the stages were"):
+            dist.all_gather(stages, mine, group=self._group)
+        if not interrupted and all(stage[0] > 0 for stage in stages):
             self._newest = numbers([Busy(*stage.tolist()) for stage in stages], delayed=any(schedule.delay))
 
 

@@ -98,8 +98,6 @@ class Session:
     def forward_backward(self, stock: Callable[..., Any], **keywords: Any) -> list[Any]:
         """Megatron's forward-backward function: one batch, or evaluation by the stock schedule."""
         if keywords.get("forward_only"):
-            if self.monitor is not None:
-                self.monitor.interrupted = True
             return stock(**keywords)
         call = Call.of(keywords)
         if self._stage is None:
@@ -127,6 +125,12 @@ class Session:
             with waiting_in(f"stage {self._stage_index}: the update that is pending after batch {self._batch - 1}"):
                 self.optimizer.settle()
 
+    def interrupt(self) -> None:
+        """Before an evaluation or a save: settle, and do not count its time as that of a batch."""
+        self.settle()
+        if self.monitor is not None:
+            self.monitor.interrupted = True
+
     def logs_this_batch(self) -> bool:
         """Whether Megatron writes the batch that has just run to its log, or to Tensorboard."""
         args = get_args()
@@ -142,8 +146,9 @@ class Session:
     def close(self) -> None:
         """End of the run, planned or not: nothing pending, nothing in flight, trace written."""
         self.settle()
-        if self.exits is not None:
-            self.exits.close()
+        for gathering in (self.exits, self.monitor):
+            if gathering is not None:
+                gathering.close()
         if self.executor is not None:
             self.executor.abandon()
             path = get_args().pipeline_trace

@@ -76,7 +76,7 @@ def locally(original: Any, value: Any, *rest: Any, **keywords: Any) -> Any:
 def settled(original: Any, *args: Any, **keywords: Any) -> Any:
     session = _session()
     if session is not None:
-        session.settle()
+        session.interrupt()
     return original(*args, **keywords)
 
 
@@ -85,7 +85,7 @@ def evaluate(original: Any, *args: Any, **keywords: Any) -> Any:
     if session is None:
         return original(*args, **keywords)
     model = inspect.signature(original).bind(*args, **keywords).arguments["model"]
-    session.settle()
+    session.interrupt()
     try:
         return original(*args, **keywords)
     finally:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from itertools import islice
+from threading import Lock
+from typing import NamedTuple
 
 import torch
 
 from megatron_2bw.schedule.action import Action
-from megatron_2bw.schedule.timeline import REDUCTIONS, Event
+from megatron_2bw.schedule.timeline import DATA, REDUCTIONS, Event
 
-_Note = tuple[Action, object, object]
+_NOTES_PER_ORIGIN = 1024
+
+
+class _Note(NamedTuple):
+    """One action, or what ran beside it."""
+
+    action: Action
+    start: object
+    end: object
+    origin: int
+    """Of a GPU's marks: the newest origin when it was kept."""
 
 
 class Recorder:
@@ -26,24 +39,34 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device, *, limit: int = 100_000) -> None:
+        self._device = device
         self._notes: deque[_Note] = deque(maxlen=limit)
-        self._beside: defaultdict[str, deque[_Note]] = defaultdict(lambda: deque(maxlen=limit))
-        self._origin: tuple[torch.cuda.Event, float] | None = None
+        self._beside = {row: deque[_Note](maxlen=limit) for row in (REDUCTIONS, DATA)}
+        self._appending = Lock()
+        """Held where another thread may append."""
+        self._origins: list[torch.cuda.Event] = []
+        """CUDA counts milliseconds between two events in single precision: the distance must stay short."""
+        self._noted = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            self._origin = self._event(), time.perf_counter()
+            self._origins.append(self._event())
+            self._host_s = time.perf_counter()
 
     def mark(self) -> object:
         """This moment, as the device sees it."""
-        return time.perf_counter() if self._origin is None else self._event()
+        return self._event() if self._origins else time.perf_counter()
 
     def note(self, action: Action, start: object, end: object) -> None:
         """Keep that ``action`` ran between two marks."""
-        self._notes.append((action, start, end))
+        self._noted += 1
+        if self._origins and self._noted % _NOTES_PER_ORIGIN == 0:
+            self._origins.append(self._event())
+        self._notes.append(_Note(action, start, end, len(self._origins) - 1))
 
     def note_beside(self, row: str, action: Action, start: object, end: object) -> None:
         """Keep what ran beside the actions, or within one of them, between two marks."""
-        self._beside[row].append((action, start, end))
+        with self._appending:
+            self._beside[row].append(_Note(action, start, end, len(self._origins) - 1))
 
     def timed[Result](self, row: str, action: Action, function: Callable[[], Result]) -> Callable[[], Result]:
         """``function``, kept as something that runs beside the actions."""
@@ -57,30 +80,40 @@ class Recorder:
         return run
 
     def events(self) -> list[Event]:
-        """All kept actions in the order in which they ran, in seconds of the host's clock; waits for the device."""
-        return self._resolved(self._notes)
+        """All kept actions in the order in which they ran, in seconds of the host's clock; waits for them."""
+        return self._resolved(list(self._notes))
 
     def beside(self) -> dict[str, list[Event]]:
         """What ran beside them, by row."""
-        return {row: self._resolved(notes) for row, notes in self._beside.items()}
+        with self._appending:
+            rows = {row: list(notes) for row, notes in self._beside.items()}
+        return {row: self._resolved(notes) for row, notes in rows.items()}
 
-    def newest(self, count: int) -> Callable[[], tuple[list[Event], list[Event]]]:
-        """The newest ``count`` actions and the reductions kept so far, as something to call from any thread."""
-        notes, reductions = (
-            list(islice(reversed(kept), count))[::-1] for kept in (self._notes, self._beside[REDUCTIONS])
-        )
-        return lambda: (self._resolved(notes), self._resolved(reductions))
+    def newest(self, actions: int, reductions: int) -> Callable[[], tuple[list[Event], list[Event]]]:
+        """So many of the newest of both, as something to call from any thread; called by the thread that notes."""
+        with self._appending:
+            notes, beside = (
+                list(islice(reversed(kept), count))[::-1]
+                for kept, count in ((self._notes, actions), (self._beside[REDUCTIONS], reductions))
+            )
+        return lambda: (self._resolved(notes), self._resolved(beside))
 
-    def _resolved(self, notes: Iterable[_Note]) -> list[Event]:
-        if self._origin is None:
-            return [Event(action, start, end) for action, start, end in notes]
-        torch.cuda.synchronize()
-        event, host_s = self._origin
+    def _resolved(self, notes: list[_Note]) -> list[Event]:
+        if not self._origins:
+            return [Event(note.action, note.start, note.end) for note in notes]
+        if not notes:
+            return []
+        with torch.cuda.device(self._device):
+            notes[-1].end.synchronize()  # The others are before it on their stream; so is its origin.
+            origins = self._origins[: notes[-1].origin + 1]
+            steps_ms = (before.elapsed_time(after) for before, after in itertools.pairwise(origins))
+            origins_s = list(itertools.accumulate((ms / 1000 for ms in steps_ms), initial=self._host_s))
 
-        def seconds(mark: torch.cuda.Event) -> float:
-            return host_s + event.elapsed_time(mark) / 1000
+            def event(note: _Note) -> Event:
+                start_s = origins_s[note.origin] + origins[note.origin].elapsed_time(note.start) / 1000
+                return Event(note.action, start_s, start_s + note.start.elapsed_time(note.end) / 1000)
 
-        return [Event(action, seconds(start), seconds(end)) for action, start, end in notes]
+            return [event(note) for note in notes]
 
     @staticmethod
     def _event() -> torch.cuda.Event:

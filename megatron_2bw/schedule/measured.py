@@ -22,7 +22,7 @@ from megatron_2bw.schedule.trace import BESIDE, chrome_trace
 
 SETTLED = slice(2, -1)
 """Of the batches: the first ones fill the pipeline, the last one drains it."""
-_LEAST_BATCHES = 5
+_LEAST_BATCHES = 12
 _MOST_REPLAYED = 256
 
 STEPS = {
@@ -88,7 +88,7 @@ class Run:
         """Raises:
         ScheduleError: too few batches to say what is usual.
         """
-        if not all(self._settled):
+        if self.batches < _LEAST_BATCHES or not all(self._settled):
             raise ScheduleError(
                 f"the trace holds {self.batches} batches, too few to leave out those that fill and drain the pipeline; "
                 f"record at least {_LEAST_BATCHES}"
@@ -184,8 +184,7 @@ class Run:
         }
         replayed = simulate(self.schedule, durations, count, delays=delays)
         run = Run(schedule=self.schedule, timeline=replayed)
-        settled = run._settled[0]
-        return median(batch.period_s for batch in settled) if settled else self.period_s
+        return run.period_s
 
     @cached_property
     def _settled(self) -> list[list[Batch]]:

@@ -16,8 +16,11 @@ value_of() {
 pretrain() {
     local kind="$1"
     shift
-    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus
-    local data="${DATA:-$ROOT/quickstart/data}" output="${OUTPUT:-$ROOT/runs/$kind}" nodes="${NUM_NODES:-1}"
+    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus replica
+    local data="${DATA:-$ROOT/quickstart/data}" nodes="${NUM_NODES:-1}" output="${OUTPUT:-}"
+    if [ -z "$output" ]; then
+        output="${DATA:+$DATA/$kind}" output="${output:-$ROOT/runs/$kind}"
+    fi
     mkdir -p "$output"
 
     if [ "$kind" = gpt ]; then
@@ -32,12 +35,18 @@ pretrain() {
         echo "error: $tokens.idx is missing; make it with examples/prepare_data.py --model $kind --output $data" >&2
         return 1
     fi
+    keep_vocabulary "$data/$kind.model" "$output"
 
     if [ -z "$(value_of --num-layers "")" ]; then
         defaults+=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128)
     fi
+    gpus="$(count_gpus)"
     if [ -z "$(value_of --global-batch-size "")" ]; then
-        defaults+=(--pipeline-schedule 2bw --pipeline-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 8)
+        if [ $((gpus % 2)) -ne 0 ]; then
+            gpus=0 # The default layout has two stages.
+        fi
+        defaults+=(--pipeline-schedule 2bw --pipeline-model-parallel-size 2 --micro-batch-size 4)
+        defaults+=(--global-batch-size $((8 * nodes * (gpus > 0 ? gpus / 2 : 1))))
     fi
     if [ -z "$(value_of --train-iters "$(value_of --train-samples "")")" ]; then
         defaults+=(--train-iters 1000)
@@ -45,15 +54,18 @@ pretrain() {
     if [ -z "$(value_of --lr-warmup-iters "$(value_of --lr-warmup-samples "")")" ]; then
         defaults+=(--lr-warmup-fraction 0.1)
     fi
+    if ! has_transformer_engine; then
+        defaults+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion)
+    fi
     flags=("${defaults[@]}" "${flags[@]}")
-
-    gpus="$(count_gpus)"
+    replica=$(($(value_of --tensor-model-parallel-size 1) * $(value_of --pipeline-model-parallel-size 1)))
+    ranks="${RANKS:-$gpus}"
     if [ "$gpus" -eq 0 ]; then
         use_cpu
         flags=(--num-workers 0 "${flags[@]}") # Loading beside training would take a core from it.
-        gpus=$(($(value_of --tensor-model-parallel-size 1) * $(value_of --pipeline-model-parallel-size 1)))
+        ranks="${RANKS:-$replica}"
     fi
-    ranks="${RANKS:-$gpus}"
+
     launcher=(--nproc-per-node "$ranks" --standalone)
     if [ "$nodes" -gt 1 ]; then
         launcher=(--nproc-per-node "$ranks" --nnodes "$nodes" --node-rank "$NODE_RANK"
@@ -68,4 +80,20 @@ pretrain() {
         --log-interval 10 --eval-interval 100 --eval-iters 5 \
         --save "$output/checkpoint" --load "$output/checkpoint" --save-interval 100 \
         --override-opt_param-scheduler "${flags[@]}"
+}
+
+has_transformer_engine() {
+    "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("transformer_engine") is None)'
+}
+
+# keep_vocabulary FILE FOLDER: the checkpoints in the folder belong to that vocabulary, or it is an error.
+keep_vocabulary() {
+    local kept="$2/vocabulary.cksum" sum
+    sum="$(cksum <"$1")"
+    if [ ! -e "$kept" ]; then
+        echo "$sum" >"$kept"
+    elif [ "$sum" != "$(cat "$kept")" ]; then
+        echo "error: $2 belongs to another vocabulary than $1: set OUTPUT to another folder, or delete it" >&2
+        return 1
+    fi
 }

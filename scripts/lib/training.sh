@@ -18,7 +18,7 @@ use_cpu() {
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
 }
 
-# train LOG TORCHRUN_FLAG... -- SCRIPT FLAG...: run it under the launcher; shows what matters, keeps all in LOG.
+# train LOG TORCHRUN_FLAG... -- SCRIPT FLAG...: run it under the launcher; shows what matters, adds all to LOG.
 train() {
     local log="$1" launcher=()
     shift
@@ -28,7 +28,7 @@ train() {
     done
     shift
     "$VENV/bin/python" -m torch.distributed.run "${launcher[@]}" -m megatron_2bw "$@" \
-        2>&1 | "$VENV/bin/python" "$ROOT/scripts/training_log.py" follow "$log" || {
+        2>&1 | "$VENV/bin/python" "$ROOT/scripts/training_log.py" follow --append "$log" || {
         echo "error: training failed; its whole output is in $log" >&2
         return 1
     }

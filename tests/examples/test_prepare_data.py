@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -39,6 +40,13 @@ def prepare(prepare_data, files: list[Path], output: Path, model: str = "gpt", s
     prepare_data.prepare(files, output, model=model, key="text", size=size)
 
 
+def text_files(documents: list[str], folder: Path) -> list[Path]:
+    files = [folder / f"{index}.txt" for index in range(len(documents))]
+    for file, text in zip(files, documents, strict=True):
+        file.write_text(text, encoding="utf-8")
+    return files
+
+
 def read(prefix: Path, vocabulary: Path):
     import sentencepiece
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -58,24 +66,20 @@ def test_megatron_reads_back_the_text(prepare_data, corpus, documents, tmp_path)
 
 
 def test_text_files_are_documents(prepare_data, documents, tmp_path):
-    files = [tmp_path / f"{index}.txt" for index in range(3)]
-    for file, text in zip(files, documents, strict=False):
-        file.write_text(text, encoding="utf-8")
-    prepare(prepare_data, files, tmp_path)
+    prepare(prepare_data, text_files(documents, tmp_path), tmp_path)
     dataset, vocabulary = read(tmp_path / "gpt_document", tmp_path / "gpt.model")
-    assert [vocabulary.decode(ids[:-1].tolist()) for ids in dataset] == documents[:3]
+    assert [vocabulary.decode(ids[:-1].tolist()) for ids in dataset] == documents
 
 
 def test_lines_are_sentences_for_bert(prepare_data, documents, tmp_path):
     long = " ".join(f"word_{index}" for index in range(400))
-    file = tmp_path / "text.txt"
-    file.write_text(documents[0] + long, encoding="utf-8")
-    prepare(prepare_data, [file], tmp_path, model="bert")
+    files = text_files([documents[0] + long, *documents[1:]], tmp_path)
+    prepare(prepare_data, files, tmp_path, model="bert")
     dataset, vocabulary = read(tmp_path / "bert_sentence", tmp_path / "bert.model")
     assert [vocabulary.id_to_piece(index) for index in range(5)] == list(prepare_data.BERT_PIECES)
-    assert len(dataset.document_indices) - 1 == 1
+    assert len(dataset.document_indices) - 1 == len(documents)
     lines = [re.sub(" +", " ", line).strip(" ") for line in documents[0].split("\n") if line.strip()]
-    sentences = [vocabulary.decode(ids.tolist()) for ids in dataset]
+    sentences = [vocabulary.decode(dataset[i].tolist()) for i in range(dataset.document_indices[1])]
     assert sentences[: len(lines)] == lines
     assert "".join(sentences[len(lines) :]).replace(" ", "") == long.replace(" ", "")
     assert max(map(len, dataset)) == prepare_data.LONGEST_SENTENCE
@@ -115,9 +119,26 @@ def test_what_is_finished_stays_and_the_rest_is_made_again(prepare_data, corpus,
     smaller = times()
     assert all(smaller[name] > made[name] for name in made)
 
-    os.utime(corpus, ns=(smaller["gpt.model"] + 10**9,) * 2)
-    prepare(prepare_data, [corpus], data, size=VOCAB_SIZE - 10)
+    older = tmp_path / "older.jsonl"
+    shutil.copy(corpus, older)
+    os.utime(older, ns=(0, 0))
+    prepare(prepare_data, [corpus, older], data, size=VOCAB_SIZE - 10)
     assert all(time_ns > smaller[name] for name, time_ns in times().items())
+
+
+@pytest.mark.parametrize(
+    ("model", "texts", "message"),
+    [
+        ("gpt", [TEXT] * 19, "holds 19 documents, and 20 are needed"),
+        ("bert", ["one line"] * 50 + [TEXT] * 3, "holds 3 documents of at least two lines"),
+    ],
+)
+def test_too_little_to_divide(prepare_data, model, texts, message, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text + f" {number}"}) + "\n" for number, text in enumerate(texts)))
+    with pytest.raises(ValueError, match=message):
+        prepare(prepare_data, [corpus], tmp_path, model=model, size=310)
+    assert not list(tmp_path.glob(f"{model}_*.json"))
 
 
 def test_the_vocabulary_is_the_same_every_time(prepare_data, documents, tmp_path):

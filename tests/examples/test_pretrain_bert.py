@@ -50,6 +50,25 @@ def test_both_losses_are_learned_from_and_evaluated(root, data):
     assert re.search(r"validation loss at iteration 6 .*lm loss value: .*sop loss value:", done.stdout)
 
 
+def test_whole_words_are_masked(root, data):
+    """Pieces that go on with a word carry the mark of WordPiece, which Megatron's dataset looks for."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(root / "examples")!r})
+import pretrain_bert
+from megatron.core.tokenizers import MegatronTokenizer
+path = {str(data / "bert.model")!r}
+tokenizer = MegatronTokenizer.from_pretrained(path, metadata_path={{"library": "sentencepiece"}})
+vocabulary = pretrain_bert.BertVocabulary(tokenizer)
+words = tokenizer.tokenize("text says line")
+print(sum(not vocabulary.inv_vocab[token].startswith("##") for token in words), len(words) >= 3)
+print(vocabulary.pad, vocabulary.inv_vocab[vocabulary.mask])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-2:] == ["3 True", "0 [MASK]"]
+
+
 def test_a_vocabulary_without_special_tokens_is_refused(root, data, tmp_path, load):
     load("examples/prepare_data.py").train_vocabulary(
         iter([f"line {number}" for number in range(300)]), tmp_path / "gpt.model", size=VOCAB_SIZE, model="gpt"

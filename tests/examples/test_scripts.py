@@ -89,12 +89,14 @@ def pretrain(root: Path, folder: Path, flags: str, **environment: str) -> list[s
     """The command that ``scripts/lib/pretrain.sh`` would run, in words, with everything that takes time replaced."""
     data = folder / "data"
     data.mkdir(exist_ok=True)
-    (data / "gpt_document.idx").touch()
+    for name in ("gpt_document.idx", "gpt.model"):
+        (data / name).touch()
     command = f"""
         ROOT="{root}"
         source "{root}/scripts/lib/training.sh"
         source "{root}/scripts/lib/pretrain.sh"
         count_gpus() {{ echo "$GPUS"; }}
+        has_transformer_engine() {{ false; }}
         train() {{ printf '%s\\n' "$@"; }}
         pretrain gpt {flags}
     """
@@ -121,6 +123,7 @@ def test_what_a_user_gives_wins_over_the_defaults(root, tmp_path):
         ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size=2 --global-batch-size 8", {}, "8 --standalone"),
         ("", {"RANKS": "4"}, "--nproc-per-node 4 --standalone"),
         ("", {"GPUS": "8"}, "--nproc-per-node 8 --standalone"),
+        ("", {"GPUS": "1"}, "--nproc-per-node 2 --standalone"),
         (
             "",
             {"GPUS": "8", "NUM_NODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "node0"},
@@ -129,4 +132,17 @@ def test_what_a_user_gives_wins_over_the_defaults(root, tmp_path):
     ],
 )
 def test_how_many_processes(root, tmp_path, flags, environment, launcher):
-    assert launcher in " ".join(pretrain(root, tmp_path, flags, **environment))
+    words = pretrain(root, tmp_path, flags, **environment)
+    assert launcher in " ".join(words)
+    last = {word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")}
+    if not flags and "RANKS" not in environment:
+        replicas = int(last["--nproc-per-node"]) * int(environment.get("NUM_NODES", 1)) // 2
+        assert int(last["--global-batch-size"]) == 2 * 4 * replicas
+
+
+def test_checkpoints_of_another_vocabulary_are_not_gone_on_with(root, tmp_path):
+    pretrain(root, tmp_path, "")
+    (tmp_path / "data/gpt.model").write_text("another")
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        pretrain(root, tmp_path, "")
+    assert "belongs to another vocabulary" in failed.value.stderr

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_2bw.cli import main
 from megatron_2bw.schedule.action import Action, ActionType
+from megatron_2bw.schedule.commands.measured import beside_each_other
 from megatron_2bw.schedule.engine import Durations
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.measured import Run, read_run, trace_of
@@ -145,6 +146,37 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         "2bw, simulated",
     }
     assert {event["pid"] for event in json.loads((tmp_path / "both.json").read_text())["traceEvents"]} == {0, 1}
+
+
+def test_the_shortest_run_that_is_explained(tmp_path: Path):
+    """Too short a replay would count transfers as something else."""
+    durations, cause_s = CAUSES["rest"]
+    runs = [recorded(durations=durations, stages=2, batches=batches) for batches in (11, 12)]
+    with pytest.raises(ScheduleError, match="holds 11 batches, too few"):
+        runs[0].check_long_enough()
+    runs[1].check_long_enough()
+    causes = runs[1].causes()
+    assert (causes["rest"], causes["moments"]) == pytest.approx((cause_s, 0.0), abs=1e-3)
+
+
+def test_panels_show_the_same_batches():
+    for schedule in ("2bw", "1f1b-flush"):
+        run = recorded(schedule)
+        waits = tuple(
+            (Event(of_rank[0].action._replace(type=ActionType.RECV_FORWARD, version=None), 0.0, 0.0), *of_rank)
+            for of_rank in run.timeline.events
+        )
+        measured, simulated = beside_each_other(replace(run, timeline=Timeline(events=waits)), 3)
+        numbers = [
+            {e.action.batch for e in timeline.events[0] if e.action.type == "B"} for timeline in (measured, simulated)
+        ]
+        assert numbers[0] == numbers[1]
+
+
+def test_times_of_a_simulation_say_nothing_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trace = written(recorded(), tmp_path)
+    assert main(["show", "--measured", str(trace), "--forward-time", "2"]) == 2
+    assert "leave out forward-time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megatron_2bw.schedule.action import ActionType
+from megatron_2bw.schedule.action import COMPUTE, ActionType
 from megatron_2bw.schedule.commands.arguments import percent, plural, table
 from megatron_2bw.schedule.measured import STEPS, Run, cut
 from megatron_2bw.schedule.timeline import Event, Timeline
@@ -59,11 +59,15 @@ def beside_each_other(run: Run, batches: int) -> list[Timeline]:
         if event.action.type is ActionType.BACKWARD and event.action.microbatch == schedule.microbatches - 1
     ]
     measured, window = run.window(batches=batches), cut(simulated, ends_s[settle], ends_s[settle + batches])
-    later = measured.events[0][0].action.batch - window.events[0][0].action.batch
+    later = _first_batch(measured) - _first_batch(window)
     events = tuple(
         tuple(Event(e.action.shifted(later), e.start_s, e.end_s) for e in of_rank) for of_rank in window.events
     )
     return [measured, replace(window, events=events, name=f"{schedule.name}, simulated")]
+
+
+def _first_batch(timeline: Timeline) -> int:
+    return next(event.action.batch for event in timeline.events[0] if event.action.type in COMPUTE)
 
 
 def _ms(times_s: Iterable[float]) -> list[str]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from megatron_2bw.schedule.timeline import Timeline
 
 _MOST_SLOTS = 8
+_DEFAULTS = {"forward_time": Fraction(1), "backward_time": Fraction(2), "extra_in_flight": 0}
+"""Of what is simulated, and not of what is measured."""
 _LETTERS = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><text y="9" font-family="{}">{}</text></svg>'
 
 
@@ -37,14 +39,11 @@ def add(commands: Any) -> None:
     show.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=f"one or more of {', '.join(names())}")
     add_size(show, default=None)
     show.add_argument("--batches", type=count, default=3, metavar="N", help="batches to show (default: %(default)s)")
-    show.add_argument("--forward-time", type=duration, default=Fraction(1), metavar="F", help="of a stage (default: 1)")
-    show.add_argument(
-        "--backward-time", type=duration, default=Fraction(2), metavar="B", help="of a stage (default: 2)"
-    )
+    show.add_argument("--forward-time", type=duration, metavar="F", help="of a stage (default: %(default)s)")
+    show.add_argument("--backward-time", type=duration, metavar="B", help="of a stage (default: %(default)s)")
     show.add_argument(
         "--extra-in-flight",
         type=count_or_none,
-        default=0,
         metavar="N",
         help="activations that 2bw keeps in flight beyond what it needs, per stage boundary (default: %(default)s)",
     )
@@ -57,6 +56,7 @@ def add(commands: Any) -> None:
     show.add_argument("--svg", type=Path, metavar="FILE", help="write a picture, all timelines on one time axis")
     show.add_argument("--png", type=Path, metavar="FILE", help="the same, as pixels; needs the package resvg-py")
     show.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    show.set_defaults(**_DEFAULTS)
     show.add_argument("--programs", action="store_true", help="print what every rank executes")
 
 
@@ -90,7 +90,8 @@ def _show_measured(args: argparse.Namespace) -> int:
     from megatron_2bw.schedule.commands.measured import beside_each_other, report
     from megatron_2bw.schedule.measured import read_run
 
-    given = [name for name in ("schedules", "stages", "microbatches", "programs") if getattr(args, name)]
+    others = {"schedules": [], "stages": None, "microbatches": None, "programs": False, **_DEFAULTS}
+    given = [name.replace("_", "-") for name, default in others.items() if getattr(args, name) != default]
     if given:
         raise ScheduleError(f"--measured says what ran: leave out {', '.join(given)}")
     run = read_run(args.measured)
