@@ -14,6 +14,7 @@ import argparse
 import difflib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,8 +38,8 @@ megatron_2bw.install()  # Adds --pipeline-schedule; before anything of Megatron 
 TRAINING = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 12 "
-    "--log-interval 1 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 "
-    "--hidden-dropout 0 --attention-dropout 0 --seed 1234"
+    "--log-interval 1 --eval-iters 0 --eval-interval 100 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--num-workers 0 --hidden-dropout 0 --attention-dropout 0 --seed 1234"
 ).split()
 
 
@@ -102,6 +103,7 @@ def compare(checkout: Path) -> None:
         for name in ("plain", "patched"):
             (Path(folder) / name).mkdir()
             subprocess.run(["tar", "xf", f"{folder}/source.tar", "-C", f"{folder}/{name}"], check=True)
+            shutil.rmtree(f"{folder}/{name}/megatron")  # The installed one has its helpers compiled.
         command = ["git", "apply", str(FOLDER / f"{release}.patch")]
         subprocess.run(command, cwd=f"{folder}/patched", check=True)
         for schedule in ("megatron", "1f1b-flush", "2bw"):
