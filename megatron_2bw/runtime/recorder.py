@@ -46,11 +46,13 @@ class Recorder:
         """Held where another thread may append."""
         self._origins: list[torch.cuda.Event] = []
         """CUDA counts milliseconds between two events in single precision: the distance must stay short."""
+        self._origins_s: list[float] = []
+        """Of those that were asked for, on the host's clock."""
         self._noted = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._origins.append(self._event())
-            self._host_s = time.perf_counter()
+            self._origins_s.append(time.perf_counter())
 
     def mark(self) -> object:
         """This moment, as the device sees it."""
@@ -104,16 +106,23 @@ class Recorder:
         if not notes:
             return []
         with torch.cuda.device(self._device):
-            notes[-1].end.synchronize()  # The others are before it on their stream; so is its origin.
-            origins = self._origins[: notes[-1].origin + 1]
-            steps_ms = (before.elapsed_time(after) for before, after in itertools.pairwise(origins))
-            origins_s = list(itertools.accumulate((ms / 1000 for ms in steps_ms), initial=self._host_s))
+            for note in notes:  # On several streams; each start is before its end.
+                note.end.synchronize()
+            self._know_origins(max(note.origin for note in notes))
 
             def event(note: _Note) -> Event:
-                start_s = origins_s[note.origin] + origins[note.origin].elapsed_time(note.start) / 1000
+                origin, origin_s = self._origins[note.origin], self._origins_s[note.origin]
+                start_s = origin_s + origin.elapsed_time(note.start) / 1000
                 return Event(note.action, start_s, start_s + note.start.elapsed_time(note.end) / 1000)
 
             return [event(note) for note in notes]
+
+    def _know_origins(self, last: int) -> None:
+        """Add up the distances of the origins up to that one."""
+        with self._appending:
+            for before, after in itertools.pairwise(self._origins[len(self._origins_s) - 1 : last + 1]):
+                after.synchronize()
+                self._origins_s.append(self._origins_s[-1] + before.elapsed_time(after) / 1000)
 
     @staticmethod
     def _event() -> torch.cuda.Event:

@@ -30,6 +30,7 @@ def data(load, tmp_path_factory) -> Path:
 
 
 def run(root: Path, data: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Two processes."""
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
@@ -50,29 +51,30 @@ def test_both_losses_are_learned_from_and_evaluated(root, data):
     assert re.search(r"validation loss at iteration 6 .*lm loss value: .*sop loss value:", done.stdout)
 
 
-def test_whole_words_are_masked(root, data):
+def test_a_vocabulary_marks_words_or_is_refused(root, data, tmp_path, load):
     """Pieces that go on with a word carry the mark of WordPiece, which Megatron's dataset looks for."""
+    other = tmp_path / "gpt.model"
+    texts = iter([f"line {number}" for number in range(300)])
+    load("examples/prepare_data.py").train_vocabulary(texts, other, size=VOCAB_SIZE, model="gpt")
     code = f"""
 import sys
 sys.path.insert(0, {str(root / "examples")!r})
 import pretrain_bert
 from megatron.core.tokenizers import MegatronTokenizer
-path = {str(data / "bert.model")!r}
-tokenizer = MegatronTokenizer.from_pretrained(path, metadata_path={{"library": "sentencepiece"}})
-vocabulary = pretrain_bert.BertVocabulary(tokenizer)
-words = tokenizer.tokenize("text says line")
+def tokenizer(path):
+    return MegatronTokenizer.from_pretrained(path, metadata_path={{"library": "sentencepiece"}})
+known = tokenizer({str(data / "bert.model")!r})
+vocabulary = pretrain_bert.BertVocabulary(known)
+words = known.tokenize("text says line")
 print(sum(not vocabulary.inv_vocab[token].startswith("##") for token in words), len(words) >= 3)
 print(vocabulary.pad, vocabulary.inv_vocab[vocabulary.mask])
+try:
+    pretrain_bert.BertVocabulary(tokenizer({str(other)!r}))
+except ValueError as error:
+    print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines()[-2:] == ["3 True", "0 [MASK]"]
-
-
-def test_a_vocabulary_without_special_tokens_is_refused(root, data, tmp_path, load):
-    load("examples/prepare_data.py").train_vocabulary(
-        iter([f"line {number}" for number in range(300)]), tmp_path / "gpt.model", size=VOCAB_SIZE, model="gpt"
-    )
-    done = run(root, data, "--tokenizer-model", str(tmp_path / "gpt.model"))
-    assert done.returncode != 0
-    assert "--tokenizer-model holds no vocabulary for BERT: [PAD] has to be token 0" in done.stderr
+    *_, words, special, refusal = done.stdout.splitlines()
+    assert (words, special) == ("3 True", "0 [MASK]")
+    assert refusal.startswith("--tokenizer-model holds no vocabulary for BERT: [PAD] has to be token 0")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
 import torch
 
+from megatron_2bw.runtime import recorder as recorder_module
 from megatron_2bw.runtime.background import Background
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action
+from megatron_2bw.schedule.timeline import REDUCTIONS
 
 pytestmark = pytest.mark.gpu
 CYCLES = 200_000_000
@@ -76,3 +79,22 @@ def test_actions_are_timed_on_the_device() -> None:
     (event,) = recorder.events()
     assert event.action == action
     assert event.end_s - event.start_s > 0.01
+
+
+def test_times_add_up_over_origins_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks are placed by the newest origin before them, and resolved on another thread."""
+    monkeypatch.setattr(recorder_module, "_NOTES_PER_ORIGIN", 2)
+    recorder = Recorder(torch.device("cuda"))
+    action, reduction = Action.parse("0F0v0"), Action.parse("0REDUCE_START:norm")
+    for _ in range(5):
+        start = recorder.mark()
+        torch.cuda._sleep(CYCLES // 4)
+        recorder.note(action, start, recorder.mark())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        recorder.timed(REDUCTIONS, reduction, lambda: torch.cuda._sleep(CYCLES // 4))()
+    background = Background(torch.device("cpu"), "test")
+    events, beside = background.result(background.submit(recorder.newest(5, 1)))
+    assert len(recorder._origins) == 3
+    assert all(later.start_s >= earlier.end_s - 1e-4 for earlier, later in itertools.pairwise(events))
+    assert all(event.end_s - event.start_s > 0.005 for event in (*events, *beside))
+    assert recorder.events() == events

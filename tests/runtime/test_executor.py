@@ -22,7 +22,10 @@ def _assert_equal(actual, wanted):
         assert torch.equal(have, want)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 2), (2, 4), (3, 2), (4, 3), (4, 4), (4, 8)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches"),
+    [(2, 1), (2, 2), (2, 4), (3, 2), (4, 3), (4, 4), pytest.param(4, 8, marks=pytest.mark.slow)],
+)
 def test_equals_the_loop(stages, microbatches):
     _assert_equal(train(stages, microbatches, 12), expected(stages, microbatches, 12))
 
