@@ -1,9 +1,18 @@
-"""PipeDream-2BW and relatives on unmodified Megatron-Core."""
+"""PipeDream-2BW and relatives on unmodified Megatron-Core.
+
+`install` serves Megatron's own training loop; `Pipeline` and `get_schedule` serve others, see
+``examples/custom_loop.py``.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_2bw.schedule.program import Schedule
+
 __version__ = "0.1.0"
-__all__ = ["install", "uninstall"]
+__all__ = ["Pipeline", "get_schedule", "install", "uninstall"]
 
 
 def install() -> None:
@@ -25,3 +34,31 @@ def uninstall() -> None:
     from megatron_2bw.mcore.install import uninstall
 
     uninstall()
+
+
+def get_schedule(name: str, *, stages: int, microbatches: int, extra_in_flight: int = 0) -> Schedule:
+    """What every rank does in one batch: to be looked at, validated or simulated without torch.
+
+    Args:
+        name: one of ``megatron-2bw schedules``.
+        stages: pipeline depth.
+        microbatches: per batch.
+        extra_in_flight: 2bw: activations kept per stage boundary beyond d-s.
+
+    Raises:
+        ScheduleError: unknown name, or numbers that it cannot be built for.
+
+    >>> get_schedule("2bw", stages=2, microbatches=2).delay
+    (1, 1)
+    """
+    from megatron_2bw.schedule.registry import build
+
+    return build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Pipeline":  # Imports Megatron, which reads the environment that `install` prepares.
+        from megatron_2bw.mcore.pipeline import Pipeline
+
+        return Pipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,7 @@ VIRTUAL = (
 
 def given(*names: str) -> Callable[[Any], bool]:
     """Whether one of the attributes has a value other than Megatron's "off" values."""
-    return lambda args: any(getattr(args, name, None) not in (None, False, "none", 0, [], "") for name in names)
+    return lambda args: any(getattr(args, name, None) not in (None, False, "none", 0, [], (), "") for name in names)
 
 
 def words(value: str | list[str] | None) -> list[str]:

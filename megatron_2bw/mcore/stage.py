@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as AuxiliaryLoss
 from megatron.core.utils import get_model_config
-from megatron.training import get_args
 
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
@@ -33,11 +32,11 @@ class Call:
     num_microbatches: int
     seq_length: int
     micro_batch_size: int
-    decoder_seq_length: int | None
+    decoder_seq_length: int | None = None
     force_all_reduce: bool = False
 
     @classmethod
-    def of(cls, keywords: dict[str, Any]) -> Call:
+    def of(cls, keywords: dict[str, Any], schedule: str) -> Call:
         """Pick our fields.
 
         Raises:
@@ -46,7 +45,7 @@ class Call:
         for name in ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"):
             if keywords.get(name) is not None:
                 raise RuntimeError(
-                    f"the training loop passes {name} to its schedule, and --pipeline-schedule {_schedule()} has no "
+                    f"the training loop passes {name} to its schedule, and --pipeline-schedule {schedule} has no "
                     "use for it: distillation, multi-module models and custom groups need --pipeline-schedule megatron"
                 )
         call = {name: keywords[name] for name in cls.__slots__ if name in keywords}
@@ -54,10 +53,6 @@ class Call:
             if isinstance(call[name], list):
                 (call[name],) = call[name]
         return cls(**call)
-
-
-def _schedule() -> str:
-    return get_args().pipeline_schedule
 
 
 class TimedData:
@@ -84,9 +79,14 @@ class TimedData:
 
 
 class MegatronStage:
-    """Forward and backward; the subclasses add what an update means."""
+    """Forward and backward; the subclasses add what an update means.
 
-    def __init__(self, call: Call) -> None:
+    Args:
+        call: the first one's arguments.
+        schedule: its name, for messages.
+    """
+
+    def __init__(self, call: Call, schedule: str) -> None:
         self.config = get_model_config(call.model)
         self.call = call
         self.losses: list[dict[str, torch.Tensor]] = []
@@ -98,7 +98,7 @@ class MegatronStage:
         self._context_parallel = parallel_state.get_context_parallel_world_size()
         if self.config.variable_seq_lengths:
             raise RuntimeError(
-                f"variable_seq_lengths is set in the model's config, and --pipeline-schedule {_schedule()} transfers "
+                f"variable_seq_lengths is set in the model's config, and --pipeline-schedule {schedule} transfers "
                 "tensors of one shape: pad all sequences to one length, or use --pipeline-schedule megatron"
             )
         (shape,) = schedules.get_tensor_shapes(
@@ -156,12 +156,13 @@ class DelayedStage(MegatronStage):
 
     Args:
         call: the first one's arguments.
+        schedule: its name, for messages.
         optimizer: holds the weight versions.
         moe_metrics: of a model with experts.
     """
 
-    def __init__(self, call: Call, optimizer: DelayedOptimizer, moe_metrics: MoEMetrics | None) -> None:
-        super().__init__(call)
+    def __init__(self, call: Call, schedule: str, optimizer: DelayedOptimizer, moe_metrics: MoEMetrics | None) -> None:
+        super().__init__(call, schedule)
         self._optimizer = optimizer
         self._moe_metrics = moe_metrics
         self.random_state: tuple[int, RandomState] | None = None
@@ -193,10 +194,10 @@ class DelayedStage(MegatronStage):
 
     def reduce_start(self, action: Action) -> None:
         if action.reduction is Reduction.GRADIENTS:
-            args = get_args()
+            replicas = parallel_state.get_data_parallel_world_size()
             self._optimizer.begin(
                 action.batch,
-                samples=self.call.num_microbatches * args.micro_batch_size * args.data_parallel_size,
+                samples=self.call.num_microbatches * self.call.micro_batch_size * replicas,
                 num_tokens=self.num_tokens.clone() if self.config.calculate_per_token_loss else None,
             )
         self._optimizer.reduce_start(action)

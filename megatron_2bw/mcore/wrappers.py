@@ -48,8 +48,8 @@ def get_optimizer(original: Any, config: Any, model_chunks: Any, *rest: Any, **k
     name = getattr(get_args(), "pipeline_schedule", "megatron")
     if name == "megatron":
         return inner
-    Session.current = Session(name)
-    return Session.current.delay(inner, model_chunks)
+    Session.current = Session(name, inner, model_chunks)
+    return Session.current.pipeline.optimizer
 
 
 def get_scheduler(original: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:

@@ -135,8 +135,13 @@ class Run:
 
     @property
     def simulated_bubble(self) -> float:
-        """Of an endless run of that."""
+        """Of an endless run of that: every forward and backward of a stage takes its median."""
         return float(steady_state(self.schedule, self._durations()).bubble_ratio)
+
+    @property
+    def replayed_bubble(self) -> float:
+        """Of the same, with every single forward and backward as long as it was."""
+        return self._replayed(self._durations(), COMPUTE).bubble
 
     def causes(self) -> dict[str, float]:
         """Seconds per batch by ``STEPS``; they add up to ``period_s``.
@@ -154,7 +159,10 @@ class Run:
             "updates": Durations(forward_s=forward_s, backward_s=backward_s, update_s=update_s),
         }
         periods_s = {step: float(steady_state(self.schedule, durations).period_s) for step, durations in steps.items()}
-        periods_s |= {"moments": self._replayed_s(steps["updates"]), "rest": self.period_s}
+        periods_s |= {
+            "moments": self._replayed(steps["updates"], COMPUTE | {ActionType.UPDATE}).period_s,
+            "rest": self.period_s,
+        }
         before_s = [0.0, *periods_s.values()]
         return {step: period_s - before for (step, period_s), before in zip(periods_s.items(), before_s, strict=False)}
 
@@ -168,8 +176,8 @@ class Run:
     def _durations(self) -> Durations:
         return Durations(forward_s=self.duration_s(ActionType.FORWARD), backward_s=self.duration_s(ActionType.BACKWARD))
 
-    def _replayed_s(self, durations: Durations) -> float:
-        """Median seconds per batch of a simulation in which every action takes as long as it did here."""
+    def _replayed(self, durations: Durations, types: frozenset[ActionType]) -> Run:
+        """A simulation in which every action of these types takes as long as it did here, all else as in ``durations``."""
         common = set.intersection(*({batch.number for batch in batches} for batches in self._settled))
         first = min(common)
         count = next(n for n in range(1, _MOST_REPLAYED + 1) if first + n not in common or n == _MOST_REPLAYED)
@@ -180,11 +188,9 @@ class Run:
             - durations.of_stage(event.action.type, event.action.stage, stages)
             for rank, events in enumerate(self.timeline.events)
             for event in events
-            if event.action.type in COMPUTE | {ActionType.UPDATE} and first <= event.action.batch < first + count
+            if event.action.type in types and first <= event.action.batch < first + count
         }
-        replayed = simulate(self.schedule, durations, count, delays=delays)
-        run = Run(schedule=self.schedule, timeline=replayed)
-        return run.period_s
+        return Run(schedule=self.schedule, timeline=simulate(self.schedule, durations, count, delays=delays))
 
     @cached_property
     def _settled(self) -> list[list[Batch]]:

@@ -16,14 +16,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from interval import median_interval
+from interval import COST_HEADING, cost_line
 from report import heading
 from timed_stage import Arm, Run, block_periods_s, measure
 
 from megatron_2bw.schedule.action import Reduction
 
-FORWARD_S, BACKWARD_S = 0.02, 0.04
-BATCHES = 10
+FORWARD_S, BACKWARD_S = 0.05, 0.1
+"""As in ``schedules.py``."""
+BATCHES = 8
 STAGES = (2, 4, 8)
 ARMS = (Arm((Reduction.GRADIENTS, Reduction.NORM)), Arm((Reduction.GRADIENTS,)))
 
@@ -36,7 +37,7 @@ def report(pairs: int) -> list[str]:
         f"2bw with timed stages, F = {FORWARD_S} s, B = {BACKWARD_S} s, {pairs} pairs of blocks of {BATCHES} batches:",
         "time per batch with the global norm and overflow flag over time without, minus 1",
         "",
-        f"{'d = m':>5} {'ms per batch':>13} {'median':>8} {'95% interval':>20}",
+        COST_HEADING,
     ]
     for stages in STAGES:
         run = Run(
@@ -50,10 +51,7 @@ def report(pairs: int) -> list[str]:
             blocks=2 * pairs,
         )
         periods_s = block_periods_s(measure(run), run)
-        with_norm, without = periods_s[::2], periods_s[1::2]
-        median, low, high = median_interval([a / b - 1 for a, b in zip(with_norm, without, strict=True)])
-        period_ms, _, _ = median_interval([1000 * period_s for period_s in with_norm])
-        lines.append(f"{stages:>5} {period_ms:>13.2f} {median:>8.2%} {f'{low:.2%} to {high:.2%}':>20}")
+        lines.append(cost_line(stages, with_=periods_s[::2], without=periods_s[1::2]))
         print(lines[-1], flush=True)
     return lines
 

@@ -2,9 +2,11 @@
 
     python scripts/bench/timeline.py [--pairs 20] [--output scripts/bench/results/timeline.txt]
 
-Part one compares the measured bubble with the one simulated from the measured forwards and backwards alone: a real GPT
-on two stages, and stages that wait instead of computing on four and eight. Part two runs blocks of batches with and
-without the recorder in turn, in the same processes, on stages that wait, and compares neighbouring blocks.
+Part one compares the measured bubble with two that are simulated from the measured forwards and
+backwards alone, all else free: "replayed" with every one of them as long as it was, "usual" with every
+one as long as its stage's median. A real GPT on two stages, and stages that wait instead of computing
+on four and eight. Part two runs blocks of batches with and without the recorder in turn, in the same
+processes, on stages that wait, and compares neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from interval import median_interval
+from interval import COST_HEADING, cost_line
 from report import heading
 from schedules import FLUSH, TWO_BW, Arm
 from timed_stage import Arm as TimedArm
@@ -28,8 +30,9 @@ from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.timeline import Timeline
 
 MICROBATCHES, ITERATIONS = 4, 40
-FORWARD_S, BACKWARD_S = 0.02, 0.04
-BATCHES = 10
+FORWARD_S, BACKWARD_S = 0.05, 0.1
+"""As in ``schedules.py``."""
+BATCHES = 8
 
 
 def computed(arm: Arm) -> Run:
@@ -48,7 +51,7 @@ def waited(schedule: str, stages: int) -> Run:
         schedule=schedule,
         stages=stages,
         microbatches=stages,
-        batches=3 * BATCHES,
+        batches=5 * BATCHES,
         forward_s=FORWARD_S,
         backward_s=BACKWARD_S,
         arms=(TimedArm(recorded=True),),
@@ -63,11 +66,17 @@ def bubbles() -> list[str]:
     """A line per run, then what the command says about the first one."""
     runs = [(f"{arm.label}, GPT", computed(arm)) for arm in (TWO_BW, FLUSH)]
     runs += [(f"{name}, timed", waited(name, stages)) for stages in (4, 8) for name in ("2bw", "1f1b-flush")]
-    lines = ["", f"{'bubble':<24} {'d':>2} {'m':>2} {'measured':>9} {'simulated':>10} {'points apart':>13}"]
+    lines = [
+        "",
+        f"{'bubble':<24} {'d':>2} {'m':>2} {'measured':>9} {'replayed':>9} {'apart':>6} {'usual':>6} {'apart':>6}",
+    ]
     for label, run in runs:
         size = f"{run.schedule.stages:>2} {run.schedule.microbatches:>2}"
-        apart = 100 * (run.bubble - run.simulated_bubble)
-        lines.append(f"{label:<24} {size} {run.bubble:>9.1%} {run.simulated_bubble:>10.1%} {apart:>+13.1f}")
+        simulated = [
+            f"{bubble:>{width}.1%} {100 * (run.bubble - bubble):>+6.1f}"
+            for bubble, width in ((run.replayed_bubble, 9), (run.simulated_bubble, 6))
+        ]
+        lines.append(f"{label:<24} {size} {run.bubble:>9.1%} {' '.join(simulated)}")
     label, first = runs[0]
     return [*lines, "", f"megatron-2bw show --measured, {label}:", "", *(f"    {line}" for line in report_of(first))]
 
@@ -79,7 +88,7 @@ def cost(pairs: int) -> list[str]:
         f"2bw with timed stages, F = {FORWARD_S} s, B = {BACKWARD_S} s, {pairs} pairs of blocks of {BATCHES} batches:",
         "time per batch with the recorder over time without, minus 1",
         "",
-        f"{'d = m':>5} {'ms per batch':>13} {'median':>8} {'95% interval':>20}",
+        COST_HEADING,
     ]
     for stages in (2, 4, 8):
         run = TimedRun(
@@ -93,9 +102,8 @@ def cost(pairs: int) -> list[str]:
             blocks=2 * pairs,
         )
         periods_s = block_periods_s(measure(run), run)
-        median, low, high = median_interval([a / b - 1 for a, b in zip(periods_s[::2], periods_s[1::2], strict=True)])
-        period_ms, _, _ = median_interval([1000 * period_s for period_s in periods_s])
-        lines.append(f"{stages:>5} {period_ms:>13.2f} {median:>8.2%} {f'{low:.2%} to {high:.2%}':>20}")
+        lines.append(cost_line(stages, with_=periods_s[::2], without=periods_s[1::2]))
+        print(lines[-1], flush=True)
     return lines
 
 

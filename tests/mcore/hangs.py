@@ -38,9 +38,9 @@ def main(case: Case, rank: int, port: int, folder: Path, *, loss: Loss) -> None:
 
     set_environment(rank, case.ranks, port)
     install(case)
-    from megatron_2bw.mcore.session import Session
+    from megatron_2bw.mcore.pipeline import Pipeline
 
-    Session.__init__ = _with_timeout(Session.__init__, timedelta(seconds=loss.timeout_s))
+    Pipeline.__init__ = _with_timeout(Pipeline.__init__, timedelta(seconds=loss.timeout_s))
     if rank == loss.rank:
         _prepare(loss)
     train(case, rank, folder)
@@ -64,8 +64,7 @@ def _prepare(loss: Loss) -> None:
 
 
 def _with_timeout(initialize: Callable[..., None], timeout: timedelta) -> Callable[..., None]:
-    def wrapper(self: Any, *args: Any) -> None:
-        initialize(self, *args)
-        self._timeout = timeout
+    def wrapper(self: Any, *args: Any, **keywords: Any) -> None:
+        initialize(self, *args, **(keywords | {"timeout": timeout}))
 
     return wrapper

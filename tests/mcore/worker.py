@@ -43,14 +43,14 @@ def train(case: Case, rank: int, folder: Path) -> None:
     if "--save" in case.flags:
         _start_queue_of_writers()
     with _ended_by_exit():
-        forward_step = faults.before_forward(case, rank, partial(_forward_step, case.kind, record))
-        pretrain(case, args, forward_step, partial(_provide, case.kind, record, models))
+        step = faults.before_forward(case, rank, partial(forward_step, case.kind, record))
+        pretrain(case, args, step, partial(provide, case.kind, record, models))
     if case.precision != "fp32":
         record.main = optimizers.main_weights()
-    _write(record, models[0], folder / f"rank{rank}.pt")
+    write(record, models[0], folder / f"rank{rank}.pt")
 
 
-def pretrain(case: Case, args: Any, forward_step: Any, model_provider: Any) -> None:
+def pretrain(case: Case, args: Any, forward_step_func: Any, model_provider: Any) -> None:
     """Megatron's, as a user's script calls it."""
     from megatron import training
     from megatron.core.enums import ModelType
@@ -63,7 +63,7 @@ def pretrain(case: Case, args: Any, forward_step: Any, model_provider: Any) -> N
         container,
         datasets(case.kind),
         model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
+        forward_step_func=forward_step_func,
         model_provider=model_provider,
     )
 
@@ -138,7 +138,7 @@ def install(case: Case) -> None:
         megatron_2bw.install()
 
 
-def _provide(kind: str, record: Any, models: list[Any], *args: Any, **kwargs: Any) -> Any:
+def provide(kind: str, record: Any, models: list[Any], *args: Any, **kwargs: Any) -> Any:
     from .model import build_model
     from .record import weights
 
@@ -148,15 +148,15 @@ def _provide(kind: str, record: Any, models: list[Any], *args: Any, **kwargs: An
     return model
 
 
-def _forward_step(kind: str, record: Any, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    from .model import forward_step
+def forward_step(kind: str, record: Any, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    from .model import forward_step as recorded_step
 
     if not model.training:
-        return forward_step(kind, data_iterator, model, record.validation_losses, [])
-    return forward_step(kind, data_iterator, model, record.losses, record.seeds)
+        return recorded_step(kind, data_iterator, model, record.validation_losses, [])
+    return recorded_step(kind, data_iterator, model, record.losses, record.seeds)
 
 
-def _write(record: Any, model: Any, path: Path) -> None:
+def write(record: Any, model: Any, path: Path) -> None:
     from megatron.core import parallel_state
 
     from .record import weights

@@ -91,6 +91,8 @@ def test_moments_in_which_one_stage_is_slow(tmp_path: Path):
     causes = read_run(written(run, tmp_path)).causes()
     assert run.period_s > 12.4
     assert causes["moments"] == pytest.approx(run.period_s - 12.0, abs=1e-3)
+    assert run.simulated_bubble == pytest.approx(0.0)
+    assert run.replayed_bubble == pytest.approx(run.bubble) == pytest.approx(1 - 12.5 / run.period_s)
 
 
 def test_time_spent_reading_data(tmp_path: Path):

@@ -35,10 +35,10 @@ def report(run: Run) -> Iterator[str]:
         ("per batch, outside of all these", _ms(wait.outside_s for wait in waits)),
     )
     yield ""
-    yield (
-        f"bubble {percent(run.bubble)}; simulated from forward and backward times alone {percent(run.simulated_bubble)}; "
-        f"a flush leaves at least {percent(run.flush_bubble)}"
-    )
+    yield f"bubble {percent(run.bubble)}; simulated from forwards and backwards alone"
+    yield f"  each as long as it was           {percent(run.replayed_bubble)}"
+    yield f"  each as long as its stage's median {percent(run.simulated_bubble)}"
+    yield f"a flush leaves at least {percent(run.flush_bubble)}"
     yield ""
     yield "what a batch takes, simulated with one more cause per line up to what was measured:"
     causes = run.causes()

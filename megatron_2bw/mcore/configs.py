@@ -1,0 +1,65 @@
+"""The table of flags, asked of Megatron-Core's configs: what a training loop without flags is refused for."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron_2bw.mcore.support import MAPPED, REFUSED
+
+_DDP_NAMES = {
+    "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
+    "param_name_patterns_for_fp32_local_accumulation": "ddp_param_name_patterns_for_fp32_local_accumulation",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+}
+"""Fields of DistributedDataParallelConfig that Megatron's flags call otherwise."""
+
+
+def check_configs(schedule: str, model: torch.nn.Module, optimizer: Any) -> None:
+    """Refuse what ``schedule`` does not work with.
+
+    Args:
+        schedule: registered name.
+        model: in Megatron-Core's DistributedDataParallel.
+        optimizer: Megatron-Core's.
+
+    Raises:
+        ValueError: with the flag that sets the field of a config, the reason and the remedy.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages < 2:
+        raise ValueError(f"{schedule} needs at least 2 pipeline stages, got {stages}: one stage has no bubble")
+    if not hasattr(model, "ddp_config"):
+        raise ValueError(
+            f"{schedule} needs a model in Megatron-Core's DistributedDataParallel, got {type(model).__name__}"
+        )
+    args = _as_flags(model, optimizer)
+    for row in REFUSED:
+        if row.applies(args, schedule):
+            raise ValueError(f"what {row.flag} sets does not work with {schedule}: {row.reason}; {row.remedy}")
+    for row in MAPPED:
+        if row.applies(args, schedule):
+            raise ValueError(f"what {row.flag} sets must be {row.becomes} with {schedule}: {row.reason}")
+
+
+def _as_flags(model: torch.nn.Module, optimizer: Any) -> SimpleNamespace:
+    """Megatron's arguments, as far as the three configs say what they would be."""
+    args = _Unset(rerun_mode="disabled", timing_log_level=0)
+    for config in (get_model_config(model), model.ddp_config, optimizer.config):
+        for field in fields(config):
+            name = _DDP_NAMES.get(field.name, field.name)
+            setattr(args, name, getattr(args, name) or getattr(config, field.name))  # Some are in two configs.
+    args.grad_reduce_in_bf16 = args.bf16 and not args.accumulate_allreduce_grads_in_fp32
+    return args
+
+
+class _Unset(SimpleNamespace):
+    """Flags that no config knows have no value."""
+
+    def __getattr__(self, name: str) -> None:
+        return None

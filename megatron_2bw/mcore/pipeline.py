@@ -1,0 +1,239 @@
+"""A schedule on one rank, batch after batch: needs Megatron-Core, and no training loop of Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_2bw.mcore import groups
+from megatron_2bw.mcore.configs import check_configs
+from megatron_2bw.mcore.failure import end_at_once_on_errors
+from megatron_2bw.mcore.moe_metrics import MoEMetrics
+from megatron_2bw.mcore.optimizer import DelayedOptimizer
+from megatron_2bw.mcore.random_state import RandomState
+from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
+from megatron_2bw.runtime.errors import place_of, waiting_in
+from megatron_2bw.runtime.executor import Executor
+from megatron_2bw.runtime.links import Links
+from megatron_2bw.runtime.recorder import Recorder
+from megatron_2bw.schedule.action import Reduction
+from megatron_2bw.schedule.lowering import lower, with_gradient_copy
+from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.registry import build, canonical_name
+from megatron_2bw.schedule.validate import validate
+
+
+class Pipeline:
+    """Trains one stage of a model under one of our schedules.
+
+    Collective over all ranks: where it is created, its first batch, and every later one over the
+    ranks of its pipeline.
+
+    Args:
+        name: of the schedule, for example ``"2bw"``.
+        model: this rank's stage, in Megatron-Core's DistributedDataParallel.
+        optimizer: what Megatron-Core's ``get_megatron_optimizer`` returned for it.
+        extra_in_flight: 2bw: activations kept per stage boundary beyond d-s.
+        gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
+        check_for_nan: 2bw: stop with an error when the norm of the gradients is not finite.
+        timeout: of every transfer and every reduction.
+        logs_this_batch: whether the losses of experts are reported for the batch that has just ended.
+
+    Raises:
+        ValueError: an unknown schedule, or a config that it does not work with, with the remedy.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: torch.nn.Module,
+        optimizer: Any,
+        *,
+        extra_in_flight: int = 0,
+        gradient_buffers: int = 2,
+        check_for_nan: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+        logs_this_batch: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.schedule_name = canonical_name(name)
+        self.is_delayed = any(build(self.schedule_name, stages=2, microbatches=2).delay)
+        """Whether updates come after the call of their batch."""
+        check_configs(self.schedule_name, model, optimizer)
+        self.stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self.batch = 0
+        """The next one; counted from the start of the run."""
+        self.batches_run = 0
+        self.executor: Executor | None = None
+        """Of the present number of microbatches; the next one begins when this one has drained."""
+        self.recorder: Recorder | None = None
+        """Told what this rank does, if it is there before the first batch."""
+        self.transfers: groups.TransferGroups | None = None
+        """From the first batch on."""
+        self.config = get_model_config(model)
+        self._extra_in_flight, self._timeout = extra_in_flight, timeout
+        self._logs_this_batch = logs_this_batch
+        self._stage_index = parallel_state.get_pipeline_model_parallel_rank()
+        self._stage: DelayedStage | FlushedStage | None = None
+        self._links: Links | None = None
+        self._moe_metrics: MoEMetrics | None = None
+        """Of a model with experts, where forwards run ahead of the report of their batch."""
+        # The model decides, as in Megatron; a flag is only what scripts usually build it from.
+        gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+        self._tied = bool(getattr(gpt, "share_embeddings_and_output_weights", False))
+        self._inner = self.optimizer = optimizer
+        if self.is_delayed:
+            self.optimizer = DelayedOptimizer(
+                optimizer,
+                model,
+                timeout=timeout,
+                tied_embeddings=self._tied,
+                second_buffer=gradient_buffers == 2,
+                check_for_nan=check_for_nan,
+            )
+        self._batch_p2p_sync = self.config.batch_p2p_sync
+        self._undo = end_at_once_on_errors(self.where)
+
+    def drive(self, scheduler: Any) -> Any:
+        """Take over Megatron's ``OptimizerParamScheduler``; returns what the training loop steps in its place."""
+        return self.optimizer.drive(scheduler) if isinstance(self.optimizer, DelayedOptimizer) else scheduler
+
+    def forward_backward(self, *, last: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
+        """Run one batch; what Megatron-Core's forward-backward functions take and return.
+
+        Under a delay, forwards of the next batch may run as well, with data from the same iterator.
+
+        Args:
+            last: nothing runs ahead, and the pipeline is empty afterwards: the end of training, or a
+                batch of another size comes next.
+            **keywords: ``forward_step_func``, ``data_iterator``, ``model``, ``num_microbatches``,
+                ``seq_length``, ``micro_batch_size``.
+
+        Returns:
+            On the last stage, what ``forward_step_func`` reported of each microbatch.
+        """
+        call = Call.of(keywords, self.schedule_name)
+        if self._stage is None:
+            self.start(call)
+        self._use_executor_of(call.num_microbatches)
+        self._stage.begin(call)
+        self.executor.run(self.batch, last=last)
+        if self._moe_metrics is not None:
+            self._moe_metrics.end(self.batch)
+        self.batch += 1
+        self.batches_run += 1
+        return self._stage.losses
+
+    def settle(self) -> None:
+        """Before anything looks at the weights: finish the pending update, show the newest version."""
+        if isinstance(self.optimizer, DelayedOptimizer):
+            with waiting_in(f"stage {self._stage_index}: the update that is pending after batch {self.batch - 1}"):
+                self.optimizer.settle()
+
+    def close(self) -> None:
+        """End of the run, planned or not: nothing pending, nothing in flight."""
+        self.settle()
+        if self.executor is not None:
+            self.executor.abandon()
+        self.config.batch_p2p_sync = self._batch_p2p_sync
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the process back what it had before; for a run that cannot be closed."""
+        self._undo()
+        if self._moe_metrics is not None:
+            self._moe_metrics.close()
+
+    def random_state(self) -> RandomState | None:
+        """The random state before the next batch, if forwards of that batch have run; None if it is the present."""
+        ahead = self._stage.random_state if isinstance(self._stage, DelayedStage) else None
+        return ahead[1] if ahead is not None and ahead[0] == self.batch else None
+
+    def where(self) -> str:
+        """What this rank is doing, for the message of a failure."""
+        at = None if self.executor is None else self.executor.at
+        if at is not None:
+            return f"at {place_of(at)}"
+        if not self.batches_run:
+            return f"stage {self._stage_index}: before its first batch"
+        # In the training loop, which adds up losses of replicas, or in evaluation, or saving.
+        return f"stage {self._stage_index}: between the calls of batches {self.batch - 1} and {self.batch}"
+
+    def start(self, call: Call) -> None:
+        """Before the first batch, whose arguments ``call`` holds."""
+        self._check_functions()
+        self.transfers = groups.create_transfer_groups(self._timeout)
+        self._links = Links(
+            forward_group=self.transfers.forward,
+            backward_group=self.transfers.backward,
+            ranks=self.transfers.ranks,
+            per_boundary=1 + self._extra_in_flight,
+        )
+        if not isinstance(self.optimizer, DelayedOptimizer):
+            self._stage = FlushedStage(call, self.schedule_name)
+            return
+        self.config.batch_p2p_sync = False  # A transfer of evaluation would wait for every stream of the device.
+        if self.config.num_moe_experts is not None:
+            self._moe_metrics = MoEMetrics(self._logs_this_batch)
+        self._stage = DelayedStage(call, self.schedule_name, self.optimizer, self._moe_metrics)
+        self.batch = self.optimizer.weights.newest  # 1 where a checkpoint brought the version before, too.
+
+    def record(self, recorder: Recorder) -> None:
+        """From the next batch on, tell ``recorder`` what this rank does. After ``start``, before the first batch."""
+        self.recorder = self._stage.recorder = recorder
+        if isinstance(self.optimizer, DelayedOptimizer):
+            self.optimizer.record(recorder)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the activations."""
+        return self._stage.boundary.device
+
+    def _check_functions(self) -> None:
+        """The config's functions, which training loops set after the optimizer is there."""
+        if not self.is_delayed:
+            return
+        if self.config.finalize_model_grads_func not in (None, finalize_model_grads):
+            raise RuntimeError(
+                f"config.finalize_model_grads_func is not Megatron's own, and {self.schedule_name} does not call it: "
+                "it reduces a captured copy; use 1f1b-flush, or leave the function unset"
+            )
+        if self.config.grad_scale_func == self._inner.scale_loss:
+            self.config.grad_scale_func = self.optimizer.scale_loss
+        if self.optimizer.scales and self.config.grad_scale_func is None:
+            raise RuntimeError(
+                "the optimizer scales losses, and config.grad_scale_func is not set: set it to optimizer.scale_loss"
+            )
+
+    def _use_executor_of(self, microbatches: int) -> None:
+        """Go on with this number of microbatches; the pipeline must be empty when it changes."""
+        if self.executor is not None:
+            present = self.executor.schedule.microbatches
+            if microbatches == present:
+                return
+            if self.executor.is_ahead:
+                raise RuntimeError(
+                    f"batch {self.batch} (counted from the start of the run) has {microbatches} microbatches, but "
+                    f"forwards ran ahead into it as into one of {present}: the batch before it was not announced as "
+                    "the last of its size"
+                )
+        schedule = self._lowered(microbatches)
+        validate(schedule)
+        self.executor = Executor(schedule, self._stage_index, self._stage, self._links, self.recorder)
+
+    def _lowered(self, microbatches: int) -> Schedule:
+        schedule = build(
+            self.schedule_name,
+            stages=self.stages,
+            microbatches=microbatches,
+            extra_in_flight=self._extra_in_flight,
+        )
+        if isinstance(self.optimizer, DelayedOptimizer):
+            schedule = with_gradient_copy(schedule, self.optimizer.gradient_copy)
+        embedding = [Reduction.EMBEDDING] if self._tied else []
+        return lower(schedule, [Reduction.GRADIENTS, *embedding, Reduction.NORM])

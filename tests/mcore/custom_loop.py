@@ -1,0 +1,102 @@
+"""One rank of a training loop that is not Megatron's, around `megatron_2bw.Pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from .case import MICRO_BATCH_SIZE, SEQUENCE_LENGTH, Case
+from .worker import forward_step, initialize, provide, write
+
+
+def main(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Run ``case`` as ``rank``; Megatron's flags only size the model and the optimizer."""
+    args = initialize(replace(case, schedule="megatron"), rank, case.ranks, port)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.training import training
+
+    import megatron_2bw
+
+    from .record import RankRecord, record_updates
+
+    record, models = RankRecord(), []
+    record_updates(case, record, models)
+    ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    bare = provide(case.kind, record, models, *ends)
+    bare.config.finalize_model_grads_func = finalize_model_grads
+    model = DistributedDataParallel(bare.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), bare)
+    config, overrides = training.get_megatron_optimizer_config(args)
+    optimizer = training.get_megatron_optimizer(config, [model], config_overrides=overrides)
+    scheduler = training.get_optimizer_param_scheduler(optimizer)
+    pipeline = megatron_2bw.Pipeline(case.schedule, model, optimizer)
+    scheduler = pipeline.drive(scheduler)
+    data = _microbatches(case, parallel_state.get_data_parallel_rank())
+    for batch in range(case.batches):
+        model.zero_grad_buffer()
+        pipeline.optimizer.zero_grad()
+        pipeline.forward_backward(
+            forward_step_func=partial(forward_step, case.kind, record),
+            data_iterator=data,
+            model=model,
+            num_microbatches=case.microbatches,
+            seq_length=SEQUENCE_LENGTH,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            last=batch == case.batches - 1,
+        )
+        pipeline.optimizer.step()
+        scheduler.step(case.global_batch_size)
+    pipeline.close()
+    write(record, bare, folder / f"rank{rank}.pt")
+
+
+def _microbatches(case: Case, replica: int) -> Iterator[dict[str, torch.Tensor]]:
+    from .model import training_samples
+
+    samples = training_samples(case.kind, case.batches * case.global_batch_size)
+    for first in range(replica * MICRO_BATCH_SIZE, len(samples), case.replicas * MICRO_BATCH_SIZE):
+        yield default_collate([samples[first + i] for i in range(MICRO_BATCH_SIZE)])
+
+
+def refused(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Write what `Pipeline` says of configs that the schedule does not work with."""
+    initialize(replace(case, schedule="megatron"), rank, case.ranks, port)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import megatron_2bw
+
+    from .model import build_model
+
+    ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+
+    def answer(schedule: str, model: dict[str, Any], ddp: dict[str, Any]) -> str:
+        bare = build_model(case.kind, *ends)
+        for name, value in model.items():
+            setattr(bare.config, name, value)
+        wrapped = DistributedDataParallel(bare.config, DistributedDataParallelConfig(**ddp), bare)
+        inner = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0), [wrapped])
+        try:
+            megatron_2bw.Pipeline(schedule, wrapped, inner)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    answers = [
+        answer("2bw", {}, {"overlap_grad_reduce": True}),
+        answer("2bw", {"mtp_num_layers": 1}, {}),
+        answer("gpipe", {"delay_wgrad_compute": True}, {}),
+        answer("unheard", {}, {}),
+    ]
+    torch.save(answers, folder / f"rank{rank}.pt")
