@@ -44,11 +44,14 @@ def test_no_number_changes() -> None:
 
 
 def test_a_slow_stage_shows(tmp_path: Path) -> None:
-    """Once, in batch 3: its first stage is busy for another second, and the second one waits."""
-    slow = Fault(kind="sleep before forward", rank=0, call=6, seconds=1.0)
-    lines = logged(replace(CASE, faults=(slow,)), tmp_path)
+    """In batches 3 to 5: the first stage is busy for another second, and the second one waits.
+
+    A line has the newest numbers that are known, and may skip those of one batch.
+    """
+    slow = tuple(Fault(kind="sleep before forward", rank=0, call=call, seconds=1.0) for call in (6, 8, 10))
+    lines = logged(replace(CASE, faults=slow), tmp_path)
     assert max(above for _, above, _ in lines.values()) > 3.0
-    assert sorted(above for _, above, _ in lines.values())[len(lines) // 2] < 3.0
+    assert min(above for _, above, _ in lines.values()) < 3.0
 
 
 def test_what_is_logged_is_what_ran() -> None:
