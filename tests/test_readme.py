@@ -5,9 +5,19 @@ from pathlib import Path
 
 from megatron_2bw.mcore.support import table
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_flags_is_the_one_in_the_code():
     (shown,) = re.findall(r"<!-- flags: .*? -->\n(.*?)\n<!-- /flags -->", README, re.DOTALL)
     assert shown == table()
+
+
+def test_the_messages_it_explains_are_those_of_the_code():
+    (shown,) = re.findall(r"<!-- messages -->\n(.*?)\n<!-- /messages -->", README, re.DOTALL)
+    sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("megatron_2bw/**/*.py"))
+    sources += "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("scripts/**/*.sh"))
+    messages = [message for row in shown.splitlines()[2:] for message in re.findall(r"`([^`]*)`", row.split("|")[1])]
+    assert len(messages) >= 10
+    assert [message for message in messages if message not in sources] == []
