@@ -16,6 +16,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
 from megatron_2bw.mcore.symbols import replace
+from megatron_2bw.runtime.corrections import MomentLead
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
@@ -59,6 +60,7 @@ class DelayedOptimizer:
         second_buffer: keep finished gradients (with the distributed optimizer: this rank's shard)
             apart from those of the next batch.
         check_for_nan: stop with an error when the norm is not finite.
+        correction: of updates for their delay; None for the paper's exact rule.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class DelayedOptimizer:
         tied_embeddings: bool,
         second_buffer: bool,
         check_for_nan: bool,
+        correction: MomentLead | None = None,
     ) -> None:
         self._inner = inner
         self._model = model
@@ -102,6 +105,9 @@ class DelayedOptimizer:
         self.skipped = 0
         """Of the updates that ``step`` reported last: how many were skipped. After a drain it reports two."""
         self._take_over()
+        for optimizer in inner.chained_optimizers if correction is not None else ():
+            if not optimizer.is_stub_optimizer:
+                correction.attach(optimizer.optimizer)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Ours, and not set yet.

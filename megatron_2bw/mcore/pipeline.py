@@ -18,6 +18,7 @@ from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
+from megatron_2bw.runtime.corrections import MomentLead
 from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.executor import Executor
 from megatron_2bw.runtime.links import Links
@@ -41,6 +42,7 @@ class Pipeline:
         optimizer: what Megatron-Core's ``get_megatron_optimizer`` returned for it.
         extra_in_flight: 2bw: activations kept per stage boundary beyond d-s.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
+        correction: 2bw: of updates for their delay; None for the paper's exact rule.
         check_for_nan: 2bw: stop with an error when the norm of the gradients is not finite.
         timeout: of every transfer and every reduction.
         logs_this_batch: whether the losses of experts are reported for the batch that has just ended.
@@ -57,6 +59,7 @@ class Pipeline:
         *,
         extra_in_flight: int = 0,
         gradient_buffers: int = 2,
+        correction: MomentLead | None = None,
         check_for_nan: bool = False,
         timeout: timedelta = timedelta(minutes=10),
         logs_this_batch: Callable[[], bool] = lambda: True,
@@ -95,6 +98,7 @@ class Pipeline:
                 tied_embeddings=self._tied,
                 second_buffer=gradient_buffers == 2,
                 check_for_nan=check_for_nan,
+                correction=correction,
             )
         self._batch_p2p_sync = self.config.batch_p2p_sync
         self._undo = end_at_once_on_errors(self.where)

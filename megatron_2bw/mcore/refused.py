@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_2bw.mcore.rows import (
     DELAYED,
     FLUSHED,
@@ -15,6 +17,14 @@ from megatron_2bw.mcore.rows import (
     words,
 )
 
+
+def _leads_too_far(args: Any) -> bool:
+    if not given("delay_correction")(args):
+        return False
+    decay = args.sgd_momentum if args.optimizer == "sgd" else args.adam_beta1
+    return not decay > args.delay_lead / (1 + args.delay_lead)
+
+
 REFUSED: tuple[Refused, ...] = (
     Refused(
         flag="--pipeline-extra-in-flight",
@@ -22,6 +32,20 @@ REFUSED: tuple[Refused, ...] = (
         schedules=FLUSHED,
         reason="a synchronous schedule keeps a fixed number of activations in flight",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
+        flag="--delay-correction lead",
+        is_set=given("delay_correction"),
+        schedules=FLUSHED,
+        reason="a synchronous schedule has no delay",
+        remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
+        flag="--delay-correction lead",
+        is_set=_leads_too_far,
+        schedules=DELAYED,
+        reason="at this decay of the first moment, the corrected average would no longer contain the old one",
+        remedy="raise --adam-beta1 (--sgd-momentum) above C/(1+C), or lower --delay-lead C",
     ),
     Refused(
         flag="--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",

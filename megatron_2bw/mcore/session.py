@@ -21,6 +21,7 @@ from megatron_2bw.mcore.pipeline import Pipeline
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.stage import Call
 from megatron_2bw.mcore.trace import write_trace
+from megatron_2bw.runtime.corrections import MomentLead
 from megatron_2bw.runtime.recorder import Recorder
 
 _KEPT, _KEPT_FOR_TRACE = 20_000, 200_000
@@ -49,6 +50,7 @@ class Session:
             inner,
             extra_in_flight=args.pipeline_extra_in_flight,
             gradient_buffers=args.pipeline_gradient_buffers,
+            correction=None if args.delay_correction == "none" else MomentLead(args.delay_lead),
             check_for_nan=args.check_for_nan_in_loss_and_grad,
             timeout=self._timeout,
             logs_this_batch=self.logs_this_batch,

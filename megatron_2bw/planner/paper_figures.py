@@ -6,15 +6,16 @@ scripts, sequences 512 tokens. What depends on flushes, logits or tensor paralle
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_2bw.planner import mixpipe, paper
 from megatron_2bw.planner.blocks import Blocks, compute_s, estimate
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.paper_speedups import INTER_LAYER, TENSOR, Choice, System
 
 GIB = 2**30
 
@@ -60,13 +61,13 @@ def gpt(layers: int, hidden: int, heads: int, name: str) -> Model:
 GPT_1_3B = gpt(24, 2048, 16, "GPT 1.3B")
 GPT_2_2B = gpt(32, 2304, 32, "GPT 2.2B")
 GPT_3_8B = gpt(32, 3072, 32, "GPT 3.8B")
-BERT_2_2B = dataclasses.replace(GPT_2_2B, kind=Kind.BERT, vocab_size=30522, name="BERT 2.2B")
-BERT_3_8B = dataclasses.replace(GPT_3_8B, kind=Kind.BERT, vocab_size=30522, name="BERT 3.8B")
+BERT_2_2B = replace(GPT_2_2B, kind=Kind.BERT, vocab_size=30522, name="BERT 2.2B")
+BERT_3_8B = replace(GPT_3_8B, kind=Kind.BERT, vocab_size=30522, name="BERT 3.8B")
 
 
 def servers(count: int) -> Cluster:
     """``count`` p3.16xlarge."""
-    return dataclasses.replace(CLUSTERS["p3.16xlarge"], nodes=count, name=f"{count} x p3.16xlarge")
+    return replace(CLUSTERS["p3.16xlarge"], nodes=count, name=f"{count} x p3.16xlarge")
 
 
 def decisions() -> Table:
@@ -85,6 +86,39 @@ def decisions() -> Table:
         columns=("model", "batch", "d", "w", "b", "g", "samples/s", "GiB"),
         rows=tuple(rows()),
     )
+
+
+BATCHES = tuple(2**power for power in range(6, 12))
+"""From 64 to 2,048 samples."""
+
+
+def speedups() -> Table:
+    """Section 5.2 and figures 6 and 10: 2BW over everything that the paper compares it with, by the default model."""
+
+    def rows() -> Iterator[tuple[str | float | None, ...]]:
+        for model, cluster, depth, tensor_ranks in (
+            (GPT_2_2B, servers(1), 8, (8,)),
+            (GPT_3_8B, servers(8), 16, (8, 16, 32)),
+        ):
+            own = System(name="2bw", model=model, cluster=cluster, pipeline=depth)
+            others = [replace(own, name=name) for name in (INTER_LAYER, "gpipe", "1f1b-flush")]
+            others += [replace(own, name=TENSOR, pipeline=1, tensor=ranks) for ranks in tensor_ranks]
+            for other, batch in itertools.product(others, BATCHES):
+                shape = (other.name, other.cluster.gpus, other.pipeline, other.data, other.tensor, batch)
+                fastest = _over(own.fastest(batch), other.fastest(batch))
+                yield *shape, *fastest, *_over(own.largest(batch), other.largest(batch))
+
+    return Table(
+        title="Section 5.2: 2BW's throughput over that of others",
+        setting="GPT 2.2B on 1 and 3.8B on 8 x p3.16xlarge, fp16, recompute; the fastest b, and the largest that fits",
+        columns=("over", "GPUs", "d", "w", "t", "batch", "fastest b", "times", "largest b", "times with it"),
+        rows=tuple(rows()),
+    )
+
+
+def _over(own: Choice | None, other: Choice | None) -> tuple[int | None, float | None]:
+    """The other's microbatch, and how many times as fast one's own is."""
+    return (other.microbatch, own.samples_per_s / other.samples_per_s) if own and other else (None, None)
 
 
 def memory_by_system() -> Table:
@@ -161,7 +195,7 @@ def largest_model(like: Model, cluster: Cluster, depth: int) -> Model:
     """
 
     def of(layers: int) -> Model:
-        return dataclasses.replace(like, num_layers=layers * depth)
+        return replace(like, num_layers=layers * depth)
 
     def needed_bytes(layers: int) -> float:
         shape = {"schedule": "2bw", "depth": depth, "microbatch": 1, "microbatches": depth, "recompute": True}
@@ -208,7 +242,7 @@ BERT_48 = Model(
     kind=Kind.BERT,
     name="Bert-48",
 )
-GPT_72 = dataclasses.replace(BERT_48, num_layers=72, vocab_size=50257, kind=Kind.GPT, name="GPT-72")
+GPT_72 = replace(BERT_48, num_layers=72, vocab_size=50257, kind=Kind.GPT, name="GPT-72")
 """MixPipe's Table II has 669,933,442 and 1,010,477,056 parameters for them."""
 
 _WEAK_SCALING: dict[str, dict[str, tuple[int, float]]] = {
@@ -221,7 +255,7 @@ II's smallest batch gives per GPU, as 16 is for Bert-48; what GPipe and DAPPLE t
 
 def mixpipe_speedups() -> Table:
     """MixPipe's weak scaling: time of a batch under other schedules over that under MixPipe, computation only."""
-    cluster = dataclasses.replace(CLUSTERS["p3dn.24xlarge"], nodes=4)
+    cluster = replace(CLUSTERS["p3dn.24xlarge"], nodes=4)
     depth = 4
 
     def rows() -> Iterator[tuple[str | float | None, ...]]:
@@ -257,6 +291,7 @@ def _other(
 
 TABLES: dict[str, Callable[[], Table]] = {
     "decisions": decisions,
+    "speedups": speedups,
     "figure-7": memory_by_system,
     "figure-8": throughput_by_batch,
     "figure-9": largest_models,

@@ -1,9 +1,9 @@
-"""Print the tables behind figures of the papers, from the papers' own closed forms.
+"""Print the tables behind figures of the papers: speed-ups from the default cost model, others from closed forms.
 
     python scripts/bench/paper_figures.py [NAME ...]
 
-NAME is one of decisions, figure-7 (with 11), figure-8, figure-9, figure-12 (PipeDream-2BW) and mixpipe; all of them
-by default. Each table states its configuration.
+NAME is one of decisions, speedups (also figures 6 and 10), figure-7 (with 11), figure-8, figure-9, figure-12
+(PipeDream-2BW) and mixpipe; all of them by default. Each table states its configuration.
 """
 
 from __future__ import annotations

@@ -67,6 +67,8 @@ class Case:
     expert_parallel: int = 1
     """Part of the replicas, not beside them."""
     distributed_optimizer: bool = False
+    lead: float = 0.0
+    """Of ``--delay-correction lead``; 0 leaves updates as they are."""
     fused_gradients: bool = False
     """Weight gradients are added to ``main_grad`` in the backward; see ``stand_ins``."""
     model: tuple[str, ...] = ()
@@ -110,6 +112,8 @@ class Case:
             *"--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion".split(),
             "--no-rope-fusion",
             *(("--pipeline-trace", os.devnull) if self.record_actions else ()),
+            *(("--adam-beta1", "0.95") if self.lead else ()),
+            *(("--delay-correction", "lead", "--delay-lead", str(self.lead)) if self.lead and self.schedule else ()),
             *(() if self.tied else ("--untie-embeddings-and-output-weights",)),
             *f"{_PRECISION[self.precision]} {_RECOMPUTE[self.recompute]}".split(),
             *self._parallelism(),

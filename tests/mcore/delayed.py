@@ -70,6 +70,8 @@ class Training:
     per_token: bool
     data: Any
     record: RankRecord
+    updates: int = 0
+    """Done so far."""
 
     def run(self, after_update: Callable[[int], None]) -> None:
         versions, scales = [self.compute_copy()], [self.loss_scale.value]
@@ -154,9 +156,21 @@ class Training:
         coefficient = self.case.clip / (used + 1.0e-6)
         for main, gradient in zip(dict.fromkeys(self.main), gradients, strict=True):
             main.grad = gradient * coefficient if 0.0 < coefficient < 1.0 else gradient
-        self.optimizer.step()
+        self.step()
         self.scheduler.step(increment=self.case.global_batch_size)
         self.record.norms.append(norm)
+
+    def step(self) -> None:
+        """AdamW's; with a lead, its ``m`` is ``m + k*(g - m)`` while the weights change, g scaled as m is."""
+        moments = [(main, state["exp_avg"]) for main, state in self.optimizer.state.items()] if self.case.lead else []
+        (decay,) = {group["betas"][0] for group in self.optimizer.param_groups}
+        done, share = self.updates, self.case.lead * (1 - decay) / decay
+        for main, moment in moments:
+            moment.mul_(1 - share).add_(main.grad, alpha=share * (1 - decay**done))
+        self.optimizer.step()
+        for main, moment in moments:
+            moment.add_(main.grad, alpha=-share * (1 - decay ** (done + 1))).div_(1 - share)
+        self.updates += 1
 
     def norm(self, gradients: list[torch.Tensor]) -> float:
         """L2, with weights that all tensor-parallel ranks have counted once."""

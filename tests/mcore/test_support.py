@@ -13,6 +13,10 @@ from megatron_2bw.mcore.symbols import megatron_version
 
 SETTINGS: dict[str, list[dict[str, object]]] = {
     "--pipeline-extra-in-flight": [{"pipeline_extra_in_flight": 1}],
+    "--delay-correction lead": [
+        {"delay_correction": "lead", "delay_lead": 9.0},
+        {"delay_correction": "lead", "optimizer": "sgd", "sgd_momentum": 0.5},
+    ],
     "--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank": [
         {"num_layers_per_virtual_pipeline_stage": 1},
         {"num_virtual_stages_per_pipeline_rank": 2},

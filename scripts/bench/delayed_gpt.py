@@ -1,0 +1,164 @@
+"""A small GPT on bytes, trained in one process with gradients of the newest weights or of those before.
+
+The loop is that of the tests' oracle: W(t+1) = W(t) - lr(t) * u(grad f(W(max(t - delay, 0)))).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from prepare_corpus import source_files
+
+from megatron_2bw.runtime.corrections import MomentLead
+
+HELD_OUT = 10
+"""Every tenth document is for validation."""
+VALIDATION_BATCHES = 32
+CLIP, WEIGHT_DECAY, BETA2 = 1.0, 0.1, 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Of the model and of its training."""
+
+    layers: int
+    hidden: int
+    sequence: int
+    batch: int
+    """Sequences."""
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run."""
+
+    size: Size
+    delay: int
+    lr: float
+    """At the end of the warm-up; a tenth of it at the end."""
+    beta1: float = 0.9
+    lead: float = 0.0
+    """Of `MomentLead`; 0 for none."""
+    warmup: int = 100
+    """Steps."""
+    seed: int = 0
+
+
+class Gpt(torch.nn.Module):
+    """Pre-norm, learned positions, tied embeddings; torch's own layers."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(256, size.hidden)
+        self.positions = torch.nn.Parameter(torch.zeros(size.sequence, size.hidden))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(
+                size.hidden, size.hidden // 32, 4 * size.hidden, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(size.layers)
+        )
+        self.norm = torch.nn.LayerNorm(size.hidden)
+        self.register_buffer("mask", torch.nn.Transformer.generate_square_subsequent_mask(size.sequence))
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss of predicting each of (batch, sequence + 1) bytes from those before."""
+        hidden = self.tokens(tokens[:, :-1]) + self.positions
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=self.mask, is_causal=True)
+        logits = self.norm(hidden) @ self.tokens.weight.T
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@lru_cache(maxsize=1)
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and validation bytes: the sources of Python's standard library."""
+    documents = [path.read_bytes() for path in source_files(Path(sysconfig.get_path("stdlib")))]
+    held_out = documents[::HELD_OUT]
+    training = [text for number, text in enumerate(documents) if number % HELD_OUT]
+    return _bytes(training), _bytes(held_out)
+
+
+def _bytes(documents: list[bytes]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8).long()
+
+
+def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]:
+    """(batch, sequence + 1), anywhere in the text."""
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.arange(size.sequence + 1)
+    while True:
+        starts = torch.randint(len(text) - len(window), (size.batch, 1), generator=generator)
+        yield text[starts + window]
+
+
+def train(trial: Trial) -> list[float]:
+    """Validation losses of the newest weights after each fifth of the steps; shorter if a loss is not finite."""
+    torch.manual_seed(trial.seed)
+    size = trial.size
+    model = Gpt(size)
+    weights = list(model.parameters())
+    decayed = [weight for weight in weights if weight.dim() > 1]
+    rest = [weight for weight in weights if weight.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}],
+        lr=trial.lr,
+        betas=(trial.beta1, BETA2),
+        foreach=True,
+    )
+    if trial.lead:
+        MomentLead(trial.lead).attach(optimizer)
+    training, _ = texts()
+    data = batches(training, size, seed=1 + trial.seed)
+    older = [weight.detach().clone() for weight in weights]
+    newest = [weight.detach().clone() for weight in weights]
+    found = []
+    for step in range(size.steps):
+        if trial.delay:
+            torch._foreach_copy_(newest, weights)
+            with torch.no_grad():
+                torch._foreach_copy_(weights, older)
+        loss = model(next(data))
+        if not loss.isfinite():
+            return found
+        loss.backward()
+        if trial.delay:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, newest)
+            older, newest = newest, older
+        torch.nn.utils.clip_grad_norm_(weights, CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(trial, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % (size.steps // 5) == 0:
+            found.append(validation_loss(model, size))
+    return found
+
+
+def rate(trial: Trial, step: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    progress = step / trial.size.steps
+    return trial.lr * min(1.0, (step + 1) / trial.warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def validation_loss(model: Gpt, size: Size) -> float:
+    """Mean over the same batches every time."""
+    _, held_out = texts()
+    data = batches(held_out, size, seed=0)
+    with torch.no_grad():
+        return sum(float(model(next(data))) for _ in range(VALIDATION_BATCHES)) / VALIDATION_BATCHES

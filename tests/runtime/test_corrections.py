@@ -1,0 +1,90 @@
+"""Corrected updates against their formulas, and how large a step they stand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_2bw.runtime.corrections import MomentLead
+
+DECAY, LEAD = 0.95, 2.0
+SHARE = LEAD * (1 - DECAY) / DECAY
+
+
+def test_adam_with_a_lead() -> None:
+    """Its m, corrected for its start, gets the share of g that takes it ahead; what is kept stays m."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(DECAY, 0.99), weight_decay=0.1)
+    MomentLead(LEAD).attach(optimizer)
+    expected, m, v = weight.detach().clone(), torch.zeros(5).double(), torch.zeros(5).double()
+    for step in range(1, 21):
+        weight.grad = g = torch.randn(5, dtype=torch.float64)
+        optimizer.step()
+        m, v = DECAY * m + (1 - DECAY) * g, 0.99 * v + 0.01 * g**2
+        average = m / (1 - DECAY**step)
+        ahead = average + SHARE * (g - average)
+        expected -= 0.1 * (0.1 * expected + ahead / ((v / (1 - 0.99**step)).sqrt() + 1e-8))
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(optimizer.state[weight]["exp_avg"], m, rtol=1e-12, atol=1e-12)
+
+
+def test_sgd_with_a_lead() -> None:
+    """Its buffer is 1/(1-decay) times an average; the first step has no trend to follow."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=DECAY)
+    MomentLead(LEAD).attach(optimizer)
+    expected, before = weight.detach().clone(), torch.zeros(5).double()
+    for step in range(20):
+        weight.grad = g = torch.randn(5, dtype=torch.float64)
+        optimizer.step()
+        buffer = DECAY * before + g
+        expected -= 0.1 * (buffer + LEAD * (buffer - before) if step else buffer)
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(optimizer.state[weight]["momentum_buffer"], buffer, rtol=1e-12, atol=1e-12)
+        before = buffer
+
+
+def test_parameters_without_a_gradient_or_with_fewer_steps() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2)]
+    alone = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    both, one = torch.optim.Adam(weights, lr=0.1), torch.optim.Adam([alone], lr=0.1)
+    for optimizer in (both, one):
+        MomentLead(LEAD).attach(optimizer)
+    for step in range(6):
+        weights[0].grad = torch.full((2,), 1.0 + step, dtype=torch.float64)
+        weights[1].grad = torch.ones(2, dtype=torch.float64) if step >= 2 else None
+        both.step()
+        if step >= 2:
+            alone.grad = torch.ones(2, dtype=torch.float64)
+            one.step()
+    assert torch.equal(weights[1], alone)
+
+
+@pytest.mark.parametrize(("decay", "lead", "largest"), [(0.9, 2.0, 2.9), (0.95, 2.0, 5.4), (0.98, 2.0, 13.0)])
+def test_the_largest_stable_step(decay: float, lead: float, largest: float) -> None:
+    """Of ``x' = x - lr * u``, u from gradients h*x of one step before: what the docstring says, times lr*h."""
+    assert abs(_after_many_steps(decay, lead, 0.95 * largest)) < 1e-3
+    assert abs(_after_many_steps(decay, lead, 1.05 * largest)) > 1e3
+    assert abs(_after_many_steps(decay, 0.0, 1.2)) > 1e3, "without a lead, 1 is the limit"
+
+
+def _after_many_steps(decay: float, lead: float, size: float) -> float:
+    newest = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([newest], lr=size * (1 - decay), momentum=decay)
+    if lead:
+        MomentLead(lead).attach(optimizer)
+    older = newest.detach().clone()
+    for _ in range(6000):
+        newest.grad, older = older, newest.detach().clone()
+        optimizer.step()
+        if not 1e-9 < abs(newest.item()) < 1e9:
+            break
+    return newest.item()
+
+
+def test_a_lead_that_leaves_nothing_of_the_average_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.5)
+    with pytest.raises(ValueError, match=r"a lead of 2 needs a decay .* above 0\.666667, got 0\.5: raise it"):
+        MomentLead(2.0).attach(optimizer)
