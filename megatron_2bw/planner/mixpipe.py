@@ -17,6 +17,7 @@ from fractions import Fraction
 from megatron_2bw.planner.blocks import Blocks, compute_s, estimate, link_bytes_per_s
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.memory import CONTEXT_BYTES, FRAGMENTED_SHARE
 from megatron_2bw.planner.model import Model
 
 
@@ -130,7 +131,7 @@ def plan(model: Model, cluster: Cluster, global_batch: int, *, blocks: Blocks | 
     >>> from megatron_2bw.planner.cluster import CLUSTERS
     >>> model = Model(num_layers=48, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=30522)
     >>> [(plan.depth, plan.injected, plan.extra) for plan in plan(model, CLUSTERS["p3dn.24xlarge"], 128)[:3]]
-    [(8, 8, 0), (4, 2, 1), (8, 6, 1)]
+    [(4, 2, 1), (8, 6, 1), (8, 4, 2)]
     """
     if not isinstance(global_batch, int) or global_batch < 1 or global_batch % cluster.gpus:
         nearest = max(1, round(global_batch / cluster.gpus)) * cluster.gpus
@@ -141,7 +142,7 @@ def plan(model: Model, cluster: Cluster, global_batch: int, *, blocks: Blocks | 
         _predicted(blocks, cluster, microbatch, depth, injected, extra)
         for depth in _depths(blocks, cluster)
         for injected, extra in choices(depth)
-        if microbatch <= largest_microbatch(blocks, _budget_bytes(cluster), depth=depth, in_flight=injected + extra)
+        if microbatch <= largest_microbatch(blocks, budget_bytes(cluster), depth=depth, in_flight=injected + extra)
     ]
     if not found:
         raise PlanError(_nothing_fits(model, blocks, cluster, microbatch))
@@ -152,8 +153,9 @@ def _depths(blocks: Blocks, cluster: Cluster) -> list[int]:
     return [d for d in range(2, cluster.gpus + 1, 2) if cluster.gpus % d == 0 and blocks.count % d == 0]
 
 
-def _budget_bytes(cluster: Cluster) -> float:
-    return cluster.gpu.memory_gb * 2**30
+def budget_bytes(cluster: Cluster) -> float:
+    """M_budget: what is left of a GPU for tensors, as the default memory model has it."""
+    return (cluster.gpu.memory_gb * 2**30 - CONTEXT_BYTES) / (1 + FRAGMENTED_SHARE)
 
 
 def _predicted(blocks: Blocks, cluster: Cluster, microbatch: int, depth: int, injected: int, extra: int) -> Plan:
@@ -180,7 +182,7 @@ def _nothing_fits(model: Model, blocks: Blocks, cluster: Cluster, microbatch: in
     depths = _depths(blocks, cluster)
     if not depths:
         return f"model {name} has {blocks.count} blocks: no even depth divides them and {most} GPUs; use other numbers"
-    largest = max(largest_microbatch(blocks, _budget_bytes(cluster), depth=d, in_flight=2) for d in depths)
+    largest = max(largest_microbatch(blocks, budget_bytes(cluster), depth=d, in_flight=2) for d in depths)
     remedy = f"use global_batch {largest * most} or less" if largest else "use more GPUs, or larger ones"
     return f"model {name} does not fit on {most} x {cluster.gpu.name} with microbatches of {microbatch}: {remedy}"
 

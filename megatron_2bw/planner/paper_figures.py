@@ -284,7 +284,7 @@ def _other(
     in_flight = {"gpipe": microbatches, "1f1b-flush": min(depth, microbatches), "gems": 1, "chimera": depth}[schedule]
     replicas = 2 if schedule in ("gems", "chimera") else 1
     stage_bytes = (replicas * blocks.state_bytes + in_flight * microbatch * blocks.activation_bytes) / depth
-    recompute = stage_bytes > cluster.gpu.memory_gb * GIB
+    recompute = stage_bytes > mixpipe.budget_bytes(cluster)
     stage_s = compute_s(blocks, depth=depth, microbatch=microbatch, recompute=recompute)
     return "yes" if recompute else "no", float(mixpipe.steps_of(schedule, depth, microbatches)) * stage_s
 

@@ -20,6 +20,7 @@ from megatron_2bw.schedule.simulate import Durations, simulate
 GIB = 2**30
 SERVERS = dataclasses.replace(CLUSTERS["p3dn.24xlarge"], nodes=4)
 """32 V100 of 32 GB."""
+BUDGET = mixpipe.budget_bytes(SERVERS)
 TOY = Blocks(
     count=12, state_bytes=1200, gradient_bytes=4e9, activation_bytes=240, boundary_bytes=1e9, start_s=0.5, sample_s=1
 )
@@ -118,12 +119,12 @@ def test_the_search_is_exhaustive(microbatch: int):
         (depth, *choice)
         for depth in (2, 4, 8, 16)
         for choice in mixpipe.choices(depth)
-        if mixpipe.memory_bytes(blocks, depth=depth, microbatch=microbatch, in_flight=sum(choice)) <= 32 * GIB
+        if mixpipe.memory_bytes(blocks, depth=depth, microbatch=microbatch, in_flight=sum(choice)) <= BUDGET
     }
     assert {(p.depth, p.injected, p.extra) for p in plans} == fitting
     assert len(plans) == len(fitting)
     assert all(a.samples_per_s >= b.samples_per_s for a, b in pairwise(plans))
-    assert all(p.memory_bytes <= 32 * GIB for p in plans)
+    assert all(p.memory_bytes <= BUDGET for p in plans)
 
 
 @pytest.mark.parametrize(
@@ -168,32 +169,35 @@ def test_sizes_of_the_models():
     assert GPT_72.parameters == pytest.approx(1_010_477_056, rel=0.005)
 
 
-def test_bert_48_injects_half_of_its_depth():
-    """32 V100-32GB, D = 4, batch 512: MixPipe runs B = 16 without recompute, Chimera cannot."""
-    best = next(p for p in mixpipe.plan(BERT_48, SERVERS, 512) if p.depth == 4)
-    assert (best.injected, best.extra, best.microbatch) == (2, 1, 16)
-    blocks = estimate(BERT_48, SERVERS.gpu)
-    assert mixpipe.largest_microbatch(blocks, 32 * GIB, depth=4, in_flight=4) < 16
-    assert mixpipe.memory_bytes(blocks, depth=4, microbatch=16, in_flight=4) / GIB == pytest.approx(33.4, abs=0.1)
+def test_what_is_left_for_tensors():
+    """32 GiB less 1.5 for the CUDA context and its like, and 5% lost between tensors."""
+    assert pytest.approx(30.5 / 1.05) == BUDGET / GIB
+
+
+@pytest.mark.parametrize(("model", "batch", "microbatch"), [(BERT_48, 512, 16), (GPT_72, 256, 8)])
+def test_half_of_the_depth_is_injected(model: Model, batch: int, microbatch: int):
+    """32 V100-32GB, D = 4: MixPipe runs with K = D/2 and without recompute, Chimera cannot."""
+    best = next(p for p in mixpipe.plan(model, SERVERS, batch) if p.depth == 4)
+    assert (best.injected, best.extra, best.microbatch) == (2, 1, microbatch)
+    assert mixpipe.largest_microbatch(estimate(model, SERVERS.gpu), BUDGET, depth=4, in_flight=4) < microbatch
 
 
 def test_where_half_the_depth_is_not_chosen():
-    """As printed, 8 stages of Bert-48 and 4 of GPT-72 (batch 256) have room for Chimera, K = D, without recompute."""
-    best = mixpipe.plan(BERT_48, SERVERS, 512)[0]
-    assert (best.depth, best.injected) == (8, 8)
-    best = next(p for p in mixpipe.plan(GPT_72, SERVERS, 256) if p.depth == 4)
-    assert (best.injected, best.extra) == (4, 0)
+    """Eight stages of these models are small enough for more of the microbatches at once."""
+    for model, batch, choice in ((BERT_48, 512, (6, 1)), (GPT_72, 256, (8, 0))):
+        best = next(p for p in mixpipe.plan(model, SERVERS, batch) if p.depth == 8)
+        assert (best.injected, best.extra) == choice
 
 
 def test_speedups():
-    """Weak scaling on 32 GPUs: within 15% of what is published, but for GPipe, whose model is DAPPLE's."""
+    """Weak scaling on 32 GPUs: within 15% of what is published. GPipe and Chimera have to recompute."""
     table = mixpipe_speedups()
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     errors = {(row["model"], row["over"]): row["predicted"] / row["published"] - 1 for row in rows}
     assert len(errors) == 6
-    assert errors.pop(("Bert-48", "gpipe")) == pytest.approx(-0.21, abs=0.01)
     assert all(abs(error) < 0.15 for error in errors.values()), errors
-    assert [row["recompute"] for row in rows if row["model"] == "Bert-48"] == ["no", "no", "no", "yes"]
+    recomputing = {(row["model"], row["over"]) for row in rows if row["recompute"] == "yes"}
+    assert recomputing == {("Bert-48", "gpipe"), ("Bert-48", "chimera"), ("GPT-72", "chimera")}
 
 
 def test_a_speedup_by_hand():
