@@ -1,6 +1,6 @@
 """What ``--pipeline-trace`` shows and what it costs.
 
-    python scripts/bench/timeline.py [--pairs 20] [--output scripts/bench/results/timeline.txt]
+    python scripts/bench/timeline.py [--part both] [--stages 2,4,8] [--pairs 20] [--output scripts/bench/results/timeline.txt]
 
 Part one compares the measured bubble with two that are simulated from the measured forwards and
 backwards alone, all else free: "replayed" with every one of them as long as it was, "usual" with every
@@ -81,7 +81,7 @@ def bubbles() -> list[str]:
     return [*lines, "", f"megatron-2bw show --measured, {label}:", "", *(f"    {line}" for line in report_of(first))]
 
 
-def cost(pairs: int) -> list[str]:
+def cost(depths: list[int], pairs: int) -> list[str]:
     """A line per depth."""
     lines = [
         "",
@@ -90,7 +90,7 @@ def cost(pairs: int) -> list[str]:
         "",
         COST_HEADING,
     ]
-    for stages in (2, 4, 8):
+    for stages in depths:
         run = TimedRun(
             schedule="2bw",
             stages=stages,
@@ -109,10 +109,13 @@ def cost(pairs: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["both", "cost"], default="both")
+    parser.add_argument("--stages", type=lambda text: [int(word) for word in text.split(",")], default=[2, 4, 8])
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    text = "\n".join([*heading(), *bubbles(), *cost(options.pairs), ""])
+    found = bubbles() if options.part == "both" else []
+    text = "\n".join([*heading(), *found, *cost(options.stages, options.pairs), ""])
     print(text)
     if options.output is not None:
         options.output.write_text(text)
