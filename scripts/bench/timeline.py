@@ -1,6 +1,6 @@
 """What ``--pipeline-trace`` shows and what it costs.
 
-    python scripts/bench/timeline.py [--part both] [--stages 2,4,8] [--pairs 20] [--output scripts/bench/results/timeline.txt]
+    python scripts/bench/timeline.py [--part both|cost] [--stages 2,4,8] [--pairs 20] [--output FILE]
 
 Part one compares the measured bubble with two that are simulated from the measured forwards and
 backwards alone, all else free: "replayed" with every one of them as long as it was, "usual" with every
