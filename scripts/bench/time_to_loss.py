@@ -35,7 +35,7 @@ SIZES = {
     "0.85M": Size(layers=4, hidden=128, sequence=128, batch=16, steps=1500),
 }
 SEEDS = (0, 1, 2)
-RATES = tuple(5e-4 * 2**power for power in range(6))
+RATES = tuple(2.5e-4 * 2**power for power in range(6))
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Student's t for a two-sided 95%, by number of seeds."""
 
@@ -61,8 +61,7 @@ class Arm:
 ARMS = (
     Arm(name="no delay", delay=0, lead=0.0, decays=(0.9, 0.95)),
     Arm(name="delay, as it is", delay=1, lead=0.0, decays=(0.8, 0.9)),
-    Arm(name="delay, lead of 1 step", delay=1, lead=1.0, decays=(0.9, 0.95)),
-    Arm(name="delay, lead of 2 steps", delay=1, lead=2.0, decays=(0.9, 0.95)),
+    Arm(name="delay, lead of 2 steps", delay=1, lead=2.0, decays=(0.9, 0.93)),
 )
 
 
