@@ -93,8 +93,8 @@ class Trials:
     def missing(self) -> Iterator[Trial]:
         """In the order in which they are to be tried, as far as it is known now."""
         for size in SIZES.values():
-            wanted = [[trial for trial in arm.grid(size) if self.loss(trial) is None] for arm in ARMS]
-            yield from filter(None, itertools.chain(*itertools.zip_longest(*wanted)))
+            in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in ARMS)))
+            yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)
             for arm in ARMS:
                 best = self.best(arm, size)
                 if best is not None:
