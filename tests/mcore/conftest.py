@@ -31,7 +31,11 @@ SLOW = {
     "test_a_flush_is_equal_to_megatrons_own_schedule": ("d4",),
     "test_aliases_are_the_same_schedule": ("dapple",),
     "test_megatron_is_untouched_with_the_extension_loaded": ("4-8-1",),
-    "test_equal_to_the_oracle": ("GQA, SwiGLU, RoPE, RMSNorm, bf16, tensor parallel", "PP2xTP2, fp32"),
+    "test_equal_to_the_oracle": (
+        *("GQA, SwiGLU, RoPE, RMSNorm, bf16, tensor parallel", "PP2xTP2, fp32"),
+        *("PP2, bf16", "PP4, bf16", "PP2xDP2, fp32"),
+    ),
+    "test_equals_the_oracle": ("d4", "tied-w2"),
     "test_ordinary_oracle_is_megatron": ("the same, sequence parallel", "loss per token"),
 }
 """By test: how its parameters begin. What they show, others show at less cost; the suite has 25 minutes."""
