@@ -46,7 +46,7 @@ def _plain(groups, lr, **_) -> torch.optim.Optimizer:
 
 
 def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First the grids, an arm after the other in turn; then more seeds of what was best."""
+    """First the grids, an arm after the other in turn; then more seeds of the three that were best."""
     monkeypatch.setattr(time_to_loss, "SIZES", {"tiny": TINY})
     trials = Trials(tmp_path / "trials.jsonl")
     missing = list(trials.missing())
@@ -56,8 +56,16 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         diverges = trial.lr == RATES[-1]
         trials.add(trial, [2.0] * 2 if diverges else [3.0, 2.0, 1.9, 1.8, 1.7 + abs(math.log(trial.lr / 2e-3))])
     trials = Trials(tmp_path / "trials.jsonl")
-    assert [trials.best(arm, TINY).lr for arm in ARMS] == [2e-3] * len(ARMS)
-    assert [trial.seed for trial in trials.missing()] == [*SEEDS[1:]] * len(ARMS)
+    more = list(trials.missing())
+    assert [trial.seed for trial in more] == [seed for seed in SEEDS[1:] for _ in range(3)] * len(ARMS)
+    assert {trial.lr for trial in more} == {2e-3, 1e-3}, "the first of equals, after two decays at the best rate"
+    assert [trials.best(arm, TINY) for arm in ARMS] == [None] * len(ARMS)
+    for trial in more:
+        lucky_before = trial.lr == 2e-3 and trial.beta1 == trials.finalists(ARMS[0], TINY)[0].beta1
+        trials.add(trial, [3.0, 2.0, 1.9, 1.8, 2.6 if lucky_before else 1.8])
+    assert not list(trials.missing())
+    assert trials.best(ARMS[0], TINY) == trials.finalists(ARMS[0], TINY)[1]
     text = "\n".join(time_to_loss.report(trials))
-    assert "no delay                     12 lr 0.002, beta1 0.9" in text
+    assert "no delay                  12/12       3/3 lr 0.002, beta1 0.95" in text
+    assert "1.700 1.800 1.800" in text
     assert "(edge)" not in text

@@ -4,8 +4,8 @@
     python scripts/bench/time_to_loss.py report [--output scripts/bench/results/time_to_loss.txt]
 
 ``train`` goes on where it was stopped; each finished trial is a line of the file ``--trials``. First every arm
-tries its grid with one seed, then its best with more of them. An arm whose best is at the edge of its grid
-says so in the report.
+tries its grid with one seed, then its three best with more of them: near the limit of stability, seeds differ
+by more than arms do. An arm whose best is at the edge of its grid says so in the report.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ SIZES = {
     "0.85M": Size(layers=4, hidden=128, sequence=128, batch=16, steps=1500),
 }
 SEEDS = (0, 1, 2)
+FINALISTS = 3
 RATES = tuple(2.5e-4 * 2**power for power in range(6))
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-"""Student's t for a two-sided 95%, by number of seeds."""
+T_95 = 4.30
+"""Student's t for a two-sided 95% and three seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +96,24 @@ class Trials:
         for size in SIZES.values():
             in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in ARMS)))
             yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)
-            for arm in ARMS:
-                best = self.best(arm, size)
-                if best is not None:
-                    yield from (t for t in (replace(best, seed=s) for s in SEEDS) if self.loss(t) is None)
+            for arm, seed in itertools.product(ARMS, SEEDS):
+                with_seed = (replace(trial, seed=seed) for trial in self.finalists(arm, size))
+                yield from (trial for trial in with_seed if self.loss(trial) is None)
+
+    def finalists(self, arm: Arm, size: Size) -> list[Trial]:
+        """Of the arm's grid, the best with the first seed; none while some of it is missing."""
+        found = {trial: self.loss(trial) for trial in arm.grid(size)}
+        return [] if None in found.values() else sorted(found, key=lambda trial: found[trial])[:FINALISTS]
+
+    def losses(self, trial: Trial) -> list[float]:
+        """Of all seeds that have been tried."""
+        losses = (self.loss(replace(trial, seed=seed)) for seed in SEEDS)
+        return [loss for loss in losses if loss is not None]
 
     def best(self, arm: Arm, size: Size) -> Trial | None:
-        """Of the arm's grid; None while some of it is missing."""
-        found = {trial: self.loss(trial) for trial in arm.grid(size)}
-        return None if None in found.values() else min(found, key=lambda trial: found[trial])
+        """The finalist with the lowest mean over all seeds; None while none has been tried with all of them."""
+        complete = [trial for trial in self.finalists(arm, size) if len(self.losses(trial)) == len(SEEDS)]
+        return min(complete, key=lambda trial: statistics.mean(self.losses(trial)), default=None)
 
 
 def _key(trial: dict[str, Any]) -> str:
@@ -132,14 +142,14 @@ def report(trials: Trials) -> list[str]:
     """A table per size."""
     lines = heading()
     for name, size in SIZES.items():
-        if all(trials.best(arm, size) is None for arm in ARMS):
+        if all(trials.loss(trial) is None for arm in ARMS for trial in arm.grid(size)):
             continue
         tokens = size.steps * size.batch * size.sequence
         lines += [
             "",
             f"{name} parameters, {size.layers} layers of {size.hidden}, {size.steps} batches of {size.batch} x "
             f"{size.sequence} bytes ({tokens / 1e6:.1f}M), AdamW, clipping at 1",
-            f"{'':<24} {'trials':>6} {'best':<34} {'seeds':>5} {'validation loss':>16} {'95%':>6}",
+            f"{'':<24} {'grid':>6} {'finalists':>9} {'best':<28} {'loss':>6} {'95%':>6}  of each seed",
         ]
         lines += [_line(trials, arm, size) for arm in ARMS]
         lines += ["", *_by_rate(trials, size)]
@@ -148,15 +158,16 @@ def report(trials: Trials) -> list[str]:
 
 def _line(trials: Trials, arm: Arm, size: Size) -> str:
     best, grid = trials.best(arm, size), arm.grid(size)
+    done = sum(trials.loss(trial) is not None for trial in grid)
+    finalists = sum(len(trials.losses(trial)) == len(SEEDS) for trial in trials.finalists(arm, size))
+    counts = f"{arm.name:<24} {f'{done}/{len(grid)}':>6} {f'{finalists}/{FINALISTS}':>9}"
     if best is None:
-        done = sum(trials.loss(trial) is not None for trial in grid)
-        return f"{arm.name:<24} {done:>6} of {len(grid)}"
-    losses = [loss for seed in SEEDS if (loss := trials.loss(replace(best, seed=seed))) is not None]
-    mean = statistics.mean(losses)
-    half = T_95[len(losses)] * statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.nan
+        return counts
+    losses = trials.losses(best)
+    mean, half = statistics.mean(losses), T_95 * statistics.stdev(losses) / math.sqrt(len(losses))
     edge = " (edge)" if best.lr in (RATES[0], RATES[-1]) else ""
     settings = f"lr {best.lr:g}, beta1 {best.beta1:g}{edge}"
-    return f"{arm.name:<24} {len(grid):>6} {settings:<34} {len(losses):>5} {mean:>16.3f} {half:>6.3f}"
+    return f"{counts} {settings:<28} {mean:>6.3f} {half:>6.3f}  {' '.join(f'{loss:.3f}' for loss in losses)}"
 
 
 def _by_rate(trials: Trials, size: Size) -> list[str]:
