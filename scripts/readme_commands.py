@@ -2,7 +2,7 @@
 
     python scripts/readme_commands.py [--but TEXT ...]
 
-Leaves its results in quickstart/ and runs/, which git ignores. With --but, blocks that contain the text are left out.
+Leaves its results in quickstart/ and runs/, which git ignores. With --but, lines that contain the text are left out.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def main() -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     failed = 0
     for block in blocks((ROOT / "README.md").read_text(encoding="utf-8")):
-        if any(text in block for text in args.but):
+        lines = [line for line in block.splitlines(keepends=True) if not any(text in line for text in args.but)]
+        if not lines:
             continue
+        block = "".join(lines)
         start_s = time.monotonic()
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block],

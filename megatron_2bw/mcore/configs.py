@@ -10,7 +10,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_2bw.mcore.rows import DELAYED
 from megatron_2bw.mcore.support import MAPPED, REFUSED
+from megatron_2bw.mcore.timers import CallTimers
 
 _DDP_NAMES = {
     "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
@@ -38,6 +40,11 @@ def check_configs(schedule: str, model: torch.nn.Module, optimizer: Any) -> None
         raise ValueError(
             f"{schedule} needs a model in Megatron-Core's DistributedDataParallel, got {type(model).__name__}"
         )
+    for timers in (get_model_config(model).timers, optimizer.config.timers):
+        if schedule in DELAYED and getattr(timers, "_log_level", 0) > 0 and not isinstance(timers, CallTimers):
+            raise ValueError(
+                f"the timers of a config wait for the device inside a call, and {schedule} must not: use log level 0"
+            )
     args = _as_flags(model, optimizer)
     for row in REFUSED:
         if row.applies(args, schedule):

@@ -20,9 +20,12 @@ def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
         where: says what this rank was doing, for a wait in Megatron that does not say it.
     """
     previous = sys.excepthook
+    active = True
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
+        if not active:
+            return
         if isinstance(error, KeyboardInterrupt):
             return
         rank = os.environ.get("RANK", "0")
@@ -35,6 +38,8 @@ def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
         os._exit(1)
 
     def undo() -> None:
+        nonlocal active
+        active = False
         if sys.excepthook is end:
             sys.excepthook = previous
 

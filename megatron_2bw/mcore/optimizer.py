@@ -74,6 +74,9 @@ class DelayedOptimizer:
         check_for_nan: bool,
         correction: MomentLead | None = None,
     ) -> None:
+        updating = [part.optimizer for part in inner.chained_optimizers if not part.is_stub_optimizer]
+        for optimizer in updating if correction is not None else ():
+            correction.check(optimizer)
         self._inner = inner
         self._model = model
         sources = sources_of(model)
@@ -105,9 +108,8 @@ class DelayedOptimizer:
         self.skipped = 0
         """Of the updates that ``step`` reported last: how many were skipped. After a drain it reports two."""
         self._take_over()
-        for optimizer in inner.chained_optimizers if correction is not None else ():
-            if not optimizer.is_stub_optimizer:
-                correction.attach(optimizer.optimizer)
+        for optimizer in updating if correction is not None else ():
+            correction.attach(optimizer)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Ours, and not set yet.
@@ -137,7 +139,17 @@ class DelayedOptimizer:
     def drive(self, scheduler: Any) -> DrivenScheduler:
         """Take over Megatron's learning-rate schedule; returns what its training loop may hold."""
         self._scheduler = scheduler
-        return DrivenScheduler(scheduler)
+        return DrivenScheduler(scheduler, self)
+
+    @property
+    def samples(self) -> int:
+        """Of the batch captured last, over all replicas."""
+        return self._samples
+
+    def begin_run(self) -> None:
+        """Before the first batch: what was loaded since holds for the weights that are there."""
+        if self._scaler is not None and self.weights.newest == 0:
+            self.scales = {0: self._scaler.scale.clone()}
 
     def begin(self, batch: int, *, samples: int, num_tokens: torch.Tensor | None) -> None:
         """Keep what the update of ``batch`` depends on, right before its gradients are captured.
@@ -268,11 +280,21 @@ class DrivenScheduler:
     does so itself. All else is the wrapped schedule's.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, optimizer: DelayedOptimizer) -> None:
         self._inner = inner
+        self._optimizer = optimizer
 
     def step(self, increment: int) -> None:
-        """Does nothing; see `DelayedOptimizer`."""
+        """Does nothing; see `DelayedOptimizer`.
+
+        Raises:
+            RuntimeError: the loop counts something else than the optimizer has counted.
+        """
+        if increment != self._optimizer.samples:
+            raise RuntimeError(
+                f"the training loop moves the learning-rate schedule by {increment}, and a batch has "
+                f"{self._optimizer.samples} samples: make its warm-up and decay count samples, as Megatron's do"
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -43,7 +43,6 @@ class Pipeline:
         extra_in_flight: 2bw: activations kept per stage boundary beyond d-s.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
         correction: 2bw: of updates for their delay; None for the paper's exact rule.
-        check_for_nan: 2bw: stop with an error when the norm of the gradients is not finite.
         timeout: of every transfer and every reduction.
         logs_this_batch: whether the losses of experts are reported for the batch that has just ended.
 
@@ -60,7 +59,6 @@ class Pipeline:
         extra_in_flight: int = 0,
         gradient_buffers: int = 2,
         correction: MomentLead | None = None,
-        check_for_nan: bool = False,
         timeout: timedelta = timedelta(minutes=10),
         logs_this_batch: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -68,6 +66,12 @@ class Pipeline:
         self.is_delayed = any(build(self.schedule_name, stages=2, microbatches=2).delay)
         """Whether updates come after the call of their batch."""
         check_configs(self.schedule_name, model, optimizer)
+        if not self.is_delayed and (correction is not None or extra_in_flight):
+            raise ValueError(
+                f"{self.schedule_name} has no delay to correct, and keeps a fixed number in flight; use 2bw"
+            )
+        if gradient_buffers not in (1, 2):
+            raise ValueError(f"gradient_buffers {gradient_buffers}: use 1 or 2")
         self.stages = parallel_state.get_pipeline_model_parallel_world_size()
         self.batch = 0
         """The next one; counted from the start of the run."""
@@ -86,25 +90,30 @@ class Pipeline:
         self._links: Links | None = None
         self._moe_metrics: MoEMetrics | None = None
         """Of a model with experts, where forwards run ahead of the report of their batch."""
-        # The model decides, as in Megatron; a flag is only what scripts usually build it from.
-        gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-        self._tied = bool(getattr(gpt, "share_embeddings_and_output_weights", False))
         self._inner = self.optimizer = optimizer
+        self._tied = False
         if self.is_delayed:
+            # The model decides, as in Megatron; a flag is only what scripts usually build it from.
+            gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+            self._tied = bool(getattr(gpt, "share_embeddings_and_output_weights", False))
             self.optimizer = DelayedOptimizer(
                 optimizer,
                 model,
                 timeout=timeout,
                 tied_embeddings=self._tied,
                 second_buffer=gradient_buffers == 2,
-                check_for_nan=check_for_nan,
+                check_for_nan=model.ddp_config.check_for_nan_in_grad,
                 correction=correction,
             )
-        self._batch_p2p_sync = self.config.batch_p2p_sync
+        self._batch_p2p_sync, self._grad_scale_func = self.config.batch_p2p_sync, self.config.grad_scale_func
         self._undo = end_at_once_on_errors(self.where)
 
     def drive(self, scheduler: Any) -> Any:
-        """Take over Megatron's ``OptimizerParamScheduler``; returns what the training loop steps in its place."""
+        """Take over Megatron's ``OptimizerParamScheduler``, which must count samples.
+
+        Returns:
+            what the training loop steps in its place, by the samples of a batch.
+        """
         return self.optimizer.drive(scheduler) if isinstance(self.optimizer, DelayedOptimizer) else scheduler
 
     def forward_backward(self, *, last: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
@@ -113,14 +122,23 @@ class Pipeline:
         Under a delay, forwards of the next batch may run as well, with data from the same iterator.
 
         Args:
-            last: nothing runs ahead, and the pipeline is empty afterwards: the end of training, or a
-                batch of another size comes next.
+            last: nothing runs ahead, and the pipeline is empty afterwards: the end of training, or the
+                next batch has another number of microbatches.
             **keywords: ``forward_step_func``, ``data_iterator``, ``model``, ``num_microbatches``,
                 ``seq_length``, ``micro_batch_size``.
 
         Returns:
             On the last stage, what ``forward_step_func`` reported of each microbatch.
+
+        Raises:
+            ValueError: evaluation; that is left to Megatron-Core's own function.
         """
+        for name in ("forward_only", "collect_non_loss_data"):
+            if keywords.get(name):
+                raise ValueError(
+                    f"{name} is set: evaluate with Megatron-Core's get_forward_backward_func(), after settle(), which "
+                    "shows it the newest weights"
+                )
         call = Call.of(keywords, self.schedule_name)
         if self._stage is None:
             self.start(call)
@@ -140,16 +158,21 @@ class Pipeline:
                 self.optimizer.settle()
 
     def close(self) -> None:
-        """End of the run, planned or not: nothing pending, nothing in flight."""
+        """End of the run, early or not: nothing pending, nothing in flight.
+
+        Waits for the other stages, so it is no way to clean up after an error; that is `forget`.
+        """
         self.settle()
         if self.executor is not None:
             self.executor.abandon()
-        self.config.batch_p2p_sync = self._batch_p2p_sync
         self.forget()
 
     def forget(self) -> None:
-        """Give the process back what it had before; for a run that cannot be closed."""
+        """Give process and config back what they had before; waits for nobody."""
         self._undo()
+        self.config.batch_p2p_sync = self._batch_p2p_sync
+        if self.is_delayed and self.config.grad_scale_func == self.optimizer.scale_loss:
+            self.config.grad_scale_func = self._grad_scale_func
         if self._moe_metrics is not None:
             self._moe_metrics.close()
 
@@ -185,6 +208,7 @@ class Pipeline:
         if self.config.num_moe_experts is not None:
             self._moe_metrics = MoEMetrics(self._logs_this_batch)
         self._stage = DelayedStage(call, self.schedule_name, self.optimizer, self._moe_metrics)
+        self.optimizer.begin_run()
         self.batch = self.optimizer.weights.newest  # 1 where a checkpoint brought the version before, too.
 
     def record(self, recorder: Recorder) -> None:

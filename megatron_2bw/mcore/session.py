@@ -51,7 +51,6 @@ class Session:
             extra_in_flight=args.pipeline_extra_in_flight,
             gradient_buffers=args.pipeline_gradient_buffers,
             correction=None if args.delay_correction == "none" else MomentLead(args.delay_lead),
-            check_for_nan=args.check_for_nan_in_loss_and_grad,
             timeout=self._timeout,
             logs_this_batch=self.logs_this_batch,
         )

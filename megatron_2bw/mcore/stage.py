@@ -113,7 +113,15 @@ class MegatronStage:
         self.boundary = Boundary(shape=shape, dtype=self.config.pipeline_dtype, device=device)
 
     def begin(self, call: Call) -> None:
-        """Take over the arguments of the next call."""
+        """Take over the arguments of the next call.
+
+        Raises:
+            RuntimeError: tensors of another shape than in the call before.
+        """
+        for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
+            before, now = getattr(self.call, name), getattr(call, name)
+            if now != before:
+                raise RuntimeError(f"{name} was {before} and is {now}: transfers keep the shape of the first batch")
         self.call = call
         self.losses = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.boundary.device)

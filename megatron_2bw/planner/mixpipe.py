@@ -154,7 +154,10 @@ def _depths(blocks: Blocks, cluster: Cluster) -> list[int]:
 
 
 def budget_bytes(cluster: Cluster) -> float:
-    """M_budget: what is left of a GPU for tensors, as the default memory model has it."""
+    """M_budget: what is left of a GPU for tensors.
+
+    With the default memory model's constants: its reserve, and its share lost between activations, here of all tensors.
+    """
     return (cluster.gpu.memory_gb * 2**30 - CONTEXT_BYTES) / (1 + FRAGMENTED_SHARE)
 
 

@@ -76,20 +76,23 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     import megatron_2bw
+    from megatron_2bw.runtime.corrections import MomentLead
 
     from .model import build_model
 
     ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
 
-    def answer(schedule: str, model: dict[str, Any], ddp: dict[str, Any]) -> str:
+    def answer(schedule: str, model: dict[str, Any], ddp: dict[str, Any], use: Any = None, **keywords: Any) -> str:
         bare = build_model(case.kind, *ends)
         for name, value in model.items():
             setattr(bare.config, name, value)
         wrapped = DistributedDataParallel(bare.config, DistributedDataParallelConfig(**ddp), bare)
         inner = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0), [wrapped])
         try:
-            megatron_2bw.Pipeline(schedule, wrapped, inner)
-        except ValueError as error:
+            pipeline = megatron_2bw.Pipeline(schedule, wrapped, inner, **keywords)
+            use(pipeline)
+            pipeline.forget()
+        except (ValueError, RuntimeError) as error:
             return str(error)
         return ""
 
@@ -98,5 +101,10 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         answer("2bw", {"mtp_num_layers": 1}, {}),
         answer("gpipe", {"delay_wgrad_compute": True}, {}),
         answer("unheard", {}, {}),
+        answer("2bw", {}, {}, correction=MomentLead(20.0)),
+        answer("gpipe", {}, {}, correction=MomentLead(2.0)),
+        answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(forward_only=True)),
+        answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
+        answer("2bw", {}, {}, lambda pipeline: None),
     ]
     torch.save(answers, folder / f"rank{rank}.pt")
