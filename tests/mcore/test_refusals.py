@@ -18,11 +18,10 @@ def test_only_an_attribute_that_megatron_has_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("name", ["adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"])
-def test_what_a_training_loop_passes_and_we_do_not_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_2bw.mcore import stage
+def test_what_a_training_loop_passes_and_we_do_not_use(name: str) -> None:
+    from megatron_2bw.mcore.stage import Call
 
-    monkeypatch.setattr(stage, "get_args", lambda: SimpleNamespace(pipeline_schedule="2bw"))
-    keywords = dict.fromkeys(stage.Call.__slots__) | {"num_microbatches": 2}
-    assert stage.Call.of({**keywords, name: None}).num_microbatches == 2
+    keywords = dict.fromkeys(Call.__slots__) | {"num_microbatches": 2}
+    assert Call.of({**keywords, name: None}, "2bw").num_microbatches == 2
     with pytest.raises(RuntimeError, match=f"passes {name} to its schedule, and --pipeline-schedule 2bw has no use"):
-        stage.Call.of({**keywords, name: object()})
+        Call.of({**keywords, name: object()}, "2bw")
