@@ -67,7 +67,7 @@ def build_optimizer(model: DistributedDataParallel, batches: int) -> tuple[Any, 
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=MAX_LR, min_lr=MIN_LR, clip_grad=1.0), [model]
     )
-    samples = MICRO_BATCH * MICROBATCHES * parallel_state.get_data_parallel_world_size()
+    samples = samples_per_batch()
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -82,6 +82,11 @@ def build_optimizer(model: DistributedDataParallel, batches: int) -> tuple[Any, 
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def samples_per_batch() -> int:
+    """Over all replicas."""
+    return MICRO_BATCH * MICROBATCHES * parallel_state.get_data_parallel_world_size()
 
 
 def microbatches() -> Iterator[torch.Tensor]:
@@ -137,7 +142,7 @@ def train(schedule: str, batches: int) -> list[float]:
         )
         updated, _, _ = optimizer.step()
         if updated:
-            scheduler.step(MICRO_BATCH * MICROBATCHES * parallel_state.get_data_parallel_world_size())
+            scheduler.step(samples_per_batch())
         means += [float(torch.stack([loss["loss"] for loss in losses]).mean())] if losses else []
     if pipeline is not None:
         pipeline.close()  # Nothing is pending: the model holds the newest weights.

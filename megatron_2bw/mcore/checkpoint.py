@@ -74,9 +74,7 @@ class Checkpoints:
                 print_rank_0(
                     "megatron_2bw: the checkpoint holds one weight version, so the next two batches use the same one"
                 )
-        newest = optimizer.weights.newest
-        if optimizer.scales:
-            optimizer.scales[newest] = optimizer.get_loss_scale().clone()
+        optimizer.know_scale()
         self._found = {}
         return result
 

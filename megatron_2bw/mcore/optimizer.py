@@ -101,7 +101,8 @@ class DelayedOptimizer:
         self._hyperparameters: list[dict[str, float]] = []
         self._statistics = Statistics(0.0, False, None)
         self._scheduler: Any = None
-        self._samples = 0
+        self.samples = 0
+        """Of the batch captured last, over all replicas."""
         self._outcomes: list[UpdateOutcome] = []
         self.outcome: UpdateOutcome | None = None
         """Of the newest finished update."""
@@ -141,15 +142,10 @@ class DelayedOptimizer:
         self._scheduler = scheduler
         return DrivenScheduler(scheduler, self)
 
-    @property
-    def samples(self) -> int:
-        """Of the batch captured last, over all replicas."""
-        return self._samples
-
-    def begin_run(self) -> None:
-        """Before the first batch: what was loaded since holds for the weights that are there."""
-        if self._scaler is not None and self.weights.newest == 0:
-            self.scales = {0: self._scaler.scale.clone()}
+    def know_scale(self) -> None:
+        """The scaler's present loss scale is that of the newest weights: after loading, before the first batch."""
+        if self._scaler is not None:
+            self.scales[self.weights.newest] = self._scaler.scale.clone()
 
     def begin(self, batch: int, *, samples: int, num_tokens: torch.Tensor | None) -> None:
         """Keep what the update of ``batch`` depends on, right before its gradients are captured.
@@ -160,7 +156,7 @@ class DelayedOptimizer:
             num_tokens: on this rank, where the loss is a mean over tokens.
         """
         self._hyperparameters = [_hyperparameters_of(group) for group in self._inner.param_groups]
-        self._samples = samples
+        self.samples = samples
         self._reductions.num_tokens = num_tokens
         if self.scales:
             scale = self.scales[max(batch - 1, 0)]
@@ -203,7 +199,7 @@ class DelayedOptimizer:
         if self._scaler is not None:
             self.scales = {newest - 1: self.scales[newest - 1], newest: self._scaler.scale.clone()}
         if not self.outcome.successful and self._scheduler is not None:
-            self._scheduler.step(increment=-self._samples)
+            self._scheduler.step(increment=-self.samples)
         return self.outcome
 
     def settle(self) -> None:

@@ -114,7 +114,7 @@ class Pipeline:
         Returns:
             what the training loop steps in its place, by the samples of a batch.
         """
-        return self.optimizer.drive(scheduler) if isinstance(self.optimizer, DelayedOptimizer) else scheduler
+        return self.optimizer.drive(scheduler) if self.is_delayed else scheduler
 
     def forward_backward(self, *, last: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
         """Run one batch; what Megatron-Core's forward-backward functions take and return.
@@ -153,7 +153,7 @@ class Pipeline:
 
     def settle(self) -> None:
         """Before anything looks at the weights: finish the pending update, show the newest version."""
-        if isinstance(self.optimizer, DelayedOptimizer):
+        if self.is_delayed:
             with waiting_in(f"stage {self._stage_index}: the update that is pending after batch {self.batch - 1}"):
                 self.optimizer.settle()
 
@@ -201,20 +201,20 @@ class Pipeline:
             ranks=self.transfers.ranks,
             per_boundary=1 + self._extra_in_flight,
         )
-        if not isinstance(self.optimizer, DelayedOptimizer):
+        if not self.is_delayed:
             self._stage = FlushedStage(call, self.schedule_name)
             return
         self.config.batch_p2p_sync = False  # A transfer of evaluation would wait for every stream of the device.
         if self.config.num_moe_experts is not None:
             self._moe_metrics = MoEMetrics(self._logs_this_batch)
         self._stage = DelayedStage(call, self.schedule_name, self.optimizer, self._moe_metrics)
-        self.optimizer.begin_run()
+        self.optimizer.know_scale()  # A loop may have loaded it.
         self.batch = self.optimizer.weights.newest  # 1 where a checkpoint brought the version before, too.
 
     def record(self, recorder: Recorder) -> None:
         """From the next batch on, tell ``recorder`` what this rank does. After ``start``, before the first batch."""
         self.recorder = self._stage.recorder = recorder
-        if isinstance(self.optimizer, DelayedOptimizer):
+        if self.is_delayed:
             self.optimizer.record(recorder)
 
     @property
@@ -261,7 +261,7 @@ class Pipeline:
             microbatches=microbatches,
             extra_in_flight=self._extra_in_flight,
         )
-        if isinstance(self.optimizer, DelayedOptimizer):
+        if self.is_delayed:
             schedule = with_gradient_copy(schedule, self.optimizer.gradient_copy)
         embedding = [Reduction.EMBEDDING] if self._tied else []
         return lower(schedule, [Reduction.GRADIENTS, *embedding, Reduction.NORM])

@@ -21,8 +21,10 @@ from megatron_2bw.mcore.rows import (
 def _leads_too_far(args: Any) -> bool:
     if not given("delay_correction")(args):
         return False
+    from megatron_2bw.runtime.corrections import MomentLead  # The table alone needs no torch.
+
     decay = args.sgd_momentum if args.optimizer == "sgd" else args.adam_beta1
-    return not decay > args.delay_lead / (1 + args.delay_lead)
+    return decay <= MomentLead(args.delay_lead).least_decay
 
 
 REFUSED: tuple[Refused, ...] = (

@@ -18,7 +18,6 @@ from megatron_2bw.mcore.exits import ExitRequests
 from megatron_2bw.mcore.monitor import PipelineMonitor
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.pipeline import Pipeline
-from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.stage import Call
 from megatron_2bw.mcore.trace import write_trace
 from megatron_2bw.runtime.corrections import MomentLead
@@ -108,10 +107,6 @@ class Session:
         done = args.curr_iteration + 1
         to_tensorboard = bool(args.tensorboard_dir) and done % args.tensorboard_log_interval == 0
         return self.pipeline.batches_run == 1 or done % args.log_interval == 0 or to_tensorboard
-
-    def random_state(self) -> RandomState | None:
-        """The random state before the next batch, if forwards of that batch have run; None if it is the present."""
-        return self.pipeline.random_state()
 
     def close(self) -> None:
         """End of the run, planned or not: nothing pending, nothing in flight, trace written."""

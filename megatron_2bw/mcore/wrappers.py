@@ -53,10 +53,8 @@ def get_optimizer(original: Any, config: Any, model_chunks: Any, *rest: Any, **k
 
 
 def get_scheduler(original: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
-    from megatron_2bw.mcore.optimizer import DelayedOptimizer
-
     scheduler = original(optimizer, *rest, **keywords)
-    return optimizer.drive(scheduler) if isinstance(optimizer, DelayedOptimizer) else scheduler
+    return scheduler if _session() is None else _session().pipeline.drive(scheduler)
 
 
 def get_forward_backward(original: Any, *args: Any, **keywords: Any) -> Any:
@@ -190,7 +188,7 @@ def generate_state_dict(original: Any, args: Any, model: Any, optimizer: Any, *r
 
 
 def get_rng_state(original: Any, *args: Any, **keywords: Any) -> Any:
-    state = None if _session() is None else _session().random_state()
+    state = None if _session() is None else _session().pipeline.random_state()
     with contextlib.nullcontext() if state is None else state.shown():
         return original(*args, **keywords)
 

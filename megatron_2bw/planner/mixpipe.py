@@ -158,7 +158,7 @@ def budget_bytes(cluster: Cluster) -> float:
 
     With the default memory model's constants: its reserve, and its share lost between activations, here of all tensors.
     """
-    return (cluster.gpu.memory_gb * 2**30 - CONTEXT_BYTES) / (1 + FRAGMENTED_SHARE)
+    return (cluster.memory_bytes - CONTEXT_BYTES) / (1 + FRAGMENTED_SHARE)
 
 
 def _predicted(blocks: Blocks, cluster: Cluster, microbatch: int, depth: int, injected: int, extra: int) -> Plan:

@@ -17,7 +17,6 @@ from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
 
 INTER_LAYER, TENSOR = "inter-layer", "tensor"
-GIB = 2**30
 _MICROBATCHES = tuple(2**power for power in range(7))
 
 
@@ -26,7 +25,7 @@ class Choice(NamedTuple):
 
     microbatch: int
     samples_per_s: float
-    memory_gib: float
+    memory_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +51,9 @@ class System:
             if rest or not microbatches or (self.name == "2bw" and microbatches < self.pipeline):
                 continue
             layout = self._layout(microbatch, 1 if self.name == INTER_LAYER else microbatches)
-            needed_gib = memory.largest(self.model, layout).total_bytes / GIB
-            if needed_gib <= self.cluster.gpu.memory_gb:
-                batch_s = self._batch_s(layout, microbatches)
-                yield Choice(microbatch, batch / batch_s, needed_gib)
+            needed_bytes = memory.largest(self.model, layout).total_bytes
+            if needed_bytes <= self.cluster.memory_bytes:
+                yield Choice(microbatch, batch / self._batch_s(layout, microbatches), needed_bytes)
 
     def largest(self, batch: int) -> Choice | None:
         """With the largest microbatch that fits; None where none does."""

@@ -47,6 +47,11 @@ class MomentLead:
         self._parts: dict[torch.optim.Optimizer, list[_Part]] = {}
         """During a step: what is corrected. Not what had no moment before, as in a first step."""
 
+    @property
+    def least_decay(self) -> float:
+        """Up to here, nothing of the average is left in the corrected one."""
+        return self.lead / (1 + self.lead)
+
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Whether ``optimizer`` can be corrected.
 
@@ -54,10 +59,10 @@ class MomentLead:
             ValueError: a decay so small that the corrected average would no longer contain the old one.
         """
         for group in optimizer.param_groups:
-            if self._share(_decay(group)) >= 1:
+            if _decay(group) <= self.least_decay:
                 raise ValueError(
                     f"a lead of {self.lead:g} needs a decay of the first moment above "
-                    f"{self.lead / (1 + self.lead):g}, got {_decay(group):g}: raise it, or lower the lead"
+                    f"{self.least_decay:g}, got {_decay(group):g}: raise it, or lower the lead"
                 )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:

@@ -16,44 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from interval import COST_HEADING, cost_line
+from cost import cost_report
 from report import heading
-from timed_stage import Arm, Run, block_periods_s, measure
+from timed_stage import Arm
 
 from megatron_2bw.schedule.action import Reduction
 
-FORWARD_S, BACKWARD_S = 0.05, 0.1
-"""As in ``schedules.py``."""
-BATCHES = 8
-STAGES = (2, 4, 8)
 ARMS = (Arm((Reduction.GRADIENTS, Reduction.NORM)), Arm((Reduction.GRADIENTS,)))
-
-
-def report(pairs: int) -> list[str]:
-    """A line per depth."""
-    lines = [
-        *heading(),
-        "",
-        f"2bw with timed stages, F = {FORWARD_S} s, B = {BACKWARD_S} s, {pairs} pairs of blocks of {BATCHES} batches:",
-        "time per batch with the global norm and overflow flag over time without, minus 1",
-        "",
-        COST_HEADING,
-    ]
-    for stages in STAGES:
-        run = Run(
-            schedule="2bw",
-            stages=stages,
-            microbatches=stages,
-            batches=BATCHES,
-            forward_s=FORWARD_S,
-            backward_s=BACKWARD_S,
-            arms=ARMS,
-            blocks=2 * pairs,
-        )
-        periods_s = block_periods_s(measure(run), run)
-        lines.append(cost_line(stages, with_=periods_s[::2], without=periods_s[1::2]))
-        print(lines[-1], flush=True)
-    return lines
 
 
 def main() -> None:
@@ -61,7 +30,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    text = "\n".join([*report(options.pairs), ""])
+    found = cost_report("the global norm and overflow flag", ARMS, pairs=options.pairs)
+    text = "\n".join([*heading(), *found, ""])
     print(text)
     if options.output is not None:
         options.output.write_text(text)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from interval import median_interval
 from live_job import ROOT, Job
 from report import heading
-from timed_stage import Run, measure, steady_period_s
+from timed_stage import BACKWARD_S, FORWARD_S, Run, measure, steady_period_s
 
 from megatron_2bw.schedule.action import Action, ActionType
 from megatron_2bw.schedule.registry import build
@@ -213,7 +213,7 @@ def _other_ratios(results: dict[str, Measured]) -> list[str]:
 
 def report_timed(repetitions: int) -> list[str]:
     """Part two: run and report stages that wait."""
-    forward_s, backward_s, batches = 0.05, 0.1, 16
+    forward_s, backward_s, batches = FORWARD_S, BACKWARD_S, 16
     title = f"Timed stages: F = {forward_s} s, B = {backward_s} s, {batches} batches, transfers and reductions real"
     lines = ["", title, ""]
     lines.append(f"{'schedule':<14} {'d':>2} {'m':>2} {'simulated s/batch':>18} {'measured':>9} {'share of speed':>15}")

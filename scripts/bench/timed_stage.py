@@ -30,6 +30,8 @@ from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.timeline import Event
 from megatron_2bw.schedule.validate import validate
 
+FORWARD_S, BACKWARD_S = 0.05, 0.1
+"""How long a stage waits, in all benches."""
 FILLING = 2
 """Batches at the start of a block that are not counted."""
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from interval import COST_HEADING, cost_line
+from cost import STAGES, cost_report
 from report import heading
 from schedules import FLUSH, TWO_BW, Arm
+from timed_stage import BACKWARD_S, FORWARD_S, measure
 from timed_stage import Arm as TimedArm
 from timed_stage import Run as TimedRun
-from timed_stage import block_periods_s, measure
 
 from megatron_2bw.schedule.commands.measured import report as report_of
 from megatron_2bw.schedule.measured import Run, read_run
@@ -30,9 +30,8 @@ from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.timeline import Timeline
 
 MICROBATCHES, ITERATIONS = 4, 40
-FORWARD_S, BACKWARD_S = 0.05, 0.1
-"""As in ``schedules.py``."""
-BATCHES = 8
+WAITED = 40
+"""Batches of stages that wait."""
 
 
 def computed(arm: Arm) -> Run:
@@ -51,7 +50,7 @@ def waited(schedule: str, stages: int) -> Run:
         schedule=schedule,
         stages=stages,
         microbatches=stages,
-        batches=5 * BATCHES,
+        batches=WAITED,
         forward_s=FORWARD_S,
         backward_s=BACKWARD_S,
         arms=(TimedArm(recorded=True),),
@@ -81,41 +80,17 @@ def bubbles() -> list[str]:
     return [*lines, "", f"megatron-2bw show --measured, {label}:", "", *(f"    {line}" for line in report_of(first))]
 
 
-def cost(depths: list[int], pairs: int) -> list[str]:
-    """A line per depth."""
-    lines = [
-        "",
-        f"2bw with timed stages, F = {FORWARD_S} s, B = {BACKWARD_S} s, {pairs} pairs of blocks of {BATCHES} batches:",
-        "time per batch with the recorder over time without, minus 1",
-        "",
-        COST_HEADING,
-    ]
-    for stages in depths:
-        run = TimedRun(
-            schedule="2bw",
-            stages=stages,
-            microbatches=stages,
-            batches=BATCHES,
-            forward_s=FORWARD_S,
-            backward_s=BACKWARD_S,
-            arms=(TimedArm(recorded=True), TimedArm()),
-            blocks=2 * pairs,
-        )
-        periods_s = block_periods_s(measure(run), run)
-        lines.append(cost_line(stages, with_=periods_s[::2], without=periods_s[1::2]))
-        print(lines[-1], flush=True)
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["both", "cost"], default="both")
-    parser.add_argument("--stages", type=lambda text: [int(word) for word in text.split(",")], default=[2, 4, 8])
+    parser.add_argument("--stages", type=lambda text: [int(word) for word in text.split(",")], default=STAGES)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     found = bubbles() if options.part == "both" else []
-    text = "\n".join([*heading(), *found, *cost(options.stages, options.pairs), ""])
+    arms = TimedArm(recorded=True), TimedArm()
+    found += cost_report("the recorder", arms, depths=options.stages, pairs=options.pairs)
+    text = "\n".join([*heading(), *found, ""])
     print(text)
     if options.output is not None:
         options.output.write_text(text)

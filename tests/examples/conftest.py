@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,19 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def run_on_two() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a script, by its path in the repository, in two processes."""
+
+    def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*torchrun, str(ROOT / script), *flags]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+    return run
 
 
 @pytest.fixture(scope="session")

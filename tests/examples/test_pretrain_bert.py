@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,19 +28,12 @@ def data(load, tmp_path_factory) -> Path:
     return folder
 
 
-def run(root: Path, data: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Two processes."""
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(root / "examples/pretrain_bert.py"), *MODEL, "--data-path", str(data / "bert_sentence")),
-        *("--data-cache-path", str(data / "cache"), "--tokenizer-model", str(data / "bert.model"), *flags),
-    ]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-
-
-def test_both_losses_are_learned_from_and_evaluated(root, data):
-    done = run(root, data, "--pipeline-schedule", "2bw")
+def test_both_losses_are_learned_from_and_evaluated(run_on_two, data):
+    done = run_on_two(
+        *("examples/pretrain_bert.py", *MODEL, "--data-path", str(data / "bert_sentence")),
+        *("--data-cache-path", str(data / "cache"), "--tokenizer-model", str(data / "bert.model")),
+        *("--pipeline-schedule", "2bw"),
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = re.findall(r"iteration +\d+/.*lm loss: (\S+) \| sop loss: (\S+)", done.stdout)
     assert len(lines) == 6
