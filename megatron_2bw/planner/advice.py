@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.search import Choice, Plan, loss_time_s
@@ -59,12 +60,33 @@ def _how_far_off(plan: Plan) -> Iterator[str]:
 
     off = [choice.iteration.time_s / choice.measured_s - 1 for choice in ran]
     worst, furthest = max(zip(off, ran, strict=True), key=lambda pair: abs(pair[0]))
-    predicted = sorted(ran, key=lambda choice: loss_time_s(choice.layout, choice.iteration.time_s, plan.efficiency))
-    ranked = "as predicted" if ran == predicted else "not as predicted"
     yield (
-        f"{len(ran)} of these layouts ran on this machine, which ranks them {ranked}: the prediction was off by "
-        f"{percent(median(map(abs, off)))} (median), at most {worst:+.1%} ({name(furthest.layout)})."
+        f"{len(ran)} of these layouts ran on this machine, which ranks them {_ranked(plan, ran)}: the prediction was "
+        f"off by {percent(median(map(abs, off)))} (median), at most {worst:+.1%} ({name(furthest.layout)})."
     )
+
+
+def _ranked(plan: Plan, ran: list[Choice]) -> str:
+    """How the measured order agrees with the predicted one; times that overlap have no order."""
+
+    def to_loss_s(choice: Choice, time_s: float) -> float:
+        return loss_time_s(choice.layout, time_s, plan.efficiency)
+
+    swapped = [
+        (faster, slower)
+        for faster, slower in combinations(ran, 2)
+        if to_loss_s(faster, faster.iteration.time_s) > to_loss_s(slower, slower.iteration.time_s)
+    ]
+    if not swapped:
+        return "as predicted"
+    wrong = [
+        f"{name(faster.layout)} before {name(slower.layout)}"
+        for faster, slower in swapped
+        if to_loss_s(faster, faster.measured_range_s[1]) < to_loss_s(slower, slower.measured_range_s[0])
+    ]
+    if not wrong:
+        return "as predicted, but for times that overlap"
+    return f"not as predicted ({', '.join(wrong)})"
 
 
 def _time_ratio(one: Choice, other: Choice) -> float:

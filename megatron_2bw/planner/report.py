@@ -152,6 +152,7 @@ def prediction_json(model: Model, choice: Choice) -> dict[str, Any]:
     return {
         "time_s": iteration.time_s,
         "measured_s": choice.measured_s,
+        "measured_range_s": choice.measured_range_s,
         "relative_error": iteration.relative_error,
         "error_source": iteration.error_source,
         "time_to_loss_s": choice.loss_time_s,

@@ -45,7 +45,9 @@ class Choice:
     loss_time_s: float
     """Time for the progress of one synchronous batch: time / sample efficiency for delayed gradients."""
     measured_s: float | None = None
-    """Time of a batch where it ran: ``--verify-top``."""
+    """Time of a batch where it ran, the median: ``--verify-top``."""
+    measured_range_s: tuple[float, float] | None = None
+    """The shortest and the longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

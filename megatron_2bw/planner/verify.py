@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Kind
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report import flags_of, shown
@@ -40,8 +41,10 @@ def verified(plan: Plan, count: int, script: Path | None = None, more_flags: Seq
     return measured(plan, shown(plan, count), script, more_flags)
 
 
-def measured(plan: Plan, choices: list[Choice], script: Path | None = None, more_flags: Sequence[str] = ()) -> Plan:
-    """The same for layouts of choice; one that fails comes last."""
+def measured(
+    plan: Plan, choices: list[Choice], script: Path | None = None, more_flags: Sequence[str] = (), rounds: int = 1
+) -> Plan:
+    """The same for layouts of choice, each run once a round; one that fails comes last."""
     script = script or _EXAMPLE
     if plan.model.kind is not Kind.GPT:
         raise PlanError(f"--verify-top with a model of kind {plan.model.kind}: only gpt can be run; leave it out")
@@ -52,30 +55,38 @@ def measured(plan: Plan, choices: list[Choice], script: Path | None = None, more
         )
     if not script.is_file():
         raise PlanError(f"there is no {script} to run; give your training script as --script FILE")
-    ran, failed, problem = [], [], None
-    for choice in choices:
-        try:
-            ran.append(replace(choice, measured_s=_run(plan, choice, script, more_flags)))
-        except PlanError as error:
-            problem = error
-            failed.append(choice)
-            print(f"{name(choice.layout)} is out: {error}", file=sys.stderr, flush=True)
-    if not ran:
-        raise PlanError(f"none of the layouts ran; {problem}")
+    times_s: dict[Layout, list[float]] = {choice.layout: [] for choice in choices}
+    problems: dict[Layout, PlanError] = {}
+    for number in range(rounds):
+        for choice in choices if number % 2 == 0 else reversed(choices):  # A machine that warms up favours none.
+            if choice.layout in problems:
+                continue
+            try:
+                times_s[choice.layout] += _run(plan, choice, script, more_flags)
+            except PlanError as error:
+                problems[choice.layout] = error
+                print(f"{name(choice.layout)} is out: {error}", file=sys.stderr, flush=True)
+    if len(problems) == len(choices):
+        raise PlanError(f"none of the layouts ran; {problems[choices[-1].layout]}")
+    ran = [_with_times(choice, times_s[choice.layout]) for choice in choices if choice.layout not in problems]
     ran.sort(key=lambda choice: loss_time_s(choice.layout, choice.measured_s, plan.efficiency))
+    failed = [choice for choice in choices if choice.layout in problems]
     rest = [choice for choice in plan.choices if choice not in choices]
     return replace(plan, choices=(*ran, *rest, *failed))
 
 
-def _run(plan: Plan, choice: Choice, script: Path, more_flags: Sequence[str]) -> float:
-    """Median seconds of a batch."""
+def _with_times(choice: Choice, times_s: list[float]) -> Choice:
+    return replace(choice, measured_s=median(times_s), measured_range_s=(min(times_s), max(times_s)))
+
+
+def _run(plan: Plan, choice: Choice, script: Path, more_flags: Sequence[str]) -> list[float]:
+    """Seconds of a batch, from each log line but the first."""
     layout = choice.layout
     flags = [*flags_of(plan.model, layout), *_TRAINING, *random_data(plan.model), *more_flags]
     lines = lines_of(["-m", "megatron_2bw", str(script), *flags], ranks=layout.gpus, what=name(layout))
     times_s = [float(found[2]) / 1000 for line in lines if (found := LOGGED.search(line))]
     if len(times_s) < LOGS:
         raise PlanError(f"it logged {len(times_s)} of {LOGS} times; give a script on megatron.training.pretrain")
-    time_s = median(times_s[1:])
-    predicted = seconds(choice.iteration.time_s)
-    print(f"ran {name(layout)}: {seconds(time_s)} per batch, predicted {predicted}", file=sys.stderr, flush=True)
-    return time_s
+    took, predicted = seconds(median(times_s[1:])), seconds(choice.iteration.time_s)
+    print(f"ran {name(layout)}: {took} per batch, predicted {predicted}", file=sys.stderr, flush=True)
+    return times_s[1:]

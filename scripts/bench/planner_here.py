@@ -3,7 +3,7 @@
     python scripts/bench/planner_here.py [--ranks 2,4] [--output scripts/bench/results/planner_here.txt]
 
 For each number of ranks: ``megatron-2bw profile`` of a small GPT, the search, then the best layout of all, and that of
-every schedule on a pipeline of all ranks, run with the flags as printed.
+every schedule on a pipeline of all ranks, run with the flags as printed, in turn.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ MODEL = Model(
 )
 SAMPLES_PER_RANK = 4
 MICROBATCHES = (1, 2, 4)
+ROUNDS = 3
+"""In which every layout runs once."""
 
 
 def profiled(ranks: int, folder: Path) -> Profile:
@@ -64,7 +66,8 @@ def ran(profile: Profile) -> Plan:
     ]
     deep = [next(choice for choice in plans[1].choices if choice.layout.schedule == name) for name in SCHEDULES]
     best = plans[0].best
-    return measured(plans[0], [best, *(choice for choice in deep if choice.layout != best.layout)])
+    others = [choice for choice in deep if choice.layout != best.layout]
+    return measured(plans[0], [best, *others], rounds=ROUNDS)
 
 
 def report(plan: Plan) -> list[str]:
@@ -75,6 +78,7 @@ def report(plan: Plan) -> list[str]:
             name(choice.layout),
             seconds(choice.iteration.time_s),
             seconds(choice.measured_s),
+            " to ".join(map(seconds, choice.measured_range_s)),
             f"{choice.iteration.time_s / choice.measured_s - 1:+.1%}",
         ]
         for choice in choices
@@ -83,7 +87,7 @@ def report(plan: Plan) -> list[str]:
     return [
         "",
         f"{ranks} ranks, batches of {plan.global_batch} samples; by measured time:",
-        *table(["layout", "predicted", "measured", "off"], rows),
+        *table(["layout", "predicted", "measured", "range", "off"], rows),
         next(iter(advice(plan))),
         *(f"  {name(choice.layout)}: {' '.join(flags_of(plan.model, choice.layout))}" for choice in choices),
     ]
