@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from megatron_2bw.cli import main
 from megatron_2bw.mcore.support import table
 
 ROOT = Path(__file__).parents[1]
@@ -12,6 +13,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_table_of_flags_is_the_one_in_the_code():
     (shown,) = re.findall(r"<!-- flags: .*? -->\n(.*?)\n<!-- /flags -->", README, re.DOTALL)
     assert shown == table()
+
+
+def test_the_table_of_schedules_is_what_the_command_prints(capsys):
+    (command, shown) = re.findall(
+        r"<!-- schedules: .*?`megatron-2bw (.*?)`.*? -->\n(.*?)\n<!-- /schedules -->", README, re.DOTALL
+    )[0]
+    assert main(command.split()) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")] == shown.splitlines()
 
 
 def test_the_messages_it_explains_are_those_of_the_code():

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_2bw.mcore import cpu_backend
 from megatron_2bw.mcore.batches import BatchSizes
+from megatron_2bw.mcore.rows import why_not_trained
 from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
 from megatron_2bw.schedule.feasible import enough_microbatches, refusal
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, build, canonical_name
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=MEGATRON,
         choices=[MEGATRON, *SCHEDULES, *ALIASES],
         help="2bw: never drain the pipeline, update with gradients one batch old (PipeDream-2BW); "
-        "1f1b-flush and gpipe: synchronous; megatron: Megatron's own schedule, untouched.",
+        "1f1b-flush, gpipe and inter-layer: synchronous; megatron: Megatron's own schedule, untouched.",
     )
     group.add_argument(
         "--pipeline-gradient-buffers",
@@ -204,6 +205,9 @@ def _positive(text: str) -> float:
 
 
 def _refuse(args: Any, schedule: str) -> None:
+    reason = why_not_trained(schedule)
+    if reason is not None:
+        raise ArgumentError(f"--pipeline-schedule {reason}")
     for row in REFUSED:
         if row.applies(args, schedule):
             raise ArgumentError(

@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_2bw.mcore.rows import DELAYED
+from megatron_2bw.mcore.rows import DELAYED, why_not_trained
 from megatron_2bw.mcore.support import MAPPED, REFUSED
 from megatron_2bw.mcore.timers import CallTimers
 
@@ -33,6 +33,9 @@ def check_configs(schedule: str, model: torch.nn.Module, optimizer: Any) -> None
     Raises:
         ValueError: with the flag that sets the field of a config, the reason and the remedy.
     """
+    reason = why_not_trained(schedule)
+    if reason is not None:
+        raise ValueError(reason)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages < 2:
         raise ValueError(f"{schedule} needs at least 2 pipeline stages, got {stages}: one stage has no bubble")

@@ -36,7 +36,7 @@ from megatron_2bw.planner.profile import DONE, LAYERS, AllReduce, Block, Pass, P
 WARM, LEAST, ENOUGH_S = 2, 5, 1.0
 """Repetitions before the clock counts, counted at least, and seconds to fill with them."""
 TRIMMED = 10
-"""One in so many repetitions is left out at either end."""
+"""One in so many repetitions is left out at either end, where no rank has to wait for a processor."""
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**24
 """Of the sums that measure links."""
 
@@ -72,7 +72,7 @@ def _identified(profile: Profile, path: Path) -> Profile:
     Raises:
         SystemExit: it is of others.
     """
-    device, memory_gb = _device()
+    device, memory_gb, processors = _device()
     names = ("torch", "megatron-core", "transformer-engine", "apex")
     versions = ", ".join(f"{name} {version}" for name in names if (version := _version(name)))
     if profile.device and (profile.device, profile.versions) != (device, versions):
@@ -80,17 +80,18 @@ def _identified(profile: Profile, path: Path) -> Profile:
             f"megatron-2bw: error: {path} was measured on {profile.device} with {profile.versions}, this is {device} "
             f"with {versions}: give another --output"
         )
-    profile.device, profile.memory_gb, profile.versions = device, memory_gb, versions
+    profile.device, profile.memory_gb, profile.processors, profile.versions = device, memory_gb, processors, versions
     return profile
 
 
-def _device() -> tuple[str, float]:
-    """Name, and GiB of memory for each rank."""
+def _device() -> tuple[str, float, int]:
+    """Name, GiB of memory for each rank, and processors that ranks share."""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return properties.name, round(properties.total_memory / 2**30, 1)
+        return properties.name, round(properties.total_memory / 2**30, 1), 0
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"CPU ({os.cpu_count()} cores)", round(memory_bytes / dist.get_world_size() / 2**30, 1)
+    processors = os.cpu_count() or 1
+    return f"CPU ({processors} cores)", round(memory_bytes / dist.get_world_size() / 2**30, 1), processors
 
 
 def _version(package: str) -> str | None:
@@ -286,7 +287,7 @@ def _repeated(once: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
     """Means of what ``once`` returns, over repetitions and ranks.
 
     All ranks repeat it equally often and do not wait for each other, as in a pipeline. Not medians: where ranks share
-    a processor, one of them runs while another waits.
+    a processor, one of them runs while another waits. What takes longest is then no accident, but that wait.
     """
     for _ in range(WARM):
         once()
@@ -295,9 +296,11 @@ def _repeated(once: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
     dist.broadcast(count, src=0)
     dist.barrier()
     columns = zip(*(once() for _ in range(int(count))), strict=True)
-    means = torch.tensor([_trimmed_mean(column) for column in columns], dtype=torch.float64, device=device)
-    dist.all_reduce(means)
-    return tuple((means / dist.get_world_size()).tolist())
+    shared = not torch.cuda.is_available() and dist.get_world_size() > (os.cpu_count() or 1)
+    means = [fmean(column) if shared else _trimmed_mean(column) for column in columns]
+    sums = torch.tensor(means, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return tuple((sums / dist.get_world_size()).tolist())
 
 
 def _trimmed_mean(values: Iterable[float]) -> float:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 DELAYED = frozenset({"2bw"})
-FLUSHED = frozenset({"1f1b-flush", "gpipe"})
+FLUSHED = frozenset({"1f1b-flush", "gpipe", "inter-layer"})
 OURS = DELAYED | FLUSHED
+"""Those that train; the others are simulated and drawn."""
 
 USE_FLUSH = "use --pipeline-schedule 1f1b-flush, or leave the flag out"
 USE_MEGATRON = "use --pipeline-schedule megatron, or leave the flag out"
@@ -18,6 +19,20 @@ VIRTUAL = (
     "num_virtual_stages_per_pipeline_rank",
     "virtual_pipeline_model_parallel_size",  # Derived, from a pipeline layout for one.
 )
+
+
+def why_not_trained(schedule: str) -> str | None:
+    """What keeps a registered schedule from training, with the remedy; None for ours.
+
+    >>> why_not_trained("gems")[:52]
+    'gems is simulated and drawn, not trained with: a ran'
+    """
+    if schedule in OURS:
+        return None
+    return (
+        f"{schedule} is simulated and drawn, not trained with: a rank would have to hold two stages, of two copies of "
+        f"the model; use one of {', '.join(sorted(OURS))}, or look at it with megatron-2bw show {schedule}"
+    )
 
 
 def given(*names: str) -> Callable[[Any], bool]:

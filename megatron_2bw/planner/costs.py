@@ -74,10 +74,10 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     2bw: 0.92 s, bubble 22%
     """
     times = times_of(model, layout, cluster, speed)
-    time_s = batch_s(layout, times.pipeline)
     pipeline, bar = times.pipeline, error_bar(cluster, model, fused_attention=layout.fused_attention)
     busy_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
     work_s = layout.microbatches * busy_s + layout.pipeline * pipeline.update_s
+    time_s = _shared_s(layout, times.pipeline, cluster, work_s)
     return Iteration(
         time_s=time_s,
         bubble_ratio=max(0.0, 1 - work_s / (layout.pipeline * time_s)),
@@ -113,6 +113,20 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
         norm_s=_norm_s(layout, machine, weights.word_embedding if model.tied and not alone else 0),
     )
     return Times(pipeline, works)
+
+
+def _shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: float) -> float:
+    """Seconds per batch where ranks may have to share processors.
+
+    A profile times ranks that are all busy. One that idles leaves its share of a processor to the others, so a batch
+    takes as long as all work together, or, where that is longer, as its longest path on processors of its own.
+    """
+    alone_s = batch_s(layout, pipeline)
+    share = 1.0 if cluster.profile is None else cluster.profile.processor_share
+    if share == 1:
+        return alone_s
+    links_s = 2 * layout.microbatches * pipeline.send_s * (pipeline.stages - 1) / pipeline.stages
+    return max(share * alone_s, work_s / pipeline.stages + links_s + pipeline.gradients_s + pipeline.norm_s)
 
 
 def batch_s(layout: Layout, pipeline: Pipeline) -> float:
@@ -247,7 +261,10 @@ def _parts(model: Model, layout: Layout, times: Times, time_s: float) -> dict[st
     }
     if layout.schedule != "2bw":
         parts["sum of gradients"] = pipeline.gradients_s + pipeline.norm_s
-    parts["waiting"] = time_s - sum(parts.values())
+    total_s = sum(parts.values())
+    if total_s > time_s:  # Ranks that share processors work faster while others wait.
+        parts = {name: part_s * time_s / total_s for name, part_s in parts.items()}
+    parts["waiting"] = max(0.0, time_s - total_s)
     return parts
 
 

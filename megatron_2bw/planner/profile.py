@@ -117,6 +117,8 @@ class Profile:
     memory_gb: float = 0.0
     """GiB per rank."""
     versions: str = ""
+    processors: int = 0
+    """Of the node, where ranks are processes on a CPU; 0 where each has a GPU of its own."""
     blocks: list[Block] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     all_reduces: list[AllReduce] = field(default_factory=list)
@@ -150,6 +152,11 @@ class Profile:
     def continues(self, begun: Profile) -> bool:
         """Whether ``begun`` is of the same layer in the same setting."""
         return self.setting == begun.setting and _layer_of(self.model) == _layer_of(begun.model)
+
+    @property
+    def processor_share(self) -> float:
+        """Of a processor, for each rank while all are busy; 1 where none has to share."""
+        return min(1.0, self.processors / self.setting.ranks) if self.processors else 1.0
 
     def block(self, tensor: int, microbatch: int, recompute: Recompute) -> Block | None:
         """The measurement, if there is one."""
@@ -305,6 +312,7 @@ class _Heading:
     device: str
     memory_gb: float
     versions: str
+    processors: int = 0
 
 
 def _layer_of(model: Model) -> Model:

@@ -67,10 +67,13 @@ def groups(schedule: Schedule) -> dict[tuple[Reduction, int], tuple[int, ...]]:
     """By reduction and rank: the ranks of one pipeline that take part in what this rank starts."""
     ranks = range(len(schedule.programs))
     ends = {0, schedule.stages - 1}
-    stages = [{action.stage for action in program.steady} for program in schedule.programs]
-    shared = {
-        Reduction.EMBEDDING: tuple(rank for rank in ranks if not ends.isdisjoint(stages[rank])),
-        Reduction.NORM: tuple(ranks),
-    }
-    # The other members of a sum of gradients are replicas of this rank, which run the same Program.
-    return {(kind, rank): shared.get(kind, (rank,)) for kind in Reduction for rank in ranks}
+    stages = [schedule.stages_of(rank) for rank in ranks]
+
+    def members(kind: Reduction, rank: int) -> tuple[int, ...]:
+        if kind is Reduction.NORM:
+            return tuple(ranks)
+        # Replicas of whole pipelines run the same Programs, and are not counted here.
+        shared = ends if kind is Reduction.EMBEDDING else stages[rank]
+        return tuple(other for other in ranks if not stages[other].isdisjoint(shared))
+
+    return {(kind, rank): members(kind, rank) for kind in Reduction for rank in ranks}

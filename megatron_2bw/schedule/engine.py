@@ -146,6 +146,7 @@ class _Engine:
         self._record = record
         self._spans = spans(runs)
         self._ranks = range(len(schedule.programs))
+        self._groups = groups(schedule)
         self._channels: dict[tuple[int | None, int | None, bool], int] = {}
         # Keys are numbers, tuples would cost half of the time: one block per batch.
         self._stride = 2 * schedule.stages * schedule.microbatches + len(Reduction) * len(self._ranks)
@@ -157,7 +158,7 @@ class _Engine:
         self._position: list[tuple[Span, Action] | None] = [None for _ in self._ranks]
         self._channel_free_s: dict[int, Seconds] = {}
         self._issued_s: dict[int, Seconds] = {}
-        members = {self._reduction_key(*of): ranks for of, ranks in groups(schedule).items()}
+        members = {self._reduction_key(*of): ranks for of, ranks in self._groups.items()}
         self._chains = _Chains(members, self._stride, durations.reduce_s, self._provide)
 
     def run(self) -> Outcome:
@@ -221,8 +222,9 @@ class _Engine:
 
     def _reduction_key(self, kind: Reduction, rank: int) -> int:
         index = list(Reduction).index(kind) * len(self._ranks)
-        local = rank if kind is Reduction.GRADIENTS else 0
-        return 2 * self._schedule.stages * self._schedule.microbatches + index + local
+        members = self._groups[kind, rank]
+        first = min(members) if rank in members else rank  # A rank that takes no part starts none.
+        return 2 * self._schedule.stages * self._schedule.microbatches + index + first
 
     def _provide(self, key: int, time_s: Seconds) -> None:
         self._there[key] = time_s

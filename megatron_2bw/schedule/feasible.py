@@ -22,7 +22,19 @@ def refusal(schedule: Schedule) -> str | None:
     return None
 
 
-def enough_microbatches(name: str, *, stages: int, microbatches: int, extra_in_flight: int = 0) -> int | None:
+def problem(name: str, *, stages: int, microbatches: int, **options: int | None) -> str | None:
+    """Why a schedule does not work for this size: it cannot be built, or is refused; None if it works.
+
+    >>> problem("gems", stages=3, microbatches=2)
+    'gems sends microbatches in both directions and got 3 stages: use an even number'
+    """
+    try:
+        return refusal(build(name, stages=stages, microbatches=microbatches, **options))
+    except ScheduleError as error:
+        return error.message
+
+
+def enough_microbatches(name: str, *, stages: int, microbatches: int, **options: int | None) -> int | None:
     """The next number of microbatches above ``microbatches`` that works; None if none near does.
 
     >>> enough_microbatches("2bw", stages=6, microbatches=2)
@@ -30,6 +42,5 @@ def enough_microbatches(name: str, *, stages: int, microbatches: int, extra_in_f
     >>> enough_microbatches("2bw", stages=6, microbatches=2, extra_in_flight=1)
     10
     """
-    candidates = range(microbatches + 1, microbatches + (2 + extra_in_flight) * stages)
-    schedules = (build(name, stages=stages, microbatches=m, extra_in_flight=extra_in_flight) for m in candidates)
-    return next((schedule.microbatches for schedule in schedules if refusal(schedule) is None), None)
+    candidates = range(microbatches + 1, microbatches + (2 + (options.get("extra_in_flight") or 0)) * stages)
+    return next((m for m in candidates if problem(name, stages=stages, microbatches=m, **options) is None), None)

@@ -98,16 +98,21 @@ def add_transfers(schedule: Schedule) -> Schedule:
     peers send in that call; what the next call uses first is therefore posted before the last
     compute action of this one and overlaps with it.
 
+    Where a rank has several stages, tensors may lie there for long before they are used, and two ranks that each
+    wait for the other to post a receive would never go on. There a receive is posted before the action during which
+    its tensor comes, so that all ranks have their transfers in the order of one clock.
+
     Raises:
         ScheduleError: a tensor is used neither in the call that sends it nor in the next.
     """
+    ends = clock(schedule) if any(len(schedule.stages_of(rank)) > 1 for rank in range(len(schedule.programs))) else {}
     sending = [tuple(_with_sends(schedule, rank, program)) for rank, program in enumerate(schedule.programs)]
     incoming: list[list[Action]] = [[] for _ in sending]
     for call in sending:
         for action in call:
             if action.type in (ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD):
                 incoming[schedule.peer_of(action)].append(_receive_of(action))
-    calls = (_with_receives(call, receives) for call, receives in zip(sending, incoming, strict=True))
+    calls = (_with_receives(call, receives, ends) for call, receives in zip(sending, incoming, strict=True))
     return replace(schedule, programs=programs_of(calls))
 
 
@@ -128,7 +133,40 @@ def _receive_of(send: Action) -> Action:
     return send._replace(type=ActionType.RECV_BACKWARD, stage=send.stage - 1)
 
 
-def _with_receives(call: tuple[Action, ...], receives: list[Action]) -> Iterable[Action]:
+def clock(schedule: Schedule) -> dict[tuple[ActionType, int, int | None], int]:
+    """When each forward and backward of a batch on its own ends: by type, stage and microbatch.
+
+    A forward takes one slot and a backward two; transfers take none. What waits for itself is left out.
+
+    >>> from megatron_2bw.schedule.registry import build
+    >>> ends = clock(build("gpipe", stages=2, microbatches=1))
+    >>> [ends[type_, stage, 0] for type_, stage in (("F", 0), ("F", 1), ("B", 1), ("B", 0))]
+    [1, 2, 4, 6]
+    """
+    ends: dict[tuple[ActionType, int, int | None], int] = {}
+    waiting = [[action for action in program.steady if action.type in COMPUTE] for program in schedule.programs]
+    now = [0 for _ in waiting]
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(waiting):
+            while actions:
+                type_, stage, microbatch, *_ = actions[0]
+                before = stage + (-1 if type_ is ActionType.FORWARD else 1)
+                is_first = before in (-1, schedule.stages)
+                if not is_first and (type_, before, microbatch) not in ends:
+                    break
+                ready = 0 if is_first else ends[type_, before, microbatch]
+                now[rank] = max(now[rank], ready) + (1 if type_ is ActionType.FORWARD else 2)
+                ends[type_, stage, microbatch] = now[rank]
+                del actions[0]
+                moved = True
+    return ends
+
+
+def _with_receives(
+    call: tuple[Action, ...], receives: list[Action], ends: dict[tuple[ActionType, int, int | None], int]
+) -> Iterable[Action]:
     compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
     # The order of use goes on into the next call, whose compute actions are these, one batch later.
     uses = [(call[i], calls) for calls in (0, 1) for i in compute]
@@ -143,6 +181,28 @@ def _with_receives(call: tuple[Action, ...], receives: list[Action]) -> Iterable
         if slot is None:
             raise ScheduleError(f"{receive} is received in a call in which, and in the next, no {type_} uses it")
         posted.setdefault(compute[min(slot, len(compute) - 1)], []).append(receive)
+    if ends:
+        posted = _posted_as_sent(call, compute, receives, ends)
     for i, action in enumerate(call):
         yield from sorted(posted.get(i, ()), key=lambda receive: receive.type is ActionType.RECV_FORWARD)
         yield action
+
+
+def _posted_as_sent(
+    call: tuple[Action, ...],
+    compute: list[int],
+    receives: list[Action],
+    ends: dict[tuple[ActionType, int, int | None], int],
+) -> dict[int, list[Action]]:
+    """By index in ``call``: the receives to post before it, those of earlier tensors first."""
+
+    def sent_at(receive: Action) -> int:
+        forward = receive.type is ActionType.RECV_FORWARD
+        type_ = ActionType.FORWARD if forward else ActionType.BACKWARD
+        return ends.get((type_, receive.stage + (-1 if forward else 1), receive.microbatch), 0)
+
+    posted: dict[int, list[Action]] = {}
+    for receive in sorted(receives, key=sent_at):
+        running = (i for i in compute if ends.get(call[i][:3], 0) >= sent_at(receive))
+        posted.setdefault(next(running, compute[-1]), []).append(receive)
+    return posted

@@ -108,6 +108,10 @@ class Schedule:
         """Rank that computes ``stage`` for ``microbatch``; None past either end of the pipeline."""
         return self._homes.get((stage, microbatch))
 
+    def stages_of(self, rank: int) -> frozenset[int]:
+        """Stages whose weights ``rank`` has."""
+        return frozenset(action.stage for action in self.programs[rank].steady)
+
     def peer_of(self, transfer: Action) -> int | None:
         """Rank at the other end of ``transfer``."""
         towards_last = transfer.type in (ActionType.SEND_FORWARD, ActionType.RECV_BACKWARD)

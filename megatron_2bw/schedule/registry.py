@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
+from megatron_2bw.schedule.chimera import chimera
 from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.gems import gems
 from megatron_2bw.schedule.gpipe import gpipe
+from megatron_2bw.schedule.inter_layer import inter_layer
+from megatron_2bw.schedule.mixpipe import mixpipe
 from megatron_2bw.schedule.one_f_one_b import one_f_one_b_flush
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.two_bw import two_bw
@@ -15,10 +19,21 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "2bw": two_bw,
     "1f1b-flush": one_f_one_b_flush,
     "gpipe": gpipe,
+    "inter-layer": inter_layer,
+    "gems": gems,
+    "chimera": chimera,
+    "mixpipe": mixpipe,
 }
 """Each builds a Schedule from (stages, microbatches) and options of its own."""
 
 ALIASES: dict[str, str] = {"pipedream-flush": "1f1b-flush", "dapple": "1f1b-flush"}
+
+_WITHOUT = {
+    "extra_in_flight": "keeps a fixed number of activations in flight; 2bw can keep more",
+    "k": "has no k and gamma; mixpipe has",
+    "gamma": "has no k and gamma; mixpipe has",
+}
+"""What a schedule lacks that does not take the option."""
 
 
 def canonical_name(name: str) -> str:
@@ -36,24 +51,29 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def build(name: str, *, stages: int, microbatches: int, extra_in_flight: int = 0) -> Schedule:
+def build(name: str, *, stages: int, microbatches: int, **options: int | None) -> Schedule:
     """The schedule ``name`` for ``stages`` stages and ``microbatches`` microbatches per batch.
 
     Args:
         name: or an alias.
         stages: pipeline depth.
         microbatches: per batch.
-        extra_in_flight: see ``two_bw``.
+        **options: ``extra_in_flight`` of ``two_bw``, ``k`` and ``gamma`` of ``mixpipe``; 0 and None are the defaults.
 
     Raises:
-        ScheduleError: unknown name, a count below 1, or extra activations for a schedule that has no use for them.
+        ScheduleError: unknown name, a count below 1, numbers that the schedule does not take, or an option of another.
     """
     builder = SCHEDULES[canonical_name(name)]
     for what, count in (("stages", stages), ("microbatches", microbatches)):
         if count < 1:
             raise ScheduleError(f"{name} got {what} = {count}; it needs at least 1")
-    if not extra_in_flight:
-        return builder(stages, microbatches)
-    if "extra_in_flight" not in inspect.signature(builder).parameters:
-        raise ScheduleError(f"{name} keeps a fixed number of activations in flight; 2bw can keep more")
-    return builder(stages, microbatches, extra_in_flight=extra_in_flight)
+    given = {option: value for option, value in options.items() if value}
+    for option in given:
+        if option not in options_of(name):
+            raise ScheduleError(f"{name} {_WITHOUT[option]}")
+    return builder(stages, microbatches, **given)
+
+
+def options_of(name: str) -> frozenset[str]:
+    """What ``build`` takes for this schedule, beside its size."""
+    return frozenset(inspect.signature(SCHEDULES[canonical_name(name)]).parameters) & _WITHOUT.keys()

@@ -13,10 +13,10 @@ from .harness import run
 LAYOUTS = [(2, 1, 1), (2, 4, 1), (4, 2, 1), (4, 8, 1), (2, 2, 2)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "gpipe", "inter-layer"])
 @pytest.mark.parametrize(("stages", "microbatches", "replicas"), LAYOUTS)
 def test_equal_to_megatrons_own_schedule(schedule: str, stages: int, microbatches: int, replicas: int) -> None:
-    """gpipe too: its backwards add gradients in the same order."""
+    """gpipe and inter-layer too: their backwards add gradients in the same order."""
     case = Case(schedule=schedule, stages=stages, microbatches=microbatches, replicas=replicas, clip=1.0)
     found, expected = run(case), run(replace(case, schedule=None))
     assert differing(found, expected) == []

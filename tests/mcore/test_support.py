@@ -10,6 +10,7 @@ import pytest
 from megatron_2bw.mcore.arguments import ArgumentError, _map, _refuse, add_arguments
 from megatron_2bw.mcore.support import MAPPED, OURS, REFUSED, SLOWED
 from megatron_2bw.mcore.symbols import megatron_version
+from megatron_2bw.schedule.registry import SCHEDULES
 
 SETTINGS: dict[str, list[dict[str, object]]] = {
     "--pipeline-extra-in-flight": [{"pipeline_extra_in_flight": 1}],
@@ -130,6 +131,12 @@ def test_megatron_has_every_argument_that_a_row_asks_for(defaults: argparse.Name
 def test_every_row_is_in_the_tables_above() -> None:
     assert {row.flag for row in REFUSED} == set(SETTINGS)
     assert {row.flag for row in MAPPED + SLOWED} == set(NOTICED)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES.keys() - OURS))
+def test_what_is_only_drawn_is_refused(defaults: argparse.Namespace, schedule: str) -> None:
+    with pytest.raises(ArgumentError, match=f"--pipeline-schedule {schedule} is simulated and drawn, .* {schedule}"):
+        _refuse(copy(defaults), schedule)
 
 
 @pytest.mark.parametrize("schedule", sorted(OURS))

@@ -80,6 +80,24 @@ def test_a_batch_is_the_sum_of_what_was_measured(profile: Profile, recompute: Re
     assert time_s == pytest.approx(4 * per_sample_s + MODEL.parameters * 1e-8, rel=0.02)
 
 
+@pytest.mark.parametrize(("microbatches", "by_path"), [(1, True), (16, False)])
+def test_a_rank_that_waits_leaves_its_processor_to_others(profile: Profile, microbatches: int, by_path: bool):
+    """Four ranks on two processors: a batch takes as long as its longest path, twice as fast, or as all the work."""
+    shared = replace(profile, processors=2)
+    chosen = layout(schedule="1f1b-flush", pipeline=4, global_batch=microbatches)
+    alone, found = (costs.iteration(MODEL, chosen, one.cluster()) for one in (profile, shared))
+    work_s = (1 - alone.bubble_ratio) * alone.time_s
+    if by_path:
+        assert found.time_s == pytest.approx(alone.time_s / 2)
+        assert found.time_s > work_s
+    else:
+        assert alone.time_s > found.time_s > work_s
+        assert found.time_s == pytest.approx(work_s, rel=0.2)
+    assert sum(found.parts.values()) == pytest.approx(found.time_s)
+    roomy = costs.iteration(MODEL, chosen, replace(profile, processors=4).cluster())
+    assert roomy == alone
+
+
 def test_stages_share_the_layers(profile: Profile):
     times = costs.times_of(MODEL, layout(pipeline=4, schedule="2bw"), profile.cluster())
     forwards = [stage.forward_s for stage in (times.pipeline.first, times.pipeline.middle, times.pipeline.last)]

@@ -9,7 +9,9 @@ from dataclasses import replace
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
 from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy, Program, Schedule
-from megatron_2bw.schedule.registry import SCHEDULES, build
+from megatron_2bw.schedule.registry import build
+
+from .others import PIPELINED
 
 CHAINS = (
     (Reduction.GRADIENTS,),
@@ -27,8 +29,8 @@ def with_actions(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Sc
 
 
 def random_schedule(rng: random.Random, *, most_stages: int = 4, most_microbatches: int = 4) -> Schedule:
-    """A valid lowered schedule of two or more stages."""
-    name, stages = rng.choice(list(SCHEDULES)), rng.randint(2, most_stages)
+    """A valid lowered schedule of two or more stages, one per rank."""
+    name, stages = rng.choice(PIPELINED), rng.randint(2, most_stages)
     extra = rng.choice((0, 0, 1)) if name == "2bw" else 0
     least = (1 + extra) * (stages - 1) if name == "2bw" else 1
     microbatches = rng.randint(least, max(least, most_microbatches))

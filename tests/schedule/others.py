@@ -9,6 +9,10 @@ from megatron_2bw.schedule.program import Program, Schedule, backward, forward, 
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.two_bw import _call as two_bw_call
 
+PIPELINED = ("2bw", "1f1b-flush", "gpipe")
+"""The shipped ones with one stage per rank in which microbatches overlap."""
+ONE_WAY = (*PIPELINED, "inter-layer")
+
 
 def delayed(stages: int, microbatches: int, *, delay: int, weight_versions: int) -> Schedule:
     """2BW with a longer delay; updates stay where they are."""

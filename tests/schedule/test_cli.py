@@ -66,12 +66,19 @@ def test_schedules(capsys: pytest.CaptureFixture[str]):
 
 
 def test_validate_finds_the_bound(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = run(capsys, "validate --max-stages 5 --max-microbatches 5")
+    code, out, _ = run(capsys, "validate --max-stages 5 --max-microbatches 6")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0] == "2bw: m >= d-1 (19 of 25 valid: d <= 5, m <= 5)"
+    assert lines[0] == "2bw: m >= d-1 (24 of 30 valid: d <= 5, m <= 6)"
     assert lines[1].startswith("  first refusal: 2bw (d=3, m=1): reduction waited for too early: rank 0")
-    assert lines[2:] == [f"{name}: all d and m (25 of 25 valid: d <= 5, m <= 5)" for name in ("1f1b-flush", "gpipe")]
+    assert lines[2:5] == [
+        f"{name}: all d and m (30 of 30 valid: d <= 5, m <= 6)" for name in ("1f1b-flush", "gpipe", "inter-layer")
+    ]
+    assert lines[5::2] == [
+        "gems: d even, all m (12 of 30 valid: d <= 5, m <= 6)",
+        "chimera: d even, m a multiple of d (4 of 30 valid: d <= 5, m <= 6)",
+        "mixpipe: d even, m even and m >= d (5 of 30 valid: d <= 5, m <= 6)",
+    ]
     assert run(capsys, "validate pipedream-flush --max-stages 2 --max-microbatches 1")[1].startswith("1f1b-flush: all")
 
 
@@ -81,7 +88,10 @@ def test_feasible_region():
         assert feasible_region({(d, m) for d, m in every if m >= d + offset}, 4, 8) == text
     assert feasible_region(every, 4, 8) == "all d and m"
     assert feasible_region(set(), 4, 8) == "none"
-    assert feasible_region({(1, 2), (3, 1)}, 4, 8) == "no bound of the form m >= d + c; valid (d, m): (1, 2), (3, 1)"
+    assert feasible_region({(2, m) for m in range(1, 9)} | {(4, m) for m in range(1, 9)}, 4, 8) == "d even, all m"
+    assert feasible_region({(2, 2), (2, 4), (4, 4)}, 4, 5) == "d even, m a multiple of d"
+    assert feasible_region({(2, 2), (2, 4), (2, 6), (4, 4), (4, 6)}, 4, 6) == "d even, m even and m >= d"
+    assert feasible_region({(1, 2), (3, 1)}, 4, 8) == "no rule known; valid (d, m): (1, 2), (3, 1)"
 
 
 BAD = {
@@ -93,7 +103,11 @@ BAD = {
     "show 2bw --stages 0 --microbatches 2": "'0' is no count; give a whole number of at least 1",
     "show 2bw --stages two --microbatches 2": "'two' is no count",
     "show 2bw --microbatches 2": "show needs --stages, or a run to show: --measured FILE",
-    "show --stages 2 --microbatches 2": "show needs a SCHEDULE, or a run to show: --measured FILE",
+    "show --stages 2 --microbatches 2": "show needs a SCHEDULE, --compare, or a run to show: --measured FILE",
+    "show 2bw --stages 2 --microbatches 2 --mixpipe-k 2": "2bw has no k and gamma; mixpipe has",
+    "show mixpipe --stages 4 --microbatches 4 --mixpipe-k 3": "k = 3; use an even number from 2 to the depth, 4",
+    "show chimera --stages 4 --microbatches 6": "chimera works with 4 stages from 8 microbatches on",
+    "show gems --stages 3 --microbatches 4": "gems sends microbatches in both directions and got 3 stages",
     "show gpipe --stages 1 --microbatches 1 --batches 0": "'0' is no count",
     "show gpipe --stages 1 --microbatches 1 --forward-time 0": "'0' is no duration; give a number above 0",
     "show gpipe --stages 1 --microbatches 1 --backward-time x": "'x' is no duration",

@@ -13,13 +13,14 @@ from megatron_2bw.schedule.action import Action, ActionType
 from megatron_2bw.schedule.draw import LEGEND, grid
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.listing import MARK, listing
-from megatron_2bw.schedule.registry import SCHEDULES, build
+from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import Durations, simulate
 from megatron_2bw.schedule.svg import svg
 from megatron_2bw.schedule.timeline import Event, Timeline
 from megatron_2bw.schedule.trace import chrome_trace
 
 from .goldens import FOLDER, goldens
+from .others import PIPELINED
 
 ROOT = Path(__file__).parents[2]
 ONE_TWO = Durations(forward_s=1, backward_s=2)
@@ -27,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timelines(batches: int = 3) -> list[Timeline]:
-    return [simulate(build(name, stages=4, microbatches=4), ONE_TWO, batches) for name in SCHEDULES]
+    return [simulate(build(name, stages=4, microbatches=4), ONE_TWO, batches) for name in PIPELINED]
 
 
 def test_goldens():
@@ -141,7 +142,7 @@ def test_trace_has_a_slice_per_event_and_an_arrow_per_transfer():
     transfers = 3 * 4 * 3 * 2  # batches, microbatches, boundaries, directions
     assert arrows == {(pid, ph): transfers for pid in range(3) for ph in "sf"}
     names = {(e["pid"], e["args"]["name"]) for e in trace if e["name"] == "process_name"}
-    assert names == set(enumerate(SCHEDULES))
+    assert names == set(enumerate(PIPELINED))
 
 
 def test_an_arrow_starts_inside_its_slice_and_ends_where_the_user_starts():

@@ -38,7 +38,7 @@ def test_every_action_survives_its_text_form():
 def test_every_program_survives_its_text_form():
     for name in SCHEDULES:
         for chain in CHAINS:
-            for program in lower(build(name, stages=4, microbatches=5), chain).programs:
+            for program in lower(build(name, stages=4, microbatches=8), chain).programs:
                 assert Program.parse(str(program)) == program
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_2bw.schedule.action import ActionType, Reduction
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.feasible import refusal
+from megatron_2bw.schedule.feasible import problem, refusal
 from megatron_2bw.schedule.listing import MARK
 from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy, Program, Schedule
@@ -31,17 +31,27 @@ def is_valid(schedule: Schedule) -> bool:
 
 WITH_COPIES = [(name, GradientCopy.WHOLE) for name in SCHEDULES]
 WITH_COPIES += [("2bw", GradientCopy.SHARD), ("2bw", GradientCopy.NONE)]
+WORKS = {
+    "2bw": lambda d, m: m >= d - 1,
+    "gems": lambda d, _m: d % 2 == 0,
+    "chimera": lambda d, m: d % 2 == 0 and m % d == 0,
+    "mixpipe": lambda d, m: d % 2 == 0 and m % 2 == 0 and m >= d,
+}
+"""For which stages and microbatches; the others, for all."""
 
 
 @pytest.mark.parametrize(("name", "copy"), WITH_COPIES)
 def test_all_stages_up_to_8_and_microbatches_up_to_16(name: str, copy: GradientCopy):
     """2BW needs m >= d-1, which no line of the code says, whatever it keeps of finished gradients."""
     for stages in range(1, 9):
-        least = stages - 1 if name == "2bw" else 1
         for microbatches in range(1, 17):
-            schedule = with_gradient_copy(build(name, stages=stages, microbatches=microbatches), copy)
-            schedule = lower(schedule, tuple(Reduction))
-            assert is_valid(schedule) == (microbatches >= least), f"{name}, d={stages}, m={microbatches}"
+            try:
+                schedule = with_gradient_copy(build(name, stages=stages, microbatches=microbatches), copy)
+                valid = is_valid(lower(schedule, tuple(Reduction)))
+            except ScheduleError:
+                valid = False
+            expected = WORKS.get(name, lambda _d, _m: True)(stages, microbatches)
+            assert valid == expected, f"{name}, d={stages}, m={microbatches}"
 
 
 @pytest.mark.parametrize("extra", [1, 2])
@@ -64,8 +74,9 @@ def test_gradients_that_stay_in_place_must_not_be_added_to(copy: GradientCopy):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("chain", [(Reduction.NORM,), *CHAINS], ids=lambda chain: "+".join(chain))
 def test_any_part_of_the_chain_of_reductions(name: str, chain: tuple[Reduction, ...]):
-    for stages, microbatches in ((1, 1), (1, 3), (2, 1), (2, 2), (4, 3), (4, 8)):
-        validate(lower(build(name, stages=stages, microbatches=microbatches), chain))
+    for stages, microbatches in ((1, 1), (1, 3), (2, 1), (2, 2), (4, 3), (4, 4), (4, 8)):
+        if problem(name, stages=stages, microbatches=microbatches) is None:
+            validate(lower(build(name, stages=stages, microbatches=microbatches), chain))
 
 
 def test_without_reductions_only_a_flush_leaves_gradients_alone():
@@ -75,7 +86,7 @@ def test_without_reductions_only_a_flush_leaves_gradients_alone():
 
 def test_bounds_are_tight():
     for name in SCHEDULES:
-        schedule = build(name, stages=4, microbatches=6)
+        schedule = build(name, stages=4, microbatches=8)
         for rank in range(4):
             for field in ("in_flight", "weight_versions"):
                 bounds = getattr(schedule, field)

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from megatron_2bw.schedule.feasible import refusal
+    from megatron_2bw.schedule.feasible import problem
     from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 
     size = f"{plural(args.stages, 'stage')} and {plural(args.microbatches, 'microbatch')}"
@@ -28,10 +28,10 @@ def _list(args: argparse.Namespace) -> int:
         aliases = [alias for alias, target in ALIASES.items() if target == name]
         print(f"{name} (also {', '.join(aliases)})" if aliases else name)
         print(f"  {inspect.getdoc(builder).splitlines()[0].replace('``', '')}")
-        schedule = builder(args.stages, args.microbatches)
-        if refusal(schedule):
+        if problem(name, stages=args.stages, microbatches=args.microbatches):
             print(f"  does not work for {size}\n")
             continue
+        schedule = builder(args.stages, args.microbatches)
         timeline = simulate(schedule, durations, 2 * args.stages)
         print(f"  bubble {percent(steady_state(schedule, durations).bubble_ratio)}")
         rows = table(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,21 @@ from megatron_2bw.schedule.commands.arguments import (
     table,
 )
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.registry import build, canonical_name
+from megatron_2bw.schedule.registry import SCHEDULES, build, canonical_name, options_of
 
 if TYPE_CHECKING:
     from megatron_2bw.schedule.program import Schedule
     from megatron_2bw.schedule.timeline import Timeline
 
 _MOST_SLOTS = 8
-_DEFAULTS = {"forward_time": Fraction(1), "backward_time": Fraction(2), "extra_in_flight": 0}
+_DEFAULTS = {
+    "forward_time": Fraction(1),
+    "backward_time": Fraction(2),
+    "extra_in_flight": 0,
+    "mixpipe_k": None,
+    "mixpipe_gamma": 0,
+    "compare": False,
+}
 """Of what is simulated, and not of what is measured."""
 _LETTERS = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><text y="9" font-family="{}">{}</text></svg>'
 
@@ -47,6 +54,13 @@ def add(commands: Any) -> None:
         metavar="N",
         help="activations that 2bw keeps in flight beyond what it needs, per stage boundary (default: %(default)s)",
     )
+    show.add_argument("--mixpipe-k", type=count, metavar="K", help="microbatches that mixpipe starts with (default: d)")
+    show.add_argument(
+        "--mixpipe-gamma", type=count_or_none, metavar="G", help="and takes in more on the way (default: %(default)s)"
+    )
+    show.add_argument(
+        "--compare", action="store_true", help="draw all schedules that work for this size, and a table of them"
+    )
     show.add_argument(
         "--measured",
         type=Path,
@@ -64,8 +78,8 @@ def _show(args: argparse.Namespace) -> int:
     if args.measured is not None:
         return _show_measured(args)
     for name in ("schedules", "stages", "microbatches"):
-        if not getattr(args, name):
-            what = "a SCHEDULE" if name == "schedules" else f"--{name}"
+        if not getattr(args, name) and not (name == "schedules" and args.compare):
+            what = "a SCHEDULE, --compare" if name == "schedules" else f"--{name}"
             raise ScheduleError(f"show needs {what}, or a run to show: --measured FILE")
     return _show_simulated(args)
 
@@ -74,12 +88,15 @@ def _show_simulated(args: argparse.Namespace) -> int:
     from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 
     durations = Durations(forward_s=args.forward_time, backward_s=args.backward_time)
-    distinct = dict.fromkeys(canonical_name(name) for name in args.schedules)
-    schedules = [_valid(name, args.stages, args.microbatches, args.extra_in_flight) for name in distinct]
+    schedules = list(_schedules(args))
     timelines = [simulate(schedule, durations, args.batches) for schedule in schedules]
     bubbles = [steady_state(schedule, durations).bubble_ratio for schedule in schedules]
     for schedule, timeline, bubble in zip(schedules, timelines, bubbles, strict=True):
         print("\n".join(_shown(schedule, timeline, bubble, args)), end="\n\n")
+    if args.compare:
+        from megatron_2bw.schedule.commands.compare import comparison
+
+        print("\n".join(comparison(schedules, durations)))
     title = f"{_batches(args)} of {_microbatches(args)} on {_stages(args)}"
     notes = [_endless(timeline, bubble) for timeline, bubble in zip(timelines, bubbles, strict=True)]
     _write(args, timelines, title, notes)
@@ -156,18 +173,29 @@ def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args
             yield from ("", listing(lowered(schedule), phase))
 
 
-def _valid(name: str, stages: int, microbatches: int, extra_in_flight: int) -> Schedule:
-    """The schedule, or an error that says how many microbatches it needs."""
-    from megatron_2bw.schedule.feasible import enough_microbatches, refusal
+def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
+    """Those that are named, or else all that work. Each takes its own of the options.
 
-    schedule = build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
-    problem = refusal(schedule)
-    if problem is None:
-        return schedule
-    enough = enough_microbatches(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
-    if enough is not None:
-        problem += f"; {name} works with {stages} stages from {enough} microbatches on: raise --microbatches"
-    raise ScheduleError(problem)
+    Raises:
+        ScheduleError: a named one does not work, with the number of microbatches that it needs; or none takes an
+            option.
+    """
+    from megatron_2bw.schedule.feasible import enough_microbatches, problem
+
+    size = {"stages": args.stages, "microbatches": args.microbatches}
+    options = {"extra_in_flight": args.extra_in_flight, "k": args.mixpipe_k, "gamma": args.mixpipe_gamma}
+    names = dict.fromkeys(canonical_name(name) for name in args.schedules or SCHEDULES)
+    taken = frozenset().union(*map(options_of, names))
+    for name in names:
+        own = {option: options[option] for option in options if option in options_of(name) or option not in taken}
+        found = problem(name, **size, **own)
+        if found is None:
+            yield build(name, **size, **own)
+        elif args.schedules:
+            enough = enough_microbatches(name, **size, **own)
+            if enough is not None:
+                found += f"; {name} works with {args.stages} stages from {enough} microbatches on: raise --microbatches"
+            raise ScheduleError(found)
 
 
 def _endless(timeline: Timeline, steady_bubble: Fraction) -> str:

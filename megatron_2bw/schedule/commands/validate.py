@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from megatron_2bw.schedule.commands.arguments import count
-from megatron_2bw.schedule.registry import SCHEDULES, build, canonical_name
+from megatron_2bw.schedule.registry import SCHEDULES, canonical_name
 
 
 def add(commands: Any) -> None:
@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from megatron_2bw.schedule.feasible import refusal
+    from megatron_2bw.schedule.feasible import problem
 
     names = dict.fromkeys(canonical_name(name) for name in args.schedules or SCHEDULES)
     found_all = True
@@ -28,9 +28,9 @@ def _validate(args: argparse.Namespace) -> int:
         first = None
         for stages in range(1, args.max_stages + 1):
             for microbatches in range(1, args.max_microbatches + 1):
-                problem = refusal(build(name, stages=stages, microbatches=microbatches))
-                first = first or problem
-                if problem is None:
+                found = problem(name, stages=stages, microbatches=microbatches)
+                first = first or found
+                if found is None:
                     valid.add((stages, microbatches))
         pairs = args.max_stages * args.max_microbatches
         region = feasible_region(valid, args.max_stages, args.max_microbatches)
@@ -42,17 +42,26 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def feasible_region(valid: set[tuple[int, int]], max_stages: int, max_microbatches: int) -> str:
-    """Describe which (stages, microbatches) are valid, as a bound ``m >= d + c`` where there is one.
+    """Describe which (stages, microbatches) are valid, by a rule where there is one.
 
     >>> feasible_region({(d, m) for d in range(1, 5) for m in range(1, 9) if m >= d - 1}, 4, 8)
     'm >= d-1'
+    >>> feasible_region({(2, 2), (2, 4), (4, 4)}, 4, 4)
+    'd even, m a multiple of d'
     """
     pairs = {(d, m) for d in range(1, max_stages + 1) for m in range(1, max_microbatches + 1)}
-    if valid == pairs:
-        return "all d and m"
+    even = {(d, m) for d, m in pairs if d % 2 == 0}
     if not valid:
         return "none"
+    if valid == pairs:
+        return "all d and m"
+    if valid == even:
+        return "d even, all m"
+    if valid == {(d, m) for d, m in even if m % d == 0}:
+        return "d even, m a multiple of d"
+    if valid == {(d, m) for d, m in even if m >= d and m % 2 == 0}:
+        return "d even, m even and m >= d"
     for offset in range(-max_stages, max_microbatches + 1):
         if valid == {(d, m) for d, m in pairs if m >= d + offset}:
             return f"m >= d{offset:+d}" if offset else "m >= d"
-    return "no bound of the form m >= d + c; valid (d, m): " + ", ".join(map(str, sorted(valid)))
+    return "no rule known; valid (d, m): " + ", ".join(map(str, sorted(valid)))

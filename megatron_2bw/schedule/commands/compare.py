@@ -1,0 +1,42 @@
+"""Schedules of one size beside each other, as the table that ``show --compare`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatron_2bw.schedule.commands.arguments import percent
+from megatron_2bw.schedule.engine import Durations
+from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.simulate import simulate, steady_state
+
+_HEAD = ("schedule", "bubble", "forwards kept", "copies of weights", "delay in updates")
+
+
+def comparison(schedules: Iterable[Schedule], durations: Durations) -> Iterator[str]:
+    """Lines of a Markdown table: bubble of an endless run, and what each rank keeps at most.
+
+    A rank that is part of two pipelines has the weights of two stages.
+    """
+    yield from (_line(_HEAD), _line(["---"] * len(_HEAD)))
+    for schedule in schedules:
+        timeline = simulate(schedule, durations, 2 * schedule.stages)
+        ranks = range(len(schedule.programs))
+        copies = [timeline.peak_versions[rank] * len(schedule.stages_of(rank)) for rank in ranks]
+        yield _line(
+            [
+                f"`{schedule.name}`",
+                percent(steady_state(schedule, durations).bubble_ratio),
+                _per_rank(timeline.peak_in_flight),
+                _per_rank(copies),
+                _per_rank(schedule.delay),
+            ]
+        )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _per_rank(values: Sequence[int]) -> str:
+    """One number where all are equal."""
+    return str(values[0]) if len(set(values)) == 1 else " ".join(map(str, values))
