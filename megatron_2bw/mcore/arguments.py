@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=MEGATRON,
         choices=[MEGATRON, *SCHEDULES, *ALIASES],
         help="2bw: never drain the pipeline, update with gradients one batch old (PipeDream-2BW); "
-        "1f1b-flush, gpipe and inter-layer: synchronous; megatron: Megatron's own schedule, untouched.",
+        "1f1b-flush, gpipe and inter-layer: synchronous; megatron: Megatron's own schedule, untouched. The others "
+        "are only simulated and drawn: megatron-2bw show.",
     )
     group.add_argument(
         "--pipeline-gradient-buffers",

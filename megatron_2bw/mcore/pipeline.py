@@ -17,6 +17,7 @@ from megatron_2bw.mcore.failure import end_at_once_on_errors
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
+from megatron_2bw.mcore.rows import DELAYED
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
 from megatron_2bw.runtime.corrections import MomentLead
 from megatron_2bw.runtime.errors import place_of, waiting_in
@@ -63,7 +64,7 @@ class Pipeline:
         logs_this_batch: Callable[[], bool] = lambda: True,
     ) -> None:
         self.schedule_name = canonical_name(name)
-        self.is_delayed = any(build(self.schedule_name, stages=2, microbatches=2).delay)
+        self.is_delayed = self.schedule_name in DELAYED
         """Whether updates come after the call of their batch."""
         check_configs(self.schedule_name, model, optimizer)
         if not self.is_delayed and (correction is not None or extra_in_flight):
@@ -144,7 +145,7 @@ class Pipeline:
             self.start(call)
         self._use_executor_of(call.num_microbatches)
         self._stage.begin(call)
-        self.executor.run(self.batch, last=last)
+        self.executor.run(self.batch, left=0 if last else None)
         if self._moe_metrics is not None:
             self._moe_metrics.end(self.batch)
         self.batch += 1

@@ -29,9 +29,12 @@ def why_not_trained(schedule: str) -> str | None:
     """
     if schedule in OURS:
         return None
+    reason = "a rank would have to hold two stages, of two copies of the model"
+    if schedule == "pipedream":
+        reason = "every stage would have to update after every microbatch, each with a delay of its own"
     return (
-        f"{schedule} is simulated and drawn, not trained with: a rank would have to hold two stages, of two copies of "
-        f"the model; use one of {', '.join(sorted(OURS))}, or look at it with megatron-2bw show {schedule}"
+        f"{schedule} is simulated and drawn, not trained with: {reason}; "
+        f"use one of {', '.join(sorted(OURS))}, or look at it with megatron-2bw show {schedule}"
     )
 
 

@@ -83,7 +83,7 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
         bubble_ratio=max(0.0, 1 - work_s / (layout.pipeline * time_s)),
         tokens_per_s=layout.global_batch * model.seq_length / time_s,
         flops_per_gpu_s=model_flops(model, layout.global_batch) / time_s / layout.gpus,
-        parts=_parts(model, layout, times, time_s),
+        parts=_parts(model, layout, times, time_s, shared=_processor_share(cluster) < 1),
         relative_error=bar.share,
         error_source=bar.source,
     )
@@ -118,15 +118,24 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
 def _shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: float) -> float:
     """Seconds per batch where ranks may have to share processors.
 
-    A profile times ranks that are all busy. One that idles leaves its share of a processor to the others, so a batch
-    takes as long as all work together, or, where that is longer, as its longest path on processors of its own.
+    A profile times ranks that are all busy. While r of d stages run, each is d/r times as fast, up to a processor
+    of its own. With a flush, r goes up from 1 and down again, over m*v + d - 1 steps for v chunks; even stages of 2bw
+    are all busy. Uneven ones leave the processors to the slowest, which is never faster than on one of its own.
     """
-    alone_s = batch_s(layout, pipeline)
-    share = 1.0 if cluster.profile is None else cluster.profile.processor_share
+    alone_s, share = batch_s(layout, pipeline), _processor_share(cluster)
     if share == 1:
         return alone_s
-    links_s = 2 * layout.microbatches * pipeline.send_s * (pipeline.stages - 1) / pipeline.stages
-    return max(share * alone_s, work_s / pipeline.stages + links_s + pipeline.gradients_s + pipeline.norm_s)
+    stages, steps = pipeline.stages, layout.microbatches * layout.chunks
+    running = [min(step, stages, steps, steps + stages - step) for step in range(1, steps + stages)]
+    if layout.schedule == "2bw":
+        running = [stages] * steps
+    stretch = sum(max(share * stages, count) for count in running) / (steps * stages)
+    links_s = 2 * layout.microbatches * pipeline.send_s * (stages - 1) / stages
+    return max(share * alone_s, stretch * work_s / stages + links_s + pipeline.gradients_s + pipeline.norm_s)
+
+
+def _processor_share(cluster: Cluster) -> float:
+    return 1.0 if cluster.profile is None else cluster.profile.processor_share
 
 
 def batch_s(layout: Layout, pipeline: Pipeline) -> float:
@@ -242,7 +251,7 @@ def _update_s(layout: Layout, machine: Machine, weights: int) -> float:
     return machine.elementwise_s(moved_bytes) + gather_s
 
 
-def _parts(model: Model, layout: Layout, times: Times, time_s: float) -> dict[str, float]:
+def _parts(model: Model, layout: Layout, times: Times, time_s: float, *, shared: bool) -> dict[str, float]:
     """Seconds of a batch on the slower of first and last stage; they add up to ``time_s``."""
     pipeline, works, layers = times.pipeline, times.works, layers_of_stages(model, layout)
     on_last = layout.pipeline > 1 and pipeline.last.pair_s >= pipeline.first.pair_s
@@ -262,10 +271,9 @@ def _parts(model: Model, layout: Layout, times: Times, time_s: float) -> dict[st
     if layout.schedule != "2bw":
         parts["sum of gradients"] = pipeline.gradients_s + pipeline.norm_s
     total_s = sum(parts.values())
-    if total_s > time_s:  # Ranks that share processors work faster while others wait.
-        parts = {name: part_s * time_s / total_s for name, part_s in parts.items()}
-    parts["waiting"] = max(0.0, time_s - total_s)
-    return parts
+    if shared and total_s > time_s:  # Work is done faster while others wait.
+        return {name: part_s * time_s / total_s for name, part_s in parts.items()} | {"waiting": 0.0}
+    return parts | {"waiting": time_s - total_s}
 
 
 def model_flops(model: Model, samples: int) -> float:

@@ -86,12 +86,18 @@ class Executor:
             ActionType.UPDATE: self._update,
         }
 
-    def run(self, batch: int, *, last: bool) -> None:
-        """Run the call of ``batch``; with ``last``, leave nothing pending and nothing in flight."""
+    def run(self, batch: int, *, left: int | None) -> None:
+        """Run the call of ``batch``.
+
+        Args:
+            batch: counted from the start of the run.
+            left: batches after it until the pipeline drains; 0 leaves nothing pending and nothing in flight, None is
+                as many as it takes. Where forwards run several batches ahead, it has to be known so many before.
+        """
         if not self._filled:
-            self._run(self._program.fill, batch)
-        self._run(self._program.drain if last else self._program.steady, batch)
-        self._filled = not last
+            self._run(self._program.fill(left), batch)
+        self._run(self._program.call(left), batch)
+        self._filled = left != 0
 
     @property
     def is_ahead(self) -> bool:

@@ -44,7 +44,9 @@ class Links:
     """Sends and receives of one rank, on process groups of their own.
 
     One group per direction keeps each direction first-in first-out, and keeps evaluation, which
-    uses Megatron's own pipeline group, from meeting a transfer of a batch that runs ahead.
+    uses Megatron's own pipeline group, from meeting a transfer of a batch that runs ahead. Where two
+    pipelines run in opposite directions, activations cross a boundary both ways in one group: gloo
+    keeps the two ways apart, NCCL does not.
 
     On a GPU nothing inside a call may wait for the whole device: a receive that is posted early may
     depend on what this rank has yet to send.

@@ -19,40 +19,68 @@ class Phase(StrEnum):
     DRAIN = "drain"
 
 
-class Span(NamedTuple):
-    """One pass of every rank over its ``fill``, ``steady`` or ``drain``."""
+class Part(NamedTuple):
+    """What a rank carries out in one go."""
 
     phase: Phase
+    left: int | None = None
+    """Batches that come after this one; None for as many as it takes."""
+
+    def of(self, program: Program) -> tuple[Action, ...]:
+        """The actions."""
+        return program.fill(self.left) if self.phase is Phase.FILL else program.call(self.left)
+
+
+WHOLE = {phase: Part(phase, 0 if phase is Phase.DRAIN else None) for phase in Phase}
+"""Each phase of a long run."""
+
+
+class Span(NamedTuple):
+    """One pass of every rank over a part of its Program."""
+
+    part: Part
     call: int
     first: int
     """First batch since the pipeline was last empty: updates and reductions of earlier batches are done already."""
 
+    @property
+    def phase(self) -> Phase:
+        return self.part.phase
 
-def spans(runs: Iterable[int]) -> tuple[Span, ...]:
-    """The phases of consecutive runs, each of so many calls and ended by a drain.
+
+def spans(runs: Iterable[int], ahead: int = 1) -> tuple[Span, ...]:
+    """The parts of consecutive runs, each of so many calls and ended by a drain.
+
+    Args:
+        runs: calls of each.
+        ahead: batches by which forwards run ahead; further from its end than that, a run does not know how long it is.
 
     >>> for span in spans([2, 1]):
-    ...     print(span.phase, span.call, span.first)
-    fill 0 0
-    steady 0 0
-    drain 1 0
-    fill 2 2
-    drain 2 2
+    ...     print(span.phase, span.part.left, span.call, span.first)
+    fill None 0 0
+    steady None 0 0
+    drain 0 1 0
+    fill 0 2 2
+    drain 0 2 2
     """
+
+    def part(phase: Phase, left: int) -> Part:
+        return Part(phase, left if left < max(ahead, 1) else None)
+
     result: list[Span] = []
     first = 0
     for calls in runs:
         last = first + calls - 1
-        result.append(Span(Phase.FILL, first, first))
-        result.extend(Span(Phase.STEADY, call, first) for call in range(first, last))
-        result.append(Span(Phase.DRAIN, last, first))
+        result.append(Span(part(Phase.FILL, calls - 1), first, first))
+        result.extend(Span(part(Phase.STEADY, last - call), call, first) for call in range(first, last))
+        result.append(Span(Part(Phase.DRAIN, 0), last, first))
         first = last + 1
     return tuple(result)
 
 
-def phases_of(program: Program) -> dict[Phase, tuple[Action, ...]]:
-    """The actions of each phase."""
-    return {Phase.FILL: program.fill, Phase.STEADY: program.steady, Phase.DRAIN: program.drain}
+def walk_of(schedule: Schedule, runs: Iterable[int]) -> tuple[Span, ...]:
+    """The spans of all ranks of ``schedule``."""
+    return spans(runs, max(program.ahead for program in schedule.programs))
 
 
 def lowered(schedule: Schedule) -> Schedule:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import COMPUTE, TRANSFERS, Action, ActionType
-from megatron_2bw.schedule.calls import Phase, Span
+from megatron_2bw.schedule.calls import Part, Span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import Rule, RuleBroken
 
@@ -38,29 +38,29 @@ Channel = tuple[int, int, bool]
 
 
 class _Transfers:
-    """What one rank sends into a channel, or expects from it, in every phase."""
+    """What one rank sends into a channel, or expects from it, in every part of its Program."""
 
     def __init__(self) -> None:
-        self._actions: dict[Phase, list[Action]] = {phase: [] for phase in Phase}
-        self._uses: dict[Phase, list[int]] = {phase: [] for phase in Phase}
+        self._actions: defaultdict[Part, list[Action]] = defaultdict(list)
+        self._uses: defaultdict[Part, list[int]] = defaultdict(list)
 
-    def add(self, phase: Phase, action: Action, use: int) -> None:
+    def add(self, part: Part, action: Action, use: int) -> None:
         """Take down an action; ``use`` is the number of the one that needs the tensor, in call 0."""
-        self._actions[phase].append(action)
-        self._uses[phase].append(use)
+        self._actions[part].append(action)
+        self._uses[part].append(use)
 
     def uses(self, walk: tuple[Span, ...], stride: int) -> list[int]:
         """Of the whole walk, in order, with ``stride`` from call to call."""
-        return [use + span.call * stride for span in walk for use in self._uses[span.phase]]
+        return [use + span.call * stride for span in walk for use in self._uses[span.part]]
 
     def calls(self, walk: tuple[Span, ...]) -> list[int]:
         """The call of each."""
-        return [span.call for span in walk for _ in self._uses[span.phase]]
+        return [span.call for span in walk for _ in self._uses[span.part]]
 
     def find(self, walk: tuple[Span, ...], index: int) -> tuple[Span, Action] | None:
         """The action of that index; None behind the last one."""
         for span in walk:
-            actions = self._actions[span.phase]
+            actions = self._actions[span.part]
             if index < len(actions):
                 return span, actions[index]
             index -= len(actions)
@@ -72,12 +72,12 @@ class Channels:
 
     Args:
         schedule: lowered.
-        phases: of each rank.
-        walk: the phases in the order in which every rank runs them.
+        parts: of each rank.
+        walk: the parts in the order in which every rank runs them.
     """
 
     def __init__(
-        self, schedule: Schedule, phases: Sequence[Mapping[Phase, Iterable[Action]]], walk: tuple[Span, ...]
+        self, schedule: Schedule, parts: Sequence[Mapping[Part, Iterable[Action]]], walk: tuple[Span, ...]
     ) -> None:
         self._schedule = schedule
         self._walk = walk
@@ -85,14 +85,14 @@ class Channels:
         self._sent: defaultdict[Channel, _Transfers] = defaultdict(_Transfers)
         self._posted: defaultdict[Channel, _Transfers] = defaultdict(_Transfers)
         self._call_of_use: dict[int, int] = {}
-        for rank, of_phase in enumerate(phases):
-            for phase, actions in of_phase.items():
-                computed = self._take_down(rank, phase, actions)
-                for call in (span.call for span in walk if span.phase is phase):
+        for rank, of_part in enumerate(parts):
+            for part, actions in of_part.items():
+                computed = self._take_down(rank, part, actions)
+                for call in (span.call for span in walk if span.part == part):
                     self._call_of_use.update((use + call * self._stride, call) for use in computed)
 
-    def _take_down(self, rank: int, phase: Phase, actions: Iterable[Action]) -> list[int]:
-        """Sort the transfers of a phase by channel; returns the uses that forwards and backwards are."""
+    def _take_down(self, rank: int, part: Part, actions: Iterable[Action]) -> list[int]:
+        """Sort the transfers of a part by channel; returns the uses that forwards and backwards are."""
         computed = []
         for action in actions:
             type_, stage = action.type, action.stage
@@ -103,9 +103,9 @@ class Channels:
                 activations = type_ in _ACTIVATIONS
                 if type_ in _SENDS:
                     use = self._use(activations, stage + (1 if activations else -1), action)
-                    self._sent[rank, peer, activations].add(phase, action, use)
+                    self._sent[rank, peer, activations].add(part, action, use)
                 else:
-                    self._posted[peer, rank, activations].add(phase, action, self._use(activations, stage, action))
+                    self._posted[peer, rank, activations].add(part, action, self._use(activations, stage, action))
         return computed
 
     def _use(self, activations: bool, stage: int, action: Action) -> int:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import TRANSFERS, Action, ActionType, Reduction
-from megatron_2bw.schedule.calls import Phase, Span, groups, phases_of, spans
+from megatron_2bw.schedule.calls import Part, Span, groups, walk_of
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Program, Schedule
 
@@ -144,7 +144,7 @@ class _Engine:
         self._model = model
         self._delays = delays
         self._record = record
-        self._spans = spans(runs)
+        self._spans = walk_of(schedule, runs)
         self._ranks = range(len(schedule.programs))
         self._groups = groups(schedule)
         self._channels: dict[tuple[int | None, int | None, bool], int] = {}
@@ -174,19 +174,19 @@ class _Engine:
         stuck = sorted(rank for ranks in self._waiting.values() for rank in ranks)
         return Outcome(self._timed, tuple(Blocked(rank, *self._position[rank]) for rank in stuck))
 
-    def _compiled(self, rank: int, program: Program) -> dict[Phase, list[_Step]]:
+    def _compiled(self, rank: int, program: Program) -> dict[Part, list[_Step]]:
         known: dict[Action, _Step] = {}  # A drain repeats most of the steady call.
-        compiled: dict[Phase, list[_Step]] = {}
-        for phase, actions in phases_of(program).items():
-            steps = compiled[phase] = []
-            for action in actions:
+        compiled: dict[Part, list[_Step]] = {}
+        for part in {span.part for span in self._spans}:
+            steps = compiled[part] = []
+            for action in part.of(program):
                 step = known.get(action)
                 if step is None:
                     step = known[action] = self._step(rank, action)
                 steps.append(step)
         if self._model is Model.HOST:  # Posting a receive does nothing that the others could see.
-            for phase, steps in compiled.items():
-                compiled[phase] = [step for step in steps if step.channel is None or step.action.type in _SENDS]
+            for part, steps in compiled.items():
+                compiled[part] = [step for step in steps if step.channel is None or step.action.type in _SENDS]
         return compiled
 
     def _step(self, rank: int, action: Action) -> _Step:
@@ -240,7 +240,7 @@ class _Engine:
         for span in self._spans:
             call = span.call
             base = call * stride
-            for action, cost, awaits, gives, channel, of_batch in self._steps[rank][span.phase]:
+            for action, cost, awaits, gives, channel, of_batch in self._steps[rank][span.part]:
                 if of_batch is not None and of_batch + call < span.first:
                     continue
                 if delays:

@@ -42,8 +42,8 @@ def check_declaration(schedule: Schedule) -> None:
 
 
 def check_compute(schedule: Schedule) -> None:
-    """Refuse missing, repeated or strange F, B and UPDATE, versions that are not the declared ones, and inputs
-    that come from a later call or from long before.
+    """Refuse missing, repeated or strange F, B and UPDATE, versions that are not the declared ones, inputs that
+    come from a later call or from long before, and ranks that share some of their stages.
 
     Raises:
         Misplaced: the first one found.
@@ -51,6 +51,7 @@ def check_compute(schedule: Schedule) -> None:
     _check_homes_and_versions(schedule)
     _check_counts(schedule, only=_AUTHORED)
     _check_inputs(schedule)
+    _check_shared_stages(schedule)
 
 
 def _check_homes_and_versions(schedule: Schedule) -> None:
@@ -94,6 +95,19 @@ def _check_inputs(schedule: Schedule) -> None:
             raise Misplaced(Rule.NO_INPUT, f"{maker} makes it in a later call", rank, user)
         if calls > 1 and other != rank:
             raise Misplaced(Rule.BOUNDARY, f"{maker} makes its input {calls} calls before", rank, user)
+
+
+def _check_shared_stages(schedule: Schedule) -> None:
+    hosted = [schedule.stages_of(rank) for rank in range(len(schedule.programs))]
+    for rank, stages in enumerate(hosted):
+        other = next((other for other in hosted if not other.isdisjoint(stages) and other != stages), None)
+        if other is not None:
+            raise Misplaced(
+                Rule.DECLARATION,
+                f"it has stages {sorted(stages)} and another rank {sorted(other)}: ranks that share a stage sum the "
+                "gradients of all their stages at once, and need the same ones",
+                rank,
+            )
 
 
 def check_communication(schedule: Schedule) -> tuple[tuple[Reduction, ...], ...]:

@@ -6,20 +6,20 @@ from collections.abc import Collection
 from itertools import zip_longest
 
 from megatron_2bw.schedule.action import Action
-from megatron_2bw.schedule.calls import Phase, phases_of
+from megatron_2bw.schedule.calls import WHOLE, Part, Phase
 from megatron_2bw.schedule.program import Schedule
 
 MARK = " <-- ERROR HERE"
 
 
 def listing(
-    schedule: Schedule, phase: Phase = Phase.STEADY, marks: Collection[tuple[int, Action | None]] = frozenset()
+    schedule: Schedule, part: Part = WHOLE[Phase.STEADY], marks: Collection[tuple[int, Action | None]] = frozenset()
 ) -> str:
     """One column per rank, one row per action, with the actions in ``marks`` marked.
 
     Args:
         schedule: whose Programs.
-        phase: which part of them.
+        part: of them.
         marks: (rank, action as written); a rank without an action is marked in the heading. Of equal
             actions the last one is marked.
 
@@ -32,14 +32,15 @@ def listing(
          2  0B0v-1     1UPDATE@-1
     """
     columns = [
-        [f"rank {rank}" + MARK * ((rank, None) in marks), *_column(rank, phases_of(program)[phase], marks)]
+        [f"rank {rank}" + MARK * ((rank, None) in marks), *_column(rank, part.of(program), marks)]
         for rank, program in enumerate(schedule.programs)
     ]
     widths = [max(len(cell) for cell in column) for column in columns]
-    numbers = [str(phase), *(str(i) for i in range(max(len(column) for column in columns) - 1))]
+    numbers = [str(part.phase), *(str(i) for i in range(max(len(column) for column in columns) - 1))]
     rows = zip_longest(numbers, *columns, fillvalue="")
     lines = (
-        f"{number:>{len(phase)}}  " + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+        f"{number:>{len(part.phase)}}  "
+        + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
         for number, *cells in rows
     )
     return "\n".join(line.rstrip() for line in lines)

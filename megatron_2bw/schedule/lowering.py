@@ -53,9 +53,9 @@ def add_reductions(schedule: Schedule, reductions: Iterable[Reduction]) -> Sched
     in ``reductions`` is complete, in the background. Where the previous batch's update follows the
     last backward, the starts come after that update, which frees the one buffer that holds
     captured gradients. Where only a shard is kept, the sum over replicas is waited for before the
-    call's first backward.
+    call's first backward. Reductions that are not among the schedule's own are left out.
     """
-    chain = tuple(reductions)
+    chain = tuple(kind for kind in reductions if kind in schedule.reductions)
     last = schedule.stages - 1
 
     def kinds(stage: int) -> Iterable[Reduction]:
@@ -100,7 +100,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
     Where a rank has several stages, tensors may lie there for long before they are used, and two ranks that each
     wait for the other to post a receive would never go on. There a receive is posted before the action during which
-    its tensor comes, so that all ranks have their transfers in the order of one clock.
+    its tensor comes.
 
     Raises:
         ScheduleError: a tensor is used neither in the call that sends it nor in the next.

@@ -18,8 +18,8 @@ FORWARD_SLOTS, BACKWARD_SLOTS = 1, 2
 def mixpipe(stages: int, microbatches: int, *, k: int | None = None, gamma: int | None = None) -> Schedule:
     """Start with k microbatches in both directions together, then alternate; take in gamma more on the way.
 
-    Activations at most ``k + gamma``. With ``k = d`` and ``gamma = 0`` it is Chimera. More than d microbatches
-    keep up to ``3d/2 - 1`` in flight. Two copies of the weights, of one version; no delay.
+    Activations at most ``k + gamma``. With ``k = d`` and ``gamma = 0`` it takes as long as Chimera. More than d
+    microbatches keep up to ``3d/2 - 1`` in flight. Two copies of the weights, of one version; no delay.
 
     Args:
         stages: d, even.
@@ -31,7 +31,8 @@ def mixpipe(stages: int, microbatches: int, *, k: int | None = None, gamma: int 
         ScheduleError: other numbers.
 
     Source: Zhang et al., "MixPipe", DAC 2023, sections III-B and III-C. Where several passes could run, the paper
-    does not say which; of a few ways to choose we take the first that lasts as long as its formula says.
+    does not say which; of a few ways to choose we take the first that lasts as long as its formula says, or else
+    the shortest.
 
     >>> from megatron_2bw.schedule.draw import grid
     >>> print(grid(mixpipe(4, 4, k=2, gamma=1), batches=1))
@@ -58,11 +59,14 @@ def mixpipe(stages: int, microbatches: int, *, k: int | None = None, gamma: int 
         )
     k, gamma = stages if k is None else k, gamma or 0
     if k % 2 or not 2 <= k <= stages:
-        raise ScheduleError(f"mixpipe got k = {k}; use an even number from 2 to the depth, {stages}")
+        raise ScheduleError(f"mixpipe got k = {k} (--mixpipe-k); use an even number from 2 to the depth, {stages}")
     if not 0 <= gamma <= (stages - k) // 2:
-        raise ScheduleError(f"mixpipe got gamma = {gamma}; with k = {k}, use 0 to (d - k)/2 = {(stages - k) // 2}")
+        raise ScheduleError(
+            f"mixpipe got gamma = {gamma} (--mixpipe-gamma); with k = {k}, use 0 to (d - k)/2 = {(stages - k) // 2}"
+        )
     choices = [
-        [_Limits.of(rank, stages, k, gamma, fills=fills) for rank in range(stages)] for fills in (k < stages, False)
+        [_Limits.of(rank, stages, k, gamma, fills=fills) for rank in range(stages)]
+        for fills in ((True, False) if k < stages else (False,))
     ]
     return _best(stages, microbatches, choices, claimed_span(stages, k, gamma))
 
@@ -117,6 +121,7 @@ class _Rank:
         self._forwards = self._backwards = 0
         self._open = [0, 0]
         """Forwards without their backward, down and up."""
+        self.most_open = 0
         self._due = sum(limits.each_way)
         """Forwards before the next backward."""
 
@@ -143,6 +148,7 @@ class _Rank:
         if one.type is ActionType.FORWARD:
             self._forwards += 1
             self._open[one.microbatch % 2] += 1
+            self.most_open = max(self.most_open, sum(self._open))
             self._due -= 1
             self.free_at = now + FORWARD_SLOTS
         else:
@@ -194,7 +200,7 @@ def _best(stages: int, microbatches: int, choices: Iterable[list[_Limits]], clai
         if greedy.run():
             found.append((greedy.now != claimed, greedy.now, greedy))
     *_, best = min(found, key=lambda one: one[:2])
-    in_flight = tuple(min(rank.limits.in_flight, microbatches) for rank in best.ranks)
+    in_flight = tuple(rank.most_open for rank in best.ranks)
     return bidirectional("mixpipe", stages, microbatches, [rank.passes for rank in best.ranks], in_flight)
 
 

@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from megatron_2bw.schedule.action import Action, ActionType
+from megatron_2bw.schedule.action import Action, ActionType, Reduction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """All that one rank does, given as one call of the forward-backward function.
 
-    Only the steady call is written. What comes before the first call and after the last one
-    follows from it, so the three cannot disagree:
+    Only the steady call is written. What comes before the first call and how a run comes to its end
+    follow from it, so they cannot disagree:
 
     - ``fill``: what the calls before the first one would have done for batches 0, 1, ...;
-    - ``drain``: the last call, without what belongs to batches that never come, followed by what
-      later calls would still have done for the batches up to this one.
+    - ``call``: the steady call, near the end without what belongs to batches that never come; the
+      last one is followed by what later calls would still have done for the batches up to this one.
 
     >>> program = Program.parse("0UPDATE@-1 0F0@1v0 0B0v-1")
-    >>> print(*program.fill)
+    >>> print(*program.fill())
     0F0v-1
-    >>> print(*program.drain)
+    >>> print(*program.call(left=0))
     0UPDATE@-1 0B0v-1 0UPDATE
     """
 
@@ -39,22 +39,37 @@ class Program:
         return " ".join(str(action) for action in self.steady)
 
     @property
-    def fill(self) -> tuple[Action, ...]:
-        """Runs once before the first call, or before the first one after a drain."""
-        ahead = max((action.batch for action in self.steady), default=0)
+    def ahead(self) -> int:
+        """Batches by which its forwards run ahead: so many calls before the end of a run differ."""
+        return max((action.batch for action in self.steady), default=0)
+
+    def fill(self, left: int | None = None) -> tuple[Action, ...]:
+        """Runs once before the first call, or before the first one after a drain.
+
+        Args:
+            left: batches after the first one; None for as many as it takes.
+        """
         return tuple(
-            action.shifted(-calls) for calls in range(ahead, 0, -1) for action in self.steady if action.batch >= calls
+            action.shifted(-calls)
+            for calls in range(self.ahead, 0, -1)
+            for action in self.steady
+            if calls <= action.batch <= calls + (self.ahead if left is None else left)
         )
 
-    @property
-    def drain(self) -> tuple[Action, ...]:
-        """Takes the place of ``steady`` in the last call."""
-        behind = -min((action.batch for action in self.steady), default=0)
+    def call(self, left: int | None = None) -> tuple[Action, ...]:
+        """One call.
+
+        Args:
+            left: batches after this one; None for as many as it takes.
+        """
+        if left is None or left >= self.ahead > 0:
+            return self.steady
+        behind = -min((action.batch for action in self.steady), default=0) if left == 0 else 0
         return tuple(
             action.shifted(calls)
             for calls in range(max(behind, 0) + 1)
             for action in self.steady
-            if action.batch <= -calls
+            if action.batch <= left - calls
         )
 
 
@@ -94,6 +109,8 @@ class Schedule:
     gradient_copy: GradientCopy = GradientCopy.WHOLE
     per_boundary: int = 1
     """Per stage boundary: tensors on their way, or not used yet, at the end of a call, at most."""
+    reductions: tuple[Reduction, ...] = tuple(Reduction)
+    """What its updates may wait for."""
 
     @cached_property
     def _homes(self) -> dict[tuple[int, int | None], int]:

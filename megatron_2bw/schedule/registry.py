@@ -12,6 +12,7 @@ from megatron_2bw.schedule.gpipe import gpipe
 from megatron_2bw.schedule.inter_layer import inter_layer
 from megatron_2bw.schedule.mixpipe import mixpipe
 from megatron_2bw.schedule.one_f_one_b import one_f_one_b_flush
+from megatron_2bw.schedule.pipedream import pipedream
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.two_bw import two_bw
 
@@ -20,6 +21,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "1f1b-flush": one_f_one_b_flush,
     "gpipe": gpipe,
     "inter-layer": inter_layer,
+    "pipedream": pipedream,
     "gems": gems,
     "chimera": chimera,
     "mixpipe": mixpipe,
@@ -28,10 +30,13 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 ALIASES: dict[str, str] = {"pipedream-flush": "1f1b-flush", "dapple": "1f1b-flush"}
 
+PER_MICROBATCH = frozenset({"pipedream"})
+"""Those whose batches have one microbatch, because each is followed by an update."""
+
 _WITHOUT = {
     "extra_in_flight": "keeps a fixed number of activations in flight; 2bw can keep more",
-    "k": "has no k and gamma; mixpipe has",
-    "gamma": "has no k and gamma; mixpipe has",
+    "k": "has no k and gamma (--mixpipe-k, --mixpipe-gamma); leave them out, or use mixpipe",
+    "gamma": "has no k and gamma (--mixpipe-k, --mixpipe-gamma); leave them out, or use mixpipe",
 }
 """What a schedule lacks that does not take the option."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_2bw.schedule.action import Action, Reduction
-from megatron_2bw.schedule.calls import Phase, Span, lowered, phases_of, spans
+from megatron_2bw.schedule.calls import WHOLE, Part, Phase, Span, lowered, walk_of
 from megatron_2bw.schedule.channels import Channels, Place, RuleBrokenAt
 from megatron_2bw.schedule.engine import Durations, Model, run
 from megatron_2bw.schedule.errors import ScheduleError
@@ -44,7 +44,7 @@ def validate(schedule: Schedule) -> None:
         where = "" if error.rank is None else f"rank {error.rank}"
         if error.action is not None:
             where += f", {error.action}"
-        raise _error(schedule, error, where, Phase.STEADY, [(error.rank, error.action)]) from None
+        raise _error(schedule, error, where, WHOLE[Phase.STEADY], [(error.rank, error.action)]) from None
     runs = (_calls_to_repeat(schedule), 1, 2)
     _check_ranks(schedule, chains, runs)
     _check_progress(schedule, runs)
@@ -58,16 +58,16 @@ def _calls_to_repeat(schedule: Schedule) -> int:
 
 def _check_ranks(schedule: Schedule, chains: tuple[tuple[Reduction, ...], ...], runs: tuple[int, ...]) -> None:
     """Follow each rank alone, then compare what they send with what they receive."""
-    phases = [phases_of(program) for program in schedule.programs]
-    walk = spans(runs)
-    for rank, of_phase in enumerate(phases):
+    walk = walk_of(schedule, runs)
+    parts = [{span.part: span.part.of(program) for span in walk} for program in schedule.programs]
+    for rank, of_part in enumerate(parts):
         rules = RankRules(schedule, rank, chains[rank])
         for span in walk:
             action = None
             try:
                 if span.phase is Phase.FILL:
                     rules.begin(span.first)
-                for action in of_phase[span.phase]:
+                for action in of_part[span.part]:
                     rules.step(action, span.call)
                 action = None
                 if span.phase is Phase.DRAIN:
@@ -75,7 +75,7 @@ def _check_ranks(schedule: Schedule, chains: tuple[tuple[Reduction, ...], ...], 
             except RuleBroken as error:
                 raise _error_at(schedule, error, Place(rank, span, action)) from None
     try:
-        Channels(schedule, phases, walk).check()
+        Channels(schedule, parts, walk).check()
     except RuleBrokenAt as error:
         raise _error_at(schedule, error, error.place) from None
 
@@ -90,24 +90,24 @@ def _check_progress(schedule: Schedule, runs: tuple[int, ...]) -> None:
         blocked, model = on_host, Model.HOST
     places = (f"rank {rank} in {_call(span)} at {action}" for rank, span, action in blocked)
     error = RuleBroken(Rule.DEADLOCK, f"all wait for each other: {', '.join(places)}")
-    phase = blocked[0].span.phase
-    marks = [(rank, action) for rank, span, action in blocked if span.phase is phase]
-    raise _error(schedule, error, f"with {model}", phase, marks)
+    part = blocked[0].span.part
+    marks = [(rank, action) for rank, span, action in blocked if span.part == part]
+    raise _error(schedule, error, f"with {model}", part, marks)
 
 
 def _error_at(schedule: Schedule, error: RuleBroken, place: Place) -> ScheduleError:
     where = f"rank {place.rank}, {_call(place.span)}"
     if place.action is not None:
         where += f", {place.action}"
-    return _error(schedule, error, where, place.span.phase, [(place.rank, place.action)])
+    return _error(schedule, error, where, place.span.part, [(place.rank, place.action)])
 
 
 def _error(
-    schedule: Schedule, error: RuleBroken, where: str, phase: Phase, marks: list[tuple[int, Action | None]]
+    schedule: Schedule, error: RuleBroken, where: str, part: Part, marks: list[tuple[int, Action | None]]
 ) -> ScheduleError:
     name = f"{schedule.name} (d={schedule.stages}, m={schedule.microbatches})"
     message = ": ".join(part for part in (name, error.rule, where, error.detail) if part)
-    return ScheduleError(message, listing(schedule, phase, marks))
+    return ScheduleError(message, listing(schedule, part, marks))
 
 
 def _call(span: Span) -> str:

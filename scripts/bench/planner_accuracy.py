@@ -75,6 +75,31 @@ def vtrain(which: str, title: str, folder: Path) -> Iterator[str]:
     yield from refused
 
 
+def scatter(folder: Path) -> Iterator[str]:
+    """The group with the largest regret of the multi-node rows, and how far its measurements follow any rule.
+
+    With one stage a larger microbatch only means fewer and larger kernels, so a row that is slower than the one with
+    half its microbatch shows what measuring adds.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in _priced(measured.vtrain("multi_node", folder))[0]:
+        groups.setdefault(row.group, []).append(row)
+    group = max(groups, key=lambda name: Accuracy.of(predicted_s, groups[name]).regret)
+    rows = sorted(groups[group], key=lambda row: row.measured)
+    chosen = min(rows, key=predicted_s)
+    yield from ("", f"vTrain, multi-node, where the regret is largest: {group}, its fastest rows")
+    for row in rows[:8]:
+        error = predicted_s(row) / row.measured - 1
+        mark = "  <- predicted to be the fastest" if row is chosen else ""
+        yield f"{row.name:<44} {predicted_s(row):>8.2f} s, measured {row.measured:>8.2f} s ({error:+.1%}){mark}"
+    yield "Twice the microbatch, half as many: more time, measured and predicted"
+    for row in rows:
+        twice = replace(row.layout, microbatch=2 * row.layout.microbatch)
+        for other in (other for other in rows if other.layout == twice):
+            real, predicted = other.measured / row.measured, predicted_s(other) / predicted_s(row)
+            yield f"{row.name} -> {other.layout.microbatch:<30} {real - 1:>+8.1%} {predicted - 1:>+8.1%}"
+
+
 def _priced(rows: Iterable[Row]) -> tuple[list[Row], list[str]]:
     """Rows that have a price, and why others have none."""
     priced, refused = [], []
@@ -180,6 +205,7 @@ def report(folder: Path) -> Iterator[str]:
     yield "the fastest of its model, GPUs and batch over the one that was, the largest of all groups"
     multi = "vTrain, multi-node: 18.4B on 256 A100s (fitted), others (not)"
     yield from vtrain("multi_node", multi, folder)
+    yield from scatter(folder)
     yield from vtrain("single_node", "vTrain, single-node: one model on 8 A100s (fitted), on 2 and 4 (not)", folder)
     yield from PUBLISHED
     yield from layer_times(folder)

@@ -1,10 +1,11 @@
 """Compares pipeline schedules side by side, on a real GPT and on stages that wait.
 
-    python scripts/bench/schedules.py [--rounds 12] [--output scripts/bench/results/schedules.txt]
+    python scripts/bench/schedules.py [--rounds 12] [--part gpt] [--output scripts/bench/results/schedules.txt]
 
 Part one trains a GPT at PP=2 on this machine, one thread per rank. All jobs of a comparison are alive and take turns of
 a few iterations, in the opposite order in the next round, because a machine drifts by more than the differences looked
-for; a ratio is the median over the rounds. Part two replaces computation by timed waits.
+for; a ratio is the median over the rounds. Part two, in ``systems.py``, replaces computation by timed waits and
+compares all systems of the two papers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from interval import median_interval
 from live_job import ROOT, Job
 from report import heading
-from timed_stage import BACKWARD_S, FORWARD_S, Run, measure, steady_period_s
+from systems import report_timed
 
 from megatron_2bw.schedule.action import Action, ActionType
 from megatron_2bw.schedule.registry import build
@@ -211,46 +212,22 @@ def _other_ratios(results: dict[str, Measured]) -> list[str]:
     ]
 
 
-def report_timed(repetitions: int) -> list[str]:
-    """Part two: run and report stages that wait."""
-    forward_s, backward_s, batches = FORWARD_S, BACKWARD_S, 16
-    title = f"Timed stages: F = {forward_s} s, B = {backward_s} s, {batches} batches, transfers and reductions real"
-    lines = ["", title, ""]
-    lines.append(f"{'schedule':<14} {'d':>2} {'m':>2} {'simulated s/batch':>18} {'measured':>9} {'share of speed':>15}")
-    for stages in (4, 8):
-        for name in ("2bw", "1f1b-flush"):
-            durations = Durations(forward_s=forward_s, backward_s=backward_s)
-            ideal = steady_state(build(name, stages=stages, microbatches=stages), durations).period_s
-            measured = statistics.median(
-                steady_period_s(
-                    measure(
-                        Run(
-                            schedule=name,
-                            stages=stages,
-                            microbatches=stages,
-                            batches=batches,
-                            forward_s=forward_s,
-                            backward_s=backward_s,
-                        )
-                    )
-                )
-                for _ in range(repetitions)
-            )
-            lines.append(
-                f"{name:<14} {stages:>2} {stages:>2} {ideal:>18.3f} {measured:>9.3f} {ideal / measured:>15.3f}"
-            )
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="turns of every arm; at least 3")
+    parser.add_argument("--part", choices=["both", "gpt", "timed"], default="both")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    results = {microbatches: take_turns(microbatches, options.rounds) for microbatches in COMPARED}
-    about = f"medians of {options.rounds} rounds; what is compared takes turns of {WARM + MEASURED} iterations"
-    timed = report_timed(max(1, options.rounds // 4))
-    report = "\n".join([*heading("numpy"), about, *report_gpt(results), *timed, ""])
+    lines = heading("numpy")
+    if options.part != "timed":
+        results = {microbatches: take_turns(microbatches, options.rounds) for microbatches in COMPARED}
+        lines.append(
+            f"medians of {options.rounds} rounds; what is compared takes turns of {WARM + MEASURED} iterations"
+        )
+        lines += report_gpt(results)
+    if options.part != "gpt":
+        lines += report_timed(max(1, options.rounds // 4))
+    report = "\n".join([*lines, ""])
     print(report)
     if options.output is not None:
         options.output.write_text(report)

@@ -25,7 +25,9 @@ from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Action, Reduction
+from megatron_2bw.schedule.calls import groups
 from megatron_2bw.schedule.lowering import lower
+from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.timeline import Event
 from megatron_2bw.schedule.validate import validate
@@ -54,24 +56,28 @@ class _Wait(torch.autograd.Function):
 
 
 class TimedStage:
-    """One stage; synchronous schedules reduce and update when the pipeline is empty."""
+    """The stages of a rank, with one weight; synchronous schedules reduce and update when the pipeline is empty."""
 
-    def __init__(self, rank: int, stages: int, forward_s: float, backward_s: float, *, delayed: bool) -> None:
+    def __init__(self, schedule: Schedule, rank: int, forward_s: float, backward_s: float) -> None:
         self.boundary = Boundary(shape=(64, 1, 64), dtype=torch.float32, device=torch.device("cpu"))
-        self._stages, self._rank, self._durations = stages, rank, (forward_s, backward_s)
+        self._last, self._durations = schedule.stages - 1, (forward_s, backward_s)
         self._weight = torch.nn.Parameter(torch.ones(1))
         buffer = torch.zeros(1)
         self._weight.main_grad = buffer
         self._weight.register_post_accumulate_grad_hook(self._accumulate)
-        self._delayed = delayed
+        self._delayed = any(schedule.delay)
         self.ends_s: list[float] = []
         """When the backward of each microbatch ended."""
         self._versions = WeightVersions([self._weight])
         self._captured = captured = CapturedGradients(whole_regions([buffer]))
-        ends = dist.new_group([0, stages - 1])
-        everyone = dist.new_group(list(range(stages)))
+        ends = dist.new_group([0, self._last])
+        everyone = dist.new_group(list(range(schedule.stages)))
+        members = sorted({ranks for (kind, _), ranks in groups(schedule).items() if kind is Reduction.GRADIENTS})
+        # Every rank makes all groups, in the same order.
+        replicas = {ranks: dist.new_group(ranks) for ranks in members if len(ranks) > 1}
+        mine = next((group for ranks, group in replicas.items() if rank in ranks), None)
         links = {
-            Reduction.GRADIENTS: lambda: None,
+            Reduction.GRADIENTS: lambda: None if mine is None else dist.all_reduce(captured.kept[0], group=mine),
             Reduction.EMBEDDING: lambda: dist.all_reduce(torch.zeros(1), group=ends),
             Reduction.NORM: lambda: dist.all_reduce(torch.cat([captured.kept[0] ** 2, torch.zeros(1)]), group=everyone),
         }
@@ -90,7 +96,7 @@ class TimedStage:
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
         value = torch.ones(self.boundary.shape) if received is None else received
         output = _Wait.apply(value, self._weight, *self._durations)
-        return output.mean() if self._rank == self._stages - 1 else output
+        return output.mean() if action.stage == self._last else output
 
     def backward(
         self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
@@ -129,6 +135,8 @@ class Run:
     schedule: str
     stages: int
     microbatches: int
+    options: tuple[tuple[str, int], ...] = ()
+    """Of the schedule."""
     batches: int
     """Of a block; the pipeline drains after each."""
     forward_s: float
@@ -157,8 +165,8 @@ def measure(run: Run) -> list[Measured]:
 def _rank(rank: int, run: Run, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=run.stages)
-    schedule = build(run.schedule, stages=run.stages, microbatches=run.microbatches)
-    stage = TimedStage(rank, run.stages, run.forward_s, run.backward_s, delayed=any(schedule.delay))
+    schedule = build(run.schedule, stages=run.stages, microbatches=run.microbatches, **dict(run.options))
+    stage = TimedStage(schedule, rank, run.forward_s, run.backward_s)
     ranks = list(range(run.stages))
     links = Links(forward_group=dist.new_group(ranks), backward_group=dist.new_group(ranks), ranks=ranks)
     recorder = Recorder(stage.boundary.device)
@@ -172,7 +180,7 @@ def _rank(rank: int, run: Run, folder: str) -> None:
         turn = block % len(executors)
         stage.pending.recorder = recorders[turn]
         for batch in range(run.batches):
-            executors[turn].run(block * run.batches + batch, last=batch == run.batches - 1)
+            executors[turn].run(block * run.batches + batch, left=run.batches - 1 - batch)
     measured = Measured(stage.ends_s[run.microbatches - 1 :: run.microbatches], recorder.events())
     torch.save(measured, Path(folder) / f"{rank}.pt")
     dist.barrier()

@@ -1,18 +1,11 @@
-"""2bw on a toy model equals delay-1 training in one process, to the last bit."""
+"""2bw and pipedream on a toy model equal delayed training in one process, to the last bit."""
 
 import pytest
 import torch
 
 from tests.runtime.toy import expected, train
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the stages have it: with more, some sums of the loop are taken in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _assert_equal(actual, wanted):
@@ -44,3 +37,8 @@ def test_many_batches_with_random_waits(stages, microbatches):
 
 def test_a_drain_between_batches_changes_nothing():
     _assert_equal(train(2, 2, 10, drains=(0, 4, 5)), expected(2, 2, 10))
+
+
+def test_pipedream_equals_a_loop_with_a_delay_of_each_stage():
+    """Forwards run up to three batches ahead; runs of one and of two batches are shorter than that."""
+    _assert_equal(train(4, 1, 12, "pipedream", drains=(0, 2)), expected(4, 1, 12, "pipedream"))

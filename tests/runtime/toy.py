@@ -18,6 +18,7 @@ from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Action, Reduction
 from megatron_2bw.schedule.lowering import lower
+from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
 
 WIDTH, ROWS, RATE = 5, 3, 0.1
@@ -39,14 +40,18 @@ def data(batch: int, microbatch: int) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * batch + microbatch))
 
 
-def expected(stages: int, microbatches: int, batches: int) -> tuple[list[float], list[torch.Tensor]]:
-    """Delay-1 training in one process: losses in order, and the final weights."""
+def expected(
+    stages: int, microbatches: int, batches: int, schedule: str = "2bw"
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Training with the delay of each stage in one process: losses in order, and the final weights."""
     model = torch.nn.Sequential(*(layers(stage) for stage in range(stages)))
     parameters = list(model.parameters())
+    of_stages = build(schedule, stages=stages, microbatches=microbatches).delay
+    delays = [delay for stage, delay in zip(model, of_stages, strict=True) for _ in stage.parameters()]
     versions = [[parameter.detach().clone() for parameter in parameters]]
     losses = []
     for batch in range(batches):
-        _load(parameters, versions[max(batch - 1, 0)])
+        _load(parameters, [versions[max(batch - delay, 0)][i] for i, delay in enumerate(delays)])
         for microbatch in range(microbatches):
             loss = model(data(batch, microbatch)).pow(2).mean()
             losses.append(loss.item())
@@ -64,7 +69,7 @@ def _load(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> N
 class ToyStage:
     """A stage as the executor wants it; ``jitter_s`` adds random waits around every action."""
 
-    def __init__(self, rank: int, stages: int, jitter_s: float) -> None:
+    def __init__(self, rank: int, stages: int, jitter_s: float, weight_versions: int) -> None:
         self.boundary = Boundary(shape=(ROWS, WIDTH), dtype=torch.float32, device=torch.device("cpu"))
         self.model = layers(rank)
         self.losses: list[float] = []
@@ -75,9 +80,9 @@ class ToyStage:
         grads = self._buffer.split([parameter.numel() for parameter in parameters])
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.main_grad = grad.view(parameter.shape)
-            parameter.register_post_accumulate_grad_hook(_accumulate)
+            parameter.register_post_accumulate_grad_hook(accumulate)
         everyone = dist.new_group(list(range(stages)))
-        self.versions = WeightVersions(parameters)
+        self.versions = WeightVersions(parameters, slots=weight_versions)
         captured = CapturedGradients(whole_regions([self._buffer]))
         links = {
             Reduction.GRADIENTS: lambda: self._wait(),
@@ -122,33 +127,38 @@ class ToyStage:
                     parameter -= RATE * self.pending.captured.view_of(parameter.main_grad)
 
 
-def _accumulate(parameter: torch.nn.Parameter) -> None:
+def accumulate(parameter: torch.nn.Parameter) -> None:
+    """Add a fresh gradient to ``main_grad``, as Megatron's hook does."""
     parameter.main_grad += parameter.grad
     parameter.grad = None
 
 
 def train(
-    stages: int, microbatches: int, batches: int, *, drains: tuple[int, ...] = (), jitter_s: float = 0.0
+    stages: int,
+    microbatches: int,
+    batches: int,
+    schedule: str = "2bw",
+    *,
+    drains: tuple[int, ...] = (),
+    jitter_s: float = 0.0,
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """The same with one process per stage under 2bw, draining after the batches in ``drains`` as well."""
+    """The same with one process per stage, draining after the batches in ``drains`` as well."""
+    built = lower(build(schedule, stages=stages, microbatches=microbatches), REDUCTIONS)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (stages, microbatches, batches, drains, jitter_s, folder), nprocs=stages)
+        mp.spawn(_rank, (built, batches, (*drains, batches - 1), jitter_s, folder), nprocs=stages)
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(stages)]
     return results[-1]["losses"], [weight for result in results for weight in result["weights"]]
 
 
-def _rank(
-    rank: int, stages: int, microbatches: int, batches: int, drains: tuple[int, ...], jitter_s: float, folder: str
-) -> None:
+def _rank(rank: int, schedule: Schedule, batches: int, drains: tuple[int, ...], jitter_s: float, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=stages)
-    schedule = lower(build("2bw", stages=stages, microbatches=microbatches), REDUCTIONS)
-    stage = ToyStage(rank, stages, jitter_s)
-    ranks = list(range(stages))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=schedule.stages)
+    stage = ToyStage(rank, schedule.stages, jitter_s, schedule.weight_versions[rank])
+    ranks = list(range(schedule.stages))
     links = Links(forward_group=dist.new_group(ranks), backward_group=dist.new_group(ranks), ranks=ranks)
     executor = Executor(schedule, rank, stage, links)
     for batch in range(batches):
-        executor.run(batch, last=batch == batches - 1 or batch in drains)
+        executor.run(batch, left=min(last for last in drains if last >= batch) - batch)
     weights = [parameter.detach() for parameter in stage.model.parameters()]
     torch.save({"losses": stage.losses, "weights": weights}, Path(folder) / f"{rank}.pt")
     dist.barrier()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_2bw.schedule.action import Reduction
-from megatron_2bw.schedule.calls import Phase
+from megatron_2bw.schedule.calls import WHOLE
 from megatron_2bw.schedule.draw import grid
 from megatron_2bw.schedule.feasible import problem
 from megatron_2bw.schedule.listing import listing
@@ -15,7 +15,7 @@ from megatron_2bw.schedule.registry import SCHEDULES, build
 from .others import ONE_WAY
 
 FOLDER = Path(__file__).parents[1] / "golden"
-SIZES = ((2, 2), (4, 3), (4, 4), (4, 8))
+SIZES = ((2, 2), (4, 1), (4, 3), (4, 4), (4, 8))
 
 
 def goldens() -> dict[str, str]:
@@ -26,9 +26,12 @@ def goldens() -> dict[str, str]:
             if problem(name, stages=stages, microbatches=microbatches) is None:
                 schedule = build(name, stages=stages, microbatches=microbatches)
                 files[f"grid-{name}-d{stages}-m{microbatches}.txt"] = grid(schedule, batches=3)
-        size = 3 if name in ONE_WAY else 4
-        schedule = lower(build(name, stages=size, microbatches=size), tuple(Reduction))
-        files[f"programs-{name}-d{size}-m{size}.txt"] = "\n\n".join(listing(schedule, phase) for phase in Phase)
+        stages = 3 if name in ONE_WAY else 4
+        microbatches = 1 if name == "pipedream" else stages
+        schedule = lower(build(name, stages=stages, microbatches=microbatches), tuple(Reduction))
+        files[f"programs-{name}-d{stages}-m{microbatches}.txt"] = "\n\n".join(
+            listing(schedule, part) for part in WHOLE.values()
+        )
     return {file: f"{text}\n" for file, text in files.items()}
 
 

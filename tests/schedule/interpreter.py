@@ -270,11 +270,11 @@ def script(program: Program, runs: tuple[int, ...]) -> Iterator[tuple[int, Actio
     for length in runs:
         for position in range(length):
             call = next(calls)
+            left = length - 1 - position
             if position == 0:
                 yield call, "begin"
-                yield from ((call, action.shifted(call)) for action in program.fill)
-            actions = program.drain if position == length - 1 else program.steady
-            yield from ((call, action.shifted(call)) for action in actions)
+                yield from ((call, action.shifted(call)) for action in program.fill(left))
+            yield from ((call, action.shifted(call)) for action in program.call(left))
             yield call, "end"
 
 

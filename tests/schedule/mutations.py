@@ -30,12 +30,19 @@ def with_actions(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Sc
 
 def random_schedule(rng: random.Random, *, most_stages: int = 4, most_microbatches: int = 4) -> Schedule:
     """A valid lowered schedule of two or more stages, one per rank."""
-    name, stages = rng.choice(PIPELINED), rng.randint(2, most_stages)
+    name, stages = rng.choice((*PIPELINED, "pipedream")), rng.randint(2, most_stages)
     extra = rng.choice((0, 0, 1)) if name == "2bw" else 0
     least = (1 + extra) * (stages - 1) if name == "2bw" else 1
-    microbatches = rng.randint(least, max(least, most_microbatches))
+    microbatches = 1 if name == "pipedream" else rng.randint(least, max(least, most_microbatches))
     schedule = build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra)
     return lower(with_gradient_copy(schedule, rng.choice(list(GradientCopy))), rng.choice(CHAINS))
+
+
+def random_mirrored_schedule(rng: random.Random, **_: int) -> Schedule:
+    """The same with two stages per rank."""
+    stages = rng.choice((2, 4))
+    name, microbatches = rng.choice(("gems", "chimera", "mixpipe")), stages * rng.choice((1, 2))
+    return lower(build(name, stages=stages, microbatches=microbatches), rng.choice(CHAINS))
 
 
 def drop(rng: random.Random, actions: list[Action]) -> None:

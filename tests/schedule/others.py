@@ -11,7 +11,7 @@ from megatron_2bw.schedule.two_bw import _call as two_bw_call
 
 PIPELINED = ("2bw", "1f1b-flush", "gpipe")
 """The shipped ones with one stage per rank in which microbatches overlap."""
-ONE_WAY = (*PIPELINED, "inter-layer")
+ONE_WAY = (*PIPELINED, "inter-layer", "pipedream")
 
 
 def delayed(stages: int, microbatches: int, *, delay: int, weight_versions: int) -> Schedule:

@@ -75,6 +75,7 @@ def test_validate_finds_the_bound(capsys: pytest.CaptureFixture[str]):
         f"{name}: all d and m (30 of 30 valid: d <= 5, m <= 6)" for name in ("1f1b-flush", "gpipe", "inter-layer")
     ]
     assert lines[5::2] == [
+        "pipedream: m = 1 (5 of 30 valid: d <= 5, m <= 6)",
         "gems: d even, all m (12 of 30 valid: d <= 5, m <= 6)",
         "chimera: d even, m a multiple of d (4 of 30 valid: d <= 5, m <= 6)",
         "mixpipe: d even, m even and m >= d (5 of 30 valid: d <= 5, m <= 6)",
@@ -95,18 +96,20 @@ def test_feasible_region():
 
 
 BAD = {
-    "show 2bw --stages 3 --microbatches 3 --extra-in-flight 1": "from 4 microbatches on: raise --microbatches",
+    "show 2bw --stages 3 --microbatches 3 --extra-in-flight 1": "works with 3 stages and 4 microbatches, the next",
     "show gpipe --stages 2 --microbatches 2 --extra-in-flight 1": "gpipe keeps a fixed number of activations in flight",
     "show 2bw --stages 2 --microbatches 2 --extra-in-flight -1": "'-1' is no count",
     "show nosuch --stages 2 --microbatches 2": "unknown schedule 'nosuch'; choose one of 2bw, 1f1b-flush, gpipe",
-    "show 2bw --stages 4 --microbatches 2": "2bw works with 4 stages from 3 microbatches on: raise --microbatches",
+    "show 2bw --stages 4 --microbatches 2": "2bw works with 4 stages and 3 microbatches, the next",
     "show 2bw --stages 0 --microbatches 2": "'0' is no count; give a whole number of at least 1",
     "show 2bw --stages two --microbatches 2": "'two' is no count",
     "show 2bw --microbatches 2": "show needs --stages, or a run to show: --measured FILE",
     "show --stages 2 --microbatches 2": "show needs a SCHEDULE, --compare, or a run to show: --measured FILE",
-    "show 2bw --stages 2 --microbatches 2 --mixpipe-k 2": "2bw has no k and gamma; mixpipe has",
-    "show mixpipe --stages 4 --microbatches 4 --mixpipe-k 3": "k = 3; use an even number from 2 to the depth, 4",
-    "show chimera --stages 4 --microbatches 6": "chimera works with 4 stages from 8 microbatches on",
+    "show 2bw --stages 2 --microbatches 2 --mixpipe-k 2": "2bw has no k and gamma (--mixpipe-k, ",
+    "show mixpipe --stages 4 --microbatches 4 --mixpipe-k 3": "k = 3 (--mixpipe-k); use an even number from 2",
+    "show chimera --stages 4 --microbatches 6": "works with 4 stages and 8 microbatches, the next number",
+    "show --compare --stages 4 --microbatches 4 --mixpipe-k 3": "k = 3 (--mixpipe-k); use an even number",
+    "show --compare --stages 4 --microbatches 8 --mixpipe-k 2": "leave them out, or use as many microbatches as stages",
     "show gems --stages 3 --microbatches 4": "gems sends microbatches in both directions and got 3 stages",
     "show gpipe --stages 1 --microbatches 1 --batches 0": "'0' is no count",
     "show gpipe --stages 1 --microbatches 1 --forward-time 0": "'0' is no duration; give a number above 0",

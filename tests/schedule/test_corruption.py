@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -16,7 +17,7 @@ from megatron_2bw.schedule.rules import Rule
 from megatron_2bw.schedule.validate import validate
 
 from .interpreter import is_right
-from .mutations import ALWAYS_WRONG, SOMETIMES_WRONG, random_schedule, with_actions
+from .mutations import ALWAYS_WRONG, SOMETIMES_WRONG, random_mirrored_schedule, random_schedule, with_actions
 
 SEEDS_PER_KIND = 120
 RUNS = (5, 1, 2)
@@ -31,10 +32,11 @@ def refusal(schedule: Schedule) -> ScheduleError | None:
 
 
 @pytest.mark.parametrize("kind", ALWAYS_WRONG)
-def test_what_is_always_wrong_is_always_refused(kind: str):
+@pytest.mark.parametrize("draw", [random_schedule, random_mirrored_schedule])
+def test_what_is_always_wrong_is_always_refused(kind: str, draw: Callable[..., Schedule]):
     for seed in range(SEEDS_PER_KIND):
         rng = random.Random(f"{kind} {seed}")
-        schedule = random_schedule(rng, most_stages=6, most_microbatches=8)
+        schedule = draw(rng, most_stages=6, most_microbatches=8)
         rank = rng.randrange(schedule.stages)
         actions = list(schedule.programs[rank].steady)
         ALWAYS_WRONG[kind](rng, actions)

@@ -11,7 +11,7 @@ from megatron_2bw.schedule.feasible import refusal
 from megatron_2bw.schedule.mixpipe import claimed_span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.simulate import Durations, simulate
+from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 from megatron_2bw.schedule.timeline import Timeline
 
 ONE_TWO = Durations(forward_s=1, backward_s=2)
@@ -66,6 +66,22 @@ def test_inter_layer(forward_s: Fraction, backward_s: Fraction):
             assert timeline.peak_in_flight == timeline.peak_versions == (1,) * d
 
 
+@pytest.mark.parametrize(("forward_s", "backward_s"), [(1, 2), (1, 1), (3, 2), (Fraction(2, 3), Fraction(5, 7))])
+def test_pipedream(forward_s: Fraction, backward_s: Fraction):
+    """No bubble after the first d-1 microbatches; each stage keeps as many weights as activations."""
+    durations, pair_s = Durations(forward_s=forward_s, backward_s=backward_s), forward_s + backward_s
+    for d in range(1, 9):
+        schedule = build("pipedream", stages=d, microbatches=1)
+        assert refusal(schedule) is None
+        for batches in (1, d, 3 * d + 1):
+            timeline = simulate(schedule, durations, batches)
+            assert timeline.makespan_s == (batches + d - 1) * pair_s
+            assert timeline.peak_in_flight == tuple(min(d - s, batches) for s in range(d))
+        assert timeline.peak_versions == tuple(range(d, 0, -1))
+        assert schedule.delay == tuple(range(d - 1, -1, -1))
+        assert steady_state(schedule, durations).bubble_ratio == 0
+
+
 @pytest.mark.parametrize(("forward_s", "backward_s"), [(1, 2), (1, 1), (Fraction(2, 3), Fraction(5, 7))])
 def test_gems(forward_s: Fraction, backward_s: Fraction):
     for d in DEPTHS:
@@ -118,18 +134,26 @@ def test_orders_of_mixpipe(k: int, gamma: int):
 )
 def test_spans_of_mixpipe(d: int, k: int, gamma: int, span: int):
     """The paper's formula, where it is known to be reached."""
-    timeline = run(build("mixpipe", stages=d, microbatches=d, k=k, gamma=gamma))
+    schedule = build("mixpipe", stages=d, microbatches=d, k=k, gamma=gamma)
+    timeline = run(schedule)
+    assert timeline.peak_in_flight == schedule.in_flight
     assert timeline.makespan_s == span == claimed_span(d, k, gamma)
     assert max(timeline.peak_in_flight) <= k + gamma
 
 
 def test_mixpipe_keeps_to_its_memory_and_the_bound_that_follows():
+    """The paper's span is reached but for small k at D = 6, and small k or large gamma at D = 8."""
+    missed = set()
     for d in DEPTHS:
         for k in range(2, d + 1, 2):
             for gamma in range((d - k) // 2 + 1):
                 timeline = run(build("mixpipe", stages=d, microbatches=d, k=k, gamma=gamma))
                 assert max(timeline.peak_in_flight) <= k + gamma
                 assert timeline.makespan_s >= least_span(d, k, gamma)
+                if timeline.makespan_s != claimed_span(d, k, gamma) and d <= 8:
+                    missed.add((d, k, gamma))
+    six = {(6, 2, 0), (6, 2, 1), (6, 2, 2)}
+    assert missed == six | {(8, 2, 0), (8, 2, 1), (8, 2, 2), (8, 2, 3), (8, 4, 2), (8, 6, 0)}
 
 
 @pytest.mark.parametrize("d", [10, 12])
@@ -166,13 +190,14 @@ def test_spans_under_a_limit_on_activations(d: int, limit: int, spans: tuple[int
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "options", "message"),
     [
+        ("pipedream", 4, 4, {}, "pipedream updates after every microbatch, so its batches have 1, not 4"),
         ("gems", 3, 3, {}, "gems sends microbatches in both directions and got 3 stages: use an even number"),
         ("chimera", 4, 6, {}, "chimera runs units of as many microbatches as stages, 4, and got 6: use a multiple"),
         ("mixpipe", 4, 2, {}, "at least 4 in all, and got 2: use an even number, not below the depth"),
         ("mixpipe", 4, 8, {"k": 2}, "leave them out, or use as many microbatches as stages"),
-        ("mixpipe", 4, 4, {"k": 3}, "k = 3; use an even number from 2 to the depth, 4"),
-        ("mixpipe", 4, 4, {"k": 2, "gamma": 2}, "gamma = 2; with k = 2, use 0 to (d - k)/2 = 1"),
-        ("gpipe", 4, 4, {"gamma": 1}, "gpipe has no k and gamma; mixpipe has"),
+        ("mixpipe", 4, 4, {"k": 3}, "k = 3 (--mixpipe-k); use an even number from 2 to the depth, 4"),
+        ("mixpipe", 4, 4, {"k": 2, "gamma": 2}, "gamma = 2 (--mixpipe-gamma); with k = 2, use 0 to (d - k)/2 = 1"),
+        ("gpipe", 4, 4, {"gamma": 1}, "gpipe has no k and gamma (--mixpipe-k, --mixpipe-gamma); leave them out"),
     ],
 )
 def test_refusals(name: str, stages: int, microbatches: int, options: dict[str, int], message: str):

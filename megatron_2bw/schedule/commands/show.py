@@ -20,7 +20,7 @@ from megatron_2bw.schedule.commands.arguments import (
     table,
 )
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.registry import SCHEDULES, build, canonical_name, options_of
+from megatron_2bw.schedule.registry import PER_MICROBATCH, SCHEDULES, build, canonical_name, options_of
 
 if TYPE_CHECKING:
     from megatron_2bw.schedule.program import Schedule
@@ -89,7 +89,7 @@ def _show_simulated(args: argparse.Namespace) -> int:
 
     durations = Durations(forward_s=args.forward_time, backward_s=args.backward_time)
     schedules = list(_schedules(args))
-    timelines = [simulate(schedule, durations, args.batches) for schedule in schedules]
+    timelines = [simulate(schedule, durations, _count(schedule, args)) for schedule in schedules]
     bubbles = [steady_state(schedule, durations).bubble_ratio for schedule in schedules]
     for schedule, timeline, bubble in zip(schedules, timelines, bubbles, strict=True):
         print("\n".join(_shown(schedule, timeline, bubble, args)), end="\n\n")
@@ -151,14 +151,16 @@ def _pixels(picture: str) -> bytes:
 
 
 def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args: argparse.Namespace) -> Iterable[str]:
-    from megatron_2bw.schedule.calls import Phase, lowered
+    from megatron_2bw.schedule.calls import WHOLE, lowered
     from megatron_2bw.schedule.draw import grid
     from megatron_2bw.schedule.listing import listing
 
     unit_s = min(args.forward_time, args.backward_time)
     forward, backward = (min(round(t / unit_s), _MOST_SLOTS) for t in (args.forward_time, args.backward_time))
-    yield f"{schedule.name}: {_stages(args)}, {_microbatches(args)}, {_batches(args)}"
-    yield grid(schedule, batches=args.batches, forward_slots=forward, backward_slots=backward)
+    batches = _count(schedule, args)
+    size = f"{plural(schedule.microbatches, 'microbatch')}, {plural(batches, 'batch')}"
+    yield f"{schedule.name}: {_stages(args)}, {size}"
+    yield grid(schedule, batches=batches, forward_slots=forward, backward_slots=backward)
     if Fraction(forward, backward) != args.forward_time / args.backward_time:
         yield f"(drawn with a backward of {backward} and a forward of {forward} slots; the numbers are exact)"
     yield ""
@@ -169,8 +171,8 @@ def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args
         ("peak weight versions", timeline.peak_versions),
     )
     if args.programs:
-        for phase in Phase:
-            yield from ("", listing(lowered(schedule), phase))
+        for part in WHOLE.values():
+            yield from ("", listing(lowered(schedule), part))
 
 
 def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
@@ -182,20 +184,29 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
     """
     from megatron_2bw.schedule.feasible import enough_microbatches, problem
 
-    size = {"stages": args.stages, "microbatches": args.microbatches}
     options = {"extra_in_flight": args.extra_in_flight, "k": args.mixpipe_k, "gamma": args.mixpipe_gamma}
     names = dict.fromkeys(canonical_name(name) for name in args.schedules or SCHEDULES)
     taken = frozenset().union(*map(options_of, names))
     for name in names:
+        # Beside the others, as many batches of one microbatch.
+        microbatches = 1 if args.compare and name in PER_MICROBATCH else args.microbatches
+        size = {"stages": args.stages, "microbatches": microbatches}
         own = {option: options[option] for option in options if option in options_of(name) or option not in taken}
         found = problem(name, **size, **own)
         if found is None:
             yield build(name, **size, **own)
-        elif args.schedules:
+        elif args.schedules or any(own.values()):
             enough = enough_microbatches(name, **size, **own)
             if enough is not None:
-                found += f"; {name} works with {args.stages} stages from {enough} microbatches on: raise --microbatches"
+                found += (
+                    f"; {name} works with {args.stages} stages and {enough} microbatches, the next number that does"
+                )
             raise ScheduleError(found)
+
+
+def _count(schedule: Schedule, args: argparse.Namespace) -> int:
+    """Batches, of as many microbatches in all."""
+    return args.batches * args.microbatches // schedule.microbatches
 
 
 def _endless(timeline: Timeline, steady_bubble: Fraction) -> str:

@@ -37,7 +37,7 @@ def _validate(args: argparse.Namespace) -> int:
         print(f"{name}: {region} ({len(valid)} of {pairs} valid: d <= {args.max_stages}, m <= {args.max_microbatches})")
         if first:
             print(f"  first refusal: {first}")
-        found_all = found_all and bool(valid)
+        found_all = found_all and (bool(valid) or not args.schedules)
     return 0 if found_all else 1
 
 
@@ -55,6 +55,8 @@ def feasible_region(valid: set[tuple[int, int]], max_stages: int, max_microbatch
         return "none"
     if valid == pairs:
         return "all d and m"
+    if valid == {(d, m) for d, m in pairs if m == 1}:
+        return "m = 1"
     if valid == even:
         return "d even, all m"
     if valid == {(d, m) for d, m in even if m % d == 0}:
