@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_2bw.planner import memory
 from megatron_2bw.planner.cluster import Cluster
-from megatron_2bw.planner.costs import SCHEDULES
+from megatron_2bw.planner.costs import PRICED, SCHEDULES
 from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
@@ -192,7 +192,7 @@ class Candidates:
     def _schedules(self, shape: Shape) -> Iterator[tuple[str, int]]:
         """(schedule, chunks)"""
         layers = self.model.num_layers // shape.pipeline
-        for schedule in self.space.allows("schedules", SCHEDULES):
+        for schedule in self.space.allows("schedules", PRICED if self.space.schedules else SCHEDULES):
             interleaves = schedule == MEGATRON and shape.pipeline > 1
             chunks = divisors(layers) if interleaves else (1,)
             if interleaves and self.space.chunks is None and self.space.schedules is None:

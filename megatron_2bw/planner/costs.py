@@ -22,6 +22,9 @@ from megatron_2bw.planner.stages import layers_of_stages, weights_of
 from megatron_2bw.schedule.program import GradientCopy
 
 SCHEDULES = ("2bw", "1f1b-flush", "gpipe", "megatron")
+"""Those that a search tries by itself."""
+PRICED = (*SCHEDULES, "inter-layer")
+"""Slower than 1F1B in every layout, the last one is for comparing."""
 FP32_BYTES = 4
 BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA = 40_000_000, 1_000_000
 """Megatron's size of a gradient bucket is the larger: ``DistributedDataParallel.__init__``."""
@@ -91,8 +94,8 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
 
 def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None = None) -> Times:
     """Price all that a batch consists of."""
-    if layout.schedule not in SCHEDULES:
-        raise PlanError(f"schedule {layout.schedule!r} has no cost model; choose one of {', '.join(SCHEDULES)}")
+    if layout.schedule not in PRICED:
+        raise PlanError(f"schedule {layout.schedule!r} has no cost model; choose one of {', '.join(PRICED)}")
     if layout.chunks > 1 and layout.schedule != "megatron":
         raise PlanError(f"chunks {layout.chunks} of {layout.schedule}: use 1, or schedule megatron, which interleaves")
     machine, layers = machine_of(cluster, speed), layers_of_stages(model, layout)
@@ -119,19 +122,26 @@ def _shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: floa
     """Seconds per batch where ranks may have to share processors.
 
     A profile times ranks that are all busy. While r of d stages run, each is d/r times as fast, up to a processor
-    of its own. With a flush, r goes up from 1 and down again, over m*v + d - 1 steps for v chunks; even stages of 2bw
-    are all busy. Uneven ones leave the processors to the slowest, which is never faster than on one of its own.
+    of its own. With a flush, r goes up from 1 and down again, over m*v + d - 1 steps for v chunks; even stages of
+    2bw are all busy, without pipelining one is. Uneven stages leave the processors to the slowest, which is never
+    faster than on one of its own.
     """
     alone_s, share = batch_s(layout, pipeline), _processor_share(cluster)
     if share == 1:
         return alone_s
     stages, steps = pipeline.stages, layout.microbatches * layout.chunks
-    running = [min(step, stages, steps, steps + stages - step) for step in range(1, steps + stages)]
-    if layout.schedule == "2bw":
-        running = [stages] * steps
-    stretch = sum(max(share * stages, count) for count in running) / (steps * stages)
+    stretch = sum(max(share * stages, count) for count in _running(layout.schedule, stages, steps)) / (steps * stages)
     links_s = 2 * layout.microbatches * pipeline.send_s * (stages - 1) / stages
     return max(share * alone_s, stretch * work_s / stages + links_s + pipeline.gradients_s + pipeline.norm_s)
+
+
+def _running(schedule: str, stages: int, steps: int) -> list[int]:
+    """How many of the stages run, from step to step."""
+    if schedule == "2bw":
+        return [stages] * steps
+    if schedule == "inter-layer":
+        return [1] * (steps * stages)
+    return [min(step, stages, steps, steps + stages - step) for step in range(1, steps + stages)]
 
 
 def _processor_share(cluster: Cluster) -> float:
@@ -147,6 +157,8 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.two_bw_s(pipeline, extra_in_flight=layout.extra_in_flight, copy=gradient_copy(layout))
     if layout.schedule == "gpipe":
         return periods.gpipe_s(pipeline)
+    if layout.schedule == "inter-layer":
+        return periods.inter_layer_s(pipeline)
     if layout.chunks > 1:
         return periods.interleaved_s(pipeline, layout.chunks)
     if layout.first_stage_layers or layout.last_stage_layers:

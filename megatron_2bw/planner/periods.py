@@ -79,6 +79,16 @@ def gpipe_s(pipeline: Pipeline) -> float:
     return turns_s + (p.microbatches - 1) * slowest_s + flush_s(p)
 
 
+def inter_layer_s(pipeline: Pipeline) -> float:
+    """``m`` turns over all stages, one after the other.
+
+    >>> even = Stage(1, 2)
+    >>> inter_layer_s(Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even))
+    96
+    """
+    return pipeline.microbatches * pipeline.turn_s(0, pipeline.stages - 1) + flush_s(pipeline)
+
+
 def flush_s(pipeline: Pipeline) -> float:
     """Between the last backward of a batch and the first forward of the next."""
     return pipeline.gradients_s + pipeline.norm_s + pipeline.update_s

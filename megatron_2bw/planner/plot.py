@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from megatron_2bw.planner.costs import SCHEDULES
+from megatron_2bw.planner.costs import PRICED
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.search import Choice, Plan
 from megatron_2bw.planner.table import gib
 
-_COLOURS = dict(zip(SCHEDULES, ("#2563b5", "#bf5f0b", "#2a7d43", "#7140ab"), strict=True))
+_COLOURS = dict(zip(PRICED, ("#2563b5", "#bf5f0b", "#2a7d43", "#7140ab", "#6b7280"), strict=True))
 _INK, _FAINT_INK, _GRID, _LIMIT = "#1f2430", "#5b6474", "#e9ebf0", "#d1242f"
 _WIDTH, _HEIGHT = 900, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 96, 28, 72, 60
@@ -91,7 +91,7 @@ def _winner(best: Choice, gpu_gib: float, fastest: float) -> Iterator[str]:
 def _legend(plan: Plan) -> Iterator[str]:
     x = _LEFT
     present = {choice.layout.schedule for choice in plan.choices}
-    for schedule in (schedule for schedule in SCHEDULES if schedule in present):
+    for schedule in (schedule for schedule in PRICED if schedule in present):
         yield f'<circle cx="{x + 5}" cy="51" r="5" fill="{_COLOURS[schedule]}"/>'
         yield _text(x + 15, 55, schedule, fill=_FAINT_INK)
         x += 40 + 8 * len(schedule)

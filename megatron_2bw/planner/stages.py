@@ -79,7 +79,8 @@ def is_interleaved(layout: Layout) -> bool:
 def chunks_in_flight(layout: Layout, stage: int) -> int:
     """Most forwards of ``stage`` at once whose backward has not run; each of one chunk, ``1/chunks`` of the stage.
 
-    - 2bw, x more per boundary: ``(1+x)*(d-1-s) + 1``; 1F1B with a flush: ``min(d-s, m)``; GPipe: ``m``.
+    - 2bw, x more per boundary: ``(1+x)*(d-1-s) + 1``; 1F1B with a flush: ``min(d-s, m)``; GPipe: ``m``;
+      without pipelining: 1.
     - Megatron's interleaved 1F1B, v chunks: ``min(2*(d-1-s) + (v-1)*d + 1, v*m)``
       (``get_pp_rank_microbatches`` in ``megatron/core/pipeline_parallel/schedules.py``); on the first stage
       ``1 + (d-1)/(d*v)`` times what 1F1B keeps (Korthikanti et al., arXiv 2205.05198, section 4.2.3).
@@ -93,6 +94,8 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
         return min(2 * after + (layout.chunks - 1) * layout.pipeline + 1, layout.chunks * microbatches)
     if layout.schedule == "2bw":
         return (1 + layout.extra_in_flight) * after + 1
+    if layout.schedule == "inter-layer":
+        return 1
     return microbatches if layout.schedule == "gpipe" else min(after + 1, microbatches)
 
 

@@ -31,8 +31,8 @@ def report_timed(repetitions: int) -> Iterator[str]:
         for name in ("2bw", "1f1b-flush"):
             yield _line(name, stages, (), recomputes=False, repetitions=repetitions)
     limits = ", ".join(f"{limit} at d = {stages}" for stages, limit in LIMITS.items())
-    title = f"The same with room for few activations ({limits}); * computes them again, B = {BACKWARD_S + FORWARD_S} s"
-    yield from ("", title, "", _HEAD)
+    again = f"* computes them again, B = {BACKWARD_S + FORWARD_S:g} s"
+    yield from ("", f"The same with room for few activations ({limits}); {again}", "", _HEAD)
     for stages, limit in LIMITS.items():
         for name in SYSTEMS:
             options = MIXPIPE[stages] if name == "mixpipe" else ()

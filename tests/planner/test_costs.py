@@ -70,7 +70,7 @@ def test_uneven_stages():
         assert time_s(row.layout, row.model, row.cluster) == pytest.approx(row.measured, rel=0.14), row.name
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush", "gpipe", "megatron"])
+@pytest.mark.parametrize("schedule", costs.PRICED)
 @pytest.mark.parametrize(
     "more", [{}, {"tensor": 2, "sequence_parallel": True}, {"distributed_optimizer": True}], ids=str
 )

@@ -23,6 +23,7 @@ LAYOUTS = {
         schedule="2bw", pipeline=2, data=1, global_batch=32, extra_in_flight=1, gradient_buffers=1, tensor=2
     ),
     "flush": Layout(schedule="1f1b-flush", pipeline=2, data=2, global_batch=8, overlap_gradients=True),
+    "inter-layer": Layout(schedule="inter-layer", pipeline=2, data=2, global_batch=8, precision=Precision.FP16),
     "gpipe": Layout(schedule="gpipe", pipeline=2, data=2, global_batch=8, precision=Precision.FP16),
     "interleaved": Layout(schedule="megatron", pipeline=2, data=1, global_batch=8, chunks=4),
     "uneven": Layout(

@@ -87,7 +87,7 @@ def test_full_recomputation_keeps_inputs():
         assert first.working_bytes > at_once * whole
 
 
-@pytest.mark.parametrize("name", ["2bw", "1f1b-flush", "gpipe"])
+@pytest.mark.parametrize("name", ["2bw", "1f1b-flush", "gpipe", "inter-layer"])
 def test_in_flight_is_what_the_simulator_counts(name: str):
     for stages, microbatches, extra in itertools.product(range(1, 6), (1, 4, 8), (0, 1)):
         if (extra and name != "2bw") or (name == "2bw" and microbatches < (1 + extra) * (stages - 1)):

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_2bw.planner.periods import Pipeline, Stage, gpipe_s, interleaved_s, one_f_one_b_s, two_bw_s
+from megatron_2bw.planner.periods import Pipeline, Stage, gpipe_s, inter_layer_s, interleaved_s, one_f_one_b_s, two_bw_s
 from megatron_2bw.schedule.lowering import with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import build
@@ -50,7 +50,10 @@ def durations(p: Pipeline) -> Durations:
     )
 
 
-@pytest.mark.parametrize(("name", "closed_form_s"), [("gpipe", gpipe_s), ("1f1b-flush", one_f_one_b_s)])
+@pytest.mark.parametrize(
+    ("name", "closed_form_s"),
+    [("gpipe", gpipe_s), ("1f1b-flush", one_f_one_b_s), ("inter-layer", inter_layer_s)],
+)
 def test_with_a_flush(name, closed_form_s):
     sizes = [(d, m) for d in range(1, 6) for m in (1, 2, 3, 7)]
     for p in pipelines(sizes, update_s=2, gradients_s=1, norm_s=1):

@@ -20,14 +20,14 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("stages", "microbatches"),
-    [(2, 1), (2, 4), (4, 3), (4, 4), *(pytest.param(d, m, marks=SLOW) for d, m in ((2, 2), (3, 2), (4, 8)))],
+    [(2, 4), (4, 3), (4, 4), *(pytest.param(d, m, marks=SLOW) for d, m in ((2, 1), (2, 2), (3, 2), (4, 8)))],
 )
 def test_equals_the_loop(stages, microbatches):
     _assert_equal(train(stages, microbatches, 12), expected(stages, microbatches, 12))
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches"), [(2, 2), (4, 3), *(pytest.param(d, m, marks=SLOW) for d, m in ((2, 1), (4, 4)))]
+    ("stages", "microbatches"), [(4, 3), *(pytest.param(d, m, marks=SLOW) for d, m in ((2, 1), (2, 2), (4, 4)))]
 )
 def test_many_batches_with_random_waits(stages, microbatches):
     """A wrong rule hangs or differs only now and then: hundreds of boundaries with ranks out of step."""
