@@ -167,6 +167,14 @@ def clock(schedule: Schedule) -> dict[tuple[ActionType, int, int | None], int]:
 def _with_receives(
     call: tuple[Action, ...], receives: list[Action], ends: dict[tuple[ActionType, int, int | None], int]
 ) -> Iterable[Action]:
+    posted = _posted_as_sent(call, receives, ends) if ends else _posted_ahead_of_use(call, receives)
+    for i, action in enumerate(call):
+        yield from sorted(posted.get(i, ()), key=lambda receive: receive.type is ActionType.RECV_FORWARD)
+        yield action
+
+
+def _posted_ahead_of_use(call: tuple[Action, ...], receives: list[Action]) -> dict[int, list[Action]]:
+    """By index in ``call``: the receives to post before it."""
     compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
     # The order of use goes on into the next call, whose compute actions are these, one batch later.
     uses = [(call[i], calls) for calls in (0, 1) for i in compute]
@@ -181,20 +189,14 @@ def _with_receives(
         if slot is None:
             raise ScheduleError(f"{receive} is received in a call in which, and in the next, no {type_} uses it")
         posted.setdefault(compute[min(slot, len(compute) - 1)], []).append(receive)
-    if ends:
-        posted = _posted_as_sent(call, compute, receives, ends)
-    for i, action in enumerate(call):
-        yield from sorted(posted.get(i, ()), key=lambda receive: receive.type is ActionType.RECV_FORWARD)
-        yield action
+    return posted
 
 
 def _posted_as_sent(
-    call: tuple[Action, ...],
-    compute: list[int],
-    receives: list[Action],
-    ends: dict[tuple[ActionType, int, int | None], int],
+    call: tuple[Action, ...], receives: list[Action], ends: dict[tuple[ActionType, int, int | None], int]
 ) -> dict[int, list[Action]]:
-    """By index in ``call``: the receives to post before it, those of earlier tensors first."""
+    """The same, those of earlier tensors first."""
+    compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
 
     def sent_at(receive: Action) -> int:
         forward = receive.type is ActionType.RECV_FORWARD
