@@ -88,10 +88,15 @@ def _device() -> tuple[str, float, int]:
     """Name, GiB of memory for each rank, and processors that ranks share."""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return properties.name, round(properties.total_memory / 2**30, 1), 0
+        return properties.name, round(properties.total_memory / 2**30, 1), _processors()
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    processors = os.cpu_count() or 1
-    return f"CPU ({processors} cores)", round(memory_bytes / dist.get_world_size() / 2**30, 1), processors
+    memory_gb = round(memory_bytes / dist.get_world_size() / 2**30, 1)
+    return f"CPU ({_processors()} cores)", memory_gb, _processors()
+
+
+def _processors() -> int:
+    """Of this node; 0 where each rank has a GPU."""
+    return 0 if torch.cuda.is_available() else os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:
@@ -296,7 +301,7 @@ def _repeated(once: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
     dist.broadcast(count, src=0)
     dist.barrier()
     columns = zip(*(once() for _ in range(int(count))), strict=True)
-    shared = not torch.cuda.is_available() and dist.get_world_size() > (os.cpu_count() or 1)
+    shared = 0 < _processors() < dist.get_world_size()
     means = [fmean(column) if shared else _trimmed_mean(column) for column in columns]
     sums = torch.tensor(means, dtype=torch.float64, device=device)
     dist.all_reduce(sums)

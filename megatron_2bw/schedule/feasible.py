@@ -22,16 +22,30 @@ def refusal(schedule: Schedule) -> str | None:
     return None
 
 
-def problem(name: str, *, stages: int, microbatches: int, **options: int | None) -> str | None:
-    """Why a schedule does not work for this size: it cannot be built, or is refused; None if it works.
+def checked(name: str, *, stages: int, microbatches: int, **options: int | None) -> Schedule:
+    """``build``, for what works.
 
-    >>> problem("gems", stages=3, microbatches=2)
-    'gems sends microbatches in both directions and got 3 stages: use an even number'
+    Raises:
+        ScheduleError: it cannot be built, or the validator refuses it.
+    """
+    schedule = build(name, stages=stages, microbatches=microbatches, **options)
+    problem = refusal(schedule)
+    if problem is not None:
+        raise ScheduleError(problem)
+    return schedule
+
+
+def works(name: str, *, stages: int, microbatches: int, **options: int | None) -> bool:
+    """Whether it does.
+
+    >>> works("gems", stages=3, microbatches=2), works("gems", stages=4, microbatches=2)
+    (False, True)
     """
     try:
-        return refusal(build(name, stages=stages, microbatches=microbatches, **options))
-    except ScheduleError as error:
-        return error.message
+        checked(name, stages=stages, microbatches=microbatches, **options)
+    except ScheduleError:
+        return False
+    return True
 
 
 def enough_microbatches(name: str, *, stages: int, microbatches: int, **options: int | None) -> int | None:
@@ -43,4 +57,4 @@ def enough_microbatches(name: str, *, stages: int, microbatches: int, **options:
     10
     """
     candidates = range(microbatches + 1, microbatches + (2 + (options.get("extra_in_flight") or 0)) * stages)
-    return next((m for m in candidates if problem(name, stages=stages, microbatches=m, **options) is None), None)
+    return next((m for m in candidates if works(name, stages=stages, microbatches=m, **options)), None)

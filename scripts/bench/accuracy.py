@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_2bw.planner.costs import model_flops
@@ -36,11 +36,8 @@ class Accuracy:
         times = {row: predict(row) for row in rows}
         errors = [times[row] / row.measured - 1 for row in rows]
         sizes = [abs(error) for error in errors]
-        groups: dict[str, list[Row]] = {}
-        for row in rows:
-            groups.setdefault(row.group, []).append(row)
         regrets = []
-        for group in groups.values():
+        for group in by_group(rows).values():
             chosen = min(group, key=lambda row: times[row])
             regrets.append(chosen.measured / min(row.measured for row in group) - 1)
         return cls(
@@ -59,6 +56,14 @@ class Accuracy:
             f"{name:<44} {self.rows:>4} {self.mean_error:>7.1%} {self.median_error:>7.1%} {self.bias:>+7.1%} "
             f"{self.most:>7.1%} {self.spearman:>9.3f} {self.regret:>7.1%}"
         )
+
+
+def by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of the same model, GPUs and batch."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return groups
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from accuracy import HEADING, Accuracy, Predict, linear, naive
+from accuracy import HEADING, Accuracy, Predict, by_group, linear, naive
 
 from megatron_2bw.planner import costs, memory
 from megatron_2bw.planner.errors import PlanError
@@ -81,17 +81,13 @@ def scatter(folder: Path) -> Iterator[str]:
     With one stage a larger microbatch only means fewer and larger kernels, so a row that is slower than the one with
     half its microbatch shows what measuring adds.
     """
-    groups: dict[str, list[Row]] = {}
-    for row in _priced(measured.vtrain("multi_node", folder))[0]:
-        groups.setdefault(row.group, []).append(row)
+    groups = by_group(_priced(measured.vtrain("multi_node", folder))[0])
     group = max(groups, key=lambda name: Accuracy.of(predicted_s, groups[name]).regret)
     rows = sorted(groups[group], key=lambda row: row.measured)
     chosen = min(rows, key=predicted_s)
     yield from ("", f"vTrain, multi-node, where the regret is largest: {group}, its fastest rows")
     for row in rows[:8]:
-        error = predicted_s(row) / row.measured - 1
-        mark = "  <- predicted to be the fastest" if row is chosen else ""
-        yield f"{row.name:<44} {predicted_s(row):>8.2f} s, measured {row.measured:>8.2f} s ({error:+.1%}){mark}"
+        yield _line(row) + ("  <- predicted to be the fastest" if row is chosen else "")
     yield "Twice the microbatch, half as many: more time, measured and predicted"
     for row in rows:
         twice = replace(row.layout, microbatch=2 * row.layout.microbatch)
@@ -128,9 +124,12 @@ def layer_times(folder: Path) -> Iterator[str]:
 def single(title: str, rows: Iterable[Row]) -> Iterator[str]:
     """One line per row."""
     yield from ("", title)
-    for row in rows:
-        time_s = predicted_s(row)
-        yield f"{row.name:<44} {time_s:>8.2f} s, measured {row.measured:>8.2f} s ({time_s / row.measured - 1:+.1%})"
+    yield from map(_line, rows)
+
+
+def _line(row: Row) -> str:
+    time_s = predicted_s(row)
+    return f"{row.name:<44} {time_s:>8.2f} s, measured {row.measured:>8.2f} s ({time_s / row.measured - 1:+.1%})"
 
 
 def sc21(folder: Path) -> Iterator[Row]:

@@ -29,15 +29,13 @@ def report_timed(repetitions: int) -> Iterator[str]:
     yield from ("", f"Timed stages: {waits}, {BATCHES} batches, transfers and reductions real", "", _HEAD)
     for stages in LIMITS:
         for name in ("2bw", "1f1b-flush"):
-            yield _line(name, stages, (), recomputes=False, repetitions=repetitions)
+            yield _line(name, stages, repetitions=repetitions)
     limits = ", ".join(f"{limit} at d = {stages}" for stages, limit in LIMITS.items())
     again = f"* computes them again, B = {BACKWARD_S + FORWARD_S:g} s"
     yield from ("", f"The same with room for few activations ({limits}); {again}", "", _HEAD)
     for stages, limit in LIMITS.items():
         for name in SYSTEMS:
-            options = MIXPIPE[stages] if name == "mixpipe" else ()
-            schedule = build(name, stages=stages, microbatches=stages, **dict(options))
-            yield _line(name, stages, options, recomputes=max(schedule.in_flight) > limit, repetitions=repetitions)
+            yield _line(name, stages, limit=limit, repetitions=repetitions)
 
 
 _HEAD = (
@@ -45,9 +43,12 @@ _HEAD = (
 )
 
 
-def _line(name: str, stages: int, options: tuple[tuple[str, int], ...], *, recomputes: bool, repetitions: int) -> str:
-    backward_s = BACKWARD_S + recomputes * FORWARD_S
+def _line(name: str, stages: int, *, limit: int | None = None, repetitions: int) -> str:
+    """Without a limit, all activations are kept."""
+    options = MIXPIPE[stages] if name == "mixpipe" else ()
     schedule = build(name, stages=stages, microbatches=stages, **dict(options))
+    recomputes = limit is not None and max(schedule.in_flight) > limit
+    backward_s = BACKWARD_S + recomputes * FORWARD_S
     units = steady_state(schedule, Durations(forward_s=1, backward_s=round(backward_s / FORWARD_S))).period_s
     run = Run(
         schedule=name,

@@ -70,14 +70,12 @@ class TimedStage:
         """When the backward of each microbatch ended."""
         self._versions = WeightVersions([self._weight])
         self._captured = captured = CapturedGradients(whole_regions([buffer]))
-        ends = dist.new_group([0, self._last])
-        everyone = dist.new_group(list(range(schedule.stages)))
-        members = sorted({ranks for (kind, _), ranks in groups(schedule).items() if kind is Reduction.GRADIENTS})
+        members = groups(schedule)
         # Every rank makes all groups, in the same order.
-        replicas = {ranks: dist.new_group(ranks) for ranks in members if len(ranks) > 1}
-        mine = next((group for ranks, group in replicas.items() if rank in ranks), None)
+        made = {ranks: dist.new_group(ranks) for ranks in sorted(set(members.values())) if len(ranks) > 1}
+        replicas, ends, everyone = (made.get(members[kind, rank]) for kind in Reduction)
         links = {
-            Reduction.GRADIENTS: lambda: None if mine is None else dist.all_reduce(captured.kept[0], group=mine),
+            Reduction.GRADIENTS: lambda: replicas and dist.all_reduce(captured.kept[0], group=replicas),
             Reduction.EMBEDDING: lambda: dist.all_reduce(torch.zeros(1), group=ends),
             Reduction.NORM: lambda: dist.all_reduce(torch.cat([captured.kept[0] ** 2, torch.zeros(1)]), group=everyone),
         }

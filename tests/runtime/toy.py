@@ -1,4 +1,4 @@
-"""A small pipeline of two-layer stages with delayed updates, and the loop that it must equal."""
+"""A small pipeline of two-layer stages, and the loop with delayed updates that it must equal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_2bw.runtime.links import Boundary, Links
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Action, Reduction
+from megatron_2bw.schedule.calls import groups
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
@@ -67,28 +68,41 @@ def _load(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> N
 
 
 class ToyStage:
-    """A stage as the executor wants it; ``jitter_s`` adds random waits around every action."""
+    """All stages of one rank, as the executor wants them; ``jitter_s`` adds random waits around every action."""
 
-    def __init__(self, rank: int, stages: int, jitter_s: float, weight_versions: int) -> None:
+    def __init__(self, schedule: Schedule, rank: int, jitter_s: float) -> None:
         self.boundary = Boundary(shape=(ROWS, WIDTH), dtype=torch.float32, device=torch.device("cpu"))
-        self.model = layers(rank)
-        self.losses: list[float] = []
-        self._is_last = rank == stages - 1
+        self.models = {stage: layers(stage) for stage in sorted(schedule.stages_of(rank))}
+        self.losses: dict[tuple[int, int], float] = {}
+        """By batch and microbatch, in the order in which they ran."""
+        self.in_flight = self.most_in_flight = 0
+        self._last = schedule.stages - 1
         self._jitter_s, self._random = jitter_s, random.Random(rank)
-        parameters = list(self.model.parameters())
-        self._buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
-        grads = self._buffer.split([parameter.numel() for parameter in parameters])
-        for parameter, grad in zip(parameters, grads, strict=True):
+        self._parameters = [parameter for model in self.models.values() for parameter in model.parameters()]
+        buffer = torch.zeros(sum(parameter.numel() for parameter in self._parameters))
+        grads = buffer.split([parameter.numel() for parameter in self._parameters])
+        for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.main_grad = grad.view(parameter.shape)
-            parameter.register_post_accumulate_grad_hook(accumulate)
-        everyone = dist.new_group(list(range(stages)))
-        self.versions = WeightVersions(parameters, slots=weight_versions)
-        captured = CapturedGradients(whole_regions([self._buffer]))
+            parameter.register_post_accumulate_grad_hook(_accumulate)
+        members = groups(schedule)
+        made = {ranks: dist.new_group(ranks) for ranks in sorted(set(members.values()))}
+        of_stage, everyone = made[members[Reduction.GRADIENTS, rank]], made[members[Reduction.NORM, rank]]
+        self.versions = WeightVersions(self._parameters, slots=schedule.weight_versions[rank])
+        captured = CapturedGradients(whole_regions([buffer]))
+
+        def sum_gradients() -> None:
+            self._wait()
+            dist.all_reduce(captured.kept[0], group=of_stage)
+
         links = {
-            Reduction.GRADIENTS: lambda: self._wait(),
+            Reduction.GRADIENTS: sum_gradients,
             Reduction.NORM: lambda: dist.all_reduce(captured.kept[0].norm() ** 2, group=everyone),
         }
         self.pending = PendingUpdate(self.versions, captured, links)
+
+    def weights(self) -> dict[int, list[torch.Tensor]]:
+        """By stage."""
+        return {stage: [p.detach() for p in model.parameters()] for stage, model in self.models.items()}
 
     def _wait(self) -> None:
         time.sleep(self._jitter_s * self._random.random())
@@ -98,16 +112,19 @@ class ToyStage:
         self.versions.use(version)
 
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
-        output = self.model(data(action.batch, action.microbatch) if received is None else received)
-        if not self._is_last:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        output = self.models[action.stage](data(action.batch, action.microbatch) if received is None else received)
+        if action.stage < self._last:
             return output
         loss = output.pow(2).mean()
-        self.losses.append(loss.item())
+        self.losses[action.batch, action.microbatch] = loss.item()
         return loss
 
     def backward(
         self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
+        self.in_flight -= 1
         torch.autograd.backward(output, grad)
         return None if received is None else received.grad
 
@@ -121,13 +138,14 @@ class ToyStage:
         self.pending.reduce_wait(action)
 
     def update(self, action: Action) -> None:
+        """All stages at once: they end together."""
         if action.batch == self.pending.batch:
             with self.pending.apply(), torch.no_grad():
-                for parameter in self.model.parameters():
+                for parameter in self._parameters:
                     parameter -= RATE * self.pending.captured.view_of(parameter.main_grad)
 
 
-def accumulate(parameter: torch.nn.Parameter) -> None:
+def _accumulate(parameter: torch.nn.Parameter) -> None:
     """Add a fresh gradient to ``main_grad``, as Megatron's hook does."""
     parameter.main_grad += parameter.grad
     parameter.grad = None
@@ -145,21 +163,29 @@ def train(
     """The same with one process per stage, draining after the batches in ``drains`` as well."""
     built = lower(build(schedule, stages=stages, microbatches=microbatches), REDUCTIONS)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (built, batches, (*drains, batches - 1), jitter_s, folder), nprocs=stages)
+        mp.spawn(_rank, (built, batches, drains, jitter_s, folder), nprocs=stages)
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(stages)]
-    return results[-1]["losses"], [weight for result in results for weight in result["weights"]]
+    weights = [weight for result in results for of_stage in result["weights"].values() for weight in of_stage]
+    return list(results[-1]["losses"].values()), weights
 
 
 def _rank(rank: int, schedule: Schedule, batches: int, drains: tuple[int, ...], jitter_s: float, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=schedule.stages)
-    stage = ToyStage(rank, schedule.stages, jitter_s, schedule.weight_versions[rank])
+    stage = run_rank(schedule, rank, batches, drains=drains, jitter_s=jitter_s)
+    torch.save({"losses": stage.losses, "weights": stage.weights()}, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_rank(
+    schedule: Schedule, rank: int, batches: int, *, drains: tuple[int, ...] = (), jitter_s: float = 0.0
+) -> ToyStage:
+    """Train in this process, one of the group's; the pipeline drains after the batches in ``drains`` and the last."""
+    stage = ToyStage(schedule, rank, jitter_s)
     ranks = list(range(schedule.stages))
     links = Links(forward_group=dist.new_group(ranks), backward_group=dist.new_group(ranks), ranks=ranks)
     executor = Executor(schedule, rank, stage, links)
     for batch in range(batches):
-        executor.run(batch, left=min(last for last in drains if last >= batch) - batch)
-    weights = [parameter.detach() for parameter in stage.model.parameters()]
-    torch.save({"losses": stage.losses, "weights": weights}, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+        executor.run(batch, left=min(last for last in (*drains, batches - 1) if last >= batch) - batch)
+    return stage

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_2bw.schedule.commands.arguments import percent
-from megatron_2bw.schedule.engine import Durations
+from megatron_2bw.schedule.engine import Durations, Seconds
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.simulate import simulate, steady_state
+from megatron_2bw.schedule.simulate import simulate
 
 _HEAD = ("schedule", "bubble", "forwards kept", "copies of weights", "delay in updates")
 
 
-def comparison(schedules: Iterable[Schedule], durations: Durations) -> Iterator[str]:
+def comparison(schedules: Iterable[Schedule], bubbles: Iterable[Seconds], durations: Durations) -> Iterator[str]:
     """Lines of a Markdown table: bubble of an endless run, and what each rank keeps at most.
 
     A rank that is part of two pipelines has the weights of two stages.
     """
     yield from (_line(_HEAD), _line(["---"] * len(_HEAD)))
-    for schedule in schedules:
+    for schedule, bubble in zip(schedules, bubbles, strict=True):
         timeline = simulate(schedule, durations, 2 * schedule.stages)
         ranks = range(len(schedule.programs))
         copies = [timeline.peak_versions[rank] * len(schedule.stages_of(rank)) for rank in ranks]
         yield _line(
             [
                 f"`{schedule.name}`",
-                percent(steady_state(schedule, durations).bubble_ratio),
+                percent(bubble),
                 _per_rank(timeline.peak_in_flight),
                 _per_rank(copies),
                 _per_rank(schedule.delay),

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from megatron_2bw.schedule.feasible import problem
+    from megatron_2bw.schedule.feasible import works
     from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 
     size = f"{plural(args.stages, 'stage')} and {plural(args.microbatches, 'microbatch')}"
@@ -28,7 +28,7 @@ def _list(args: argparse.Namespace) -> int:
         aliases = [alias for alias, target in ALIASES.items() if target == name]
         print(f"{name} (also {', '.join(aliases)})" if aliases else name)
         print(f"  {inspect.getdoc(builder).splitlines()[0].replace('``', '')}")
-        if problem(name, stages=args.stages, microbatches=args.microbatches):
+        if not works(name, stages=args.stages, microbatches=args.microbatches):
             print(f"  does not work for {size}\n")
             continue
         schedule = builder(args.stages, args.microbatches)

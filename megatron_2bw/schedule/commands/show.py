@@ -20,7 +20,7 @@ from megatron_2bw.schedule.commands.arguments import (
     table,
 )
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.registry import PER_MICROBATCH, SCHEDULES, build, canonical_name, options_of
+from megatron_2bw.schedule.registry import PER_MICROBATCH, SCHEDULES, canonical_name, options_of
 
 if TYPE_CHECKING:
     from megatron_2bw.schedule.program import Schedule
@@ -96,7 +96,7 @@ def _show_simulated(args: argparse.Namespace) -> int:
     if args.compare:
         from megatron_2bw.schedule.commands.compare import comparison
 
-        print("\n".join(comparison(schedules, durations)))
+        print("\n".join(comparison(schedules, bubbles, durations)))
     title = f"{_batches(args)} of {_microbatches(args)} on {_stages(args)}"
     notes = [_endless(timeline, bubble) for timeline, bubble in zip(timelines, bubbles, strict=True)]
     _write(args, timelines, title, notes)
@@ -182,7 +182,7 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
         ScheduleError: a named one does not work, with the number of microbatches that it needs; or none takes an
             option.
     """
-    from megatron_2bw.schedule.feasible import enough_microbatches, problem
+    from megatron_2bw.schedule.feasible import checked, enough_microbatches
 
     options = {"extra_in_flight": args.extra_in_flight, "k": args.mixpipe_k, "gamma": args.mixpipe_gamma}
     names = dict.fromkeys(canonical_name(name) for name in args.schedules or SCHEDULES)
@@ -192,16 +192,16 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
         microbatches = 1 if args.compare and name in PER_MICROBATCH else args.microbatches
         size = {"stages": args.stages, "microbatches": microbatches}
         own = {option: options[option] for option in options if option in options_of(name) or option not in taken}
-        found = problem(name, **size, **own)
-        if found is None:
-            yield build(name, **size, **own)
-        elif args.schedules or any(own.values()):
+        try:
+            yield checked(name, **size, **own)
+        except ScheduleError as error:
+            if not args.schedules and not any(own.values()):
+                continue
             enough = enough_microbatches(name, **size, **own)
-            if enough is not None:
-                found += (
-                    f"; {name} works with {args.stages} stages and {enough} microbatches, the next number that does"
-                )
-            raise ScheduleError(found)
+            if enough is None:
+                raise
+            next_one = f"{name} works with {args.stages} stages and {enough} microbatches, the next number that does"
+            raise ScheduleError(f"{error.message}; {next_one}") from None
 
 
 def _count(schedule: Schedule, args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from megatron_2bw.schedule.commands.arguments import count
+from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.registry import SCHEDULES, canonical_name
 
 
@@ -19,7 +20,7 @@ def add(commands: Any) -> None:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from megatron_2bw.schedule.feasible import problem
+    from megatron_2bw.schedule.feasible import checked
 
     names = dict.fromkeys(canonical_name(name) for name in args.schedules or SCHEDULES)
     found_all = True
@@ -28,9 +29,11 @@ def _validate(args: argparse.Namespace) -> int:
         first = None
         for stages in range(1, args.max_stages + 1):
             for microbatches in range(1, args.max_microbatches + 1):
-                found = problem(name, stages=stages, microbatches=microbatches)
-                first = first or found
-                if found is None:
+                try:
+                    checked(name, stages=stages, microbatches=microbatches)
+                except ScheduleError as error:
+                    first = first or error.message
+                else:
                     valid.add((stages, microbatches))
         pairs = args.max_stages * args.max_microbatches
         region = feasible_region(valid, args.max_stages, args.max_microbatches)
