@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,21 @@ import torch.distributed as dist
 from megatron_2bw.runtime.errors import needs_peers, place_of
 from megatron_2bw.schedule.action import Action, ActionType
 
-_TOWARDS_LAST = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
+_ACTIVATIONS = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
+
+
+class Way(NamedTuple):
+    """A kind of transfers, and a direction of theirs."""
+
+    activations: bool
+    """Not their gradients."""
+    to_higher_rank: bool
+
+
+ONE_WAY = (Way(True, True), Way(False, False))
+"""Of a pipeline whose stages are in the order of its ranks."""
+TWO_WAYS = (*ONE_WAY, Way(True, False), Way(False, True))
+"""Of two pipelines in opposite directions."""
 
 
 class _Transfer(NamedTuple):
@@ -43,17 +58,15 @@ class Boundary:
 class Links:
     """Sends and receives of one rank, on process groups of their own.
 
-    One group per direction keeps each direction first-in first-out, and keeps evaluation, which
-    uses Megatron's own pipeline group, from meeting a transfer of a batch that runs ahead. Where two
-    pipelines run in opposite directions, activations cross a boundary both ways in one group: gloo
-    keeps the two ways apart, NCCL does not.
+    One group per kind and direction keeps each first-in first-out, and keeps evaluation, which
+    uses Megatron's own pipeline group, from meeting a transfer of a batch that runs ahead. NCCL carries
+    out in order what one group is told, so that both ways in one group could wait for each other.
 
     On a GPU nothing inside a call may wait for the whole device: a receive that is posted early may
     depend on what this rank has yet to send.
 
     Args:
-        forward_group: group of the pipeline's ranks for activations.
-        backward_group: group of the same ranks for gradients.
+        groups: of the pipeline's ranks, by `Way`.
         ranks: global rank of each rank of the pipeline.
         per_boundary: tensors that may lie between two stages when a call ends.
     """
@@ -61,15 +74,14 @@ class Links:
     def __init__(
         self,
         *,
-        forward_group: dist.ProcessGroup,
-        backward_group: dist.ProcessGroup,
+        groups: Mapping[Way, dist.ProcessGroup],
         ranks: list[int],
         per_boundary: int = 1,
     ) -> None:
         self._most_sends = per_boundary + 1
-        self._forward_group = forward_group
-        self._backward_group = backward_group
+        self._groups = groups
         self._ranks = ranks
+        self._rank = ranks.index(dist.get_rank())
         self._receives: dict[Action, _Transfer] = {}
         self._sends: dict[tuple[ActionType, int], deque[_Transfer]] = {}
 
@@ -77,7 +89,7 @@ class Links:
         """Start receiving into a fresh tensor; ``take`` waits for it."""
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
         with needs_peers(_what(action, self._ranks[peer])):
-            work = dist.irecv(tensor, src=self._ranks[peer], group=self._group(action))
+            work = dist.irecv(tensor, src=self._ranks[peer], group=self._group(action, peer, self._rank))
         self._receives[action] = _Transfer(work, tensor, action, self._ranks[peer])
 
     def take(self, receive: Action) -> torch.Tensor:
@@ -89,13 +101,14 @@ class Links:
         sends = self._sends.setdefault((action.type, peer), deque())
         while sends and sends[0].work.is_completed():
             sends.popleft()
-        if dist.get_backend(self._group(action)) == "gloo":
+        group = self._group(action, self._rank, peer)
+        if dist.get_backend(group) == "gloo":
             # It reports a send complete only to a caller that waits for it.
             while len(sends) >= self._most_sends:
                 sends.popleft().wait()
         payload = tensor.detach().contiguous()
         with needs_peers(_what(action, self._ranks[peer])):
-            work = dist.isend(payload, dst=self._ranks[peer], group=self._group(action))
+            work = dist.isend(payload, dst=self._ranks[peer], group=group)
         sends.append(_Transfer(work, payload, action, self._ranks[peer]))
 
     def flush(self) -> None:
@@ -107,8 +120,8 @@ class Links:
             while sends:
                 sends.popleft().wait()
 
-    def _group(self, action: Action) -> dist.ProcessGroup:
-        return self._forward_group if action.type in _TOWARDS_LAST else self._backward_group
+    def _group(self, action: Action, source: int, destination: int) -> dist.ProcessGroup:
+        return self._groups[Way(action.type in _ACTIVATIONS, source < destination)]
 
 
 def _what(action: Action, peer: int) -> str:

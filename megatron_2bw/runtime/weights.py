@@ -17,7 +17,7 @@ class WeightVersions:
 
     Args:
         parameters: trained parameters; their present data become version 0.
-        slots: versions alive at once, 2 for 2BW. Extra memory: ``slots - 1`` copies.
+        slots: versions alive at once, 2 for 2BW, d-s for PipeDream. Extra memory: ``slots - 1`` copies.
         buffers: flat tensors that hold the data of parameters, as the distributed optimizer has
             them. Each is copied as a whole, so that parts that other ranks fill in are kept too.
         views: further tensors that follow the parameters, views of the same data.
@@ -48,6 +48,16 @@ class WeightVersions:
         """The version that the parameters show."""
         self.newest = 0
         """Number of updates so far: the newest version is ``W(newest)``."""
+
+    @property
+    def slots(self) -> int:
+        """Versions alive at once, at most."""
+        return len(self._slots)
+
+    @property
+    def alive(self) -> int:
+        """Versions that are alive now."""
+        return min(self.newest + 1, self.slots)
 
     def use(self, version: int) -> None:
         """Point the parameters at ``W(max(version, 0))``.

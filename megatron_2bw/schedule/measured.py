@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ STEPS = {
 
 
 class Waits(NamedTuple):
-    """Of one stage; seconds per batch."""
+    """Of one rank; seconds per batch."""
 
     activations_s: float
     """Until the output of the stage before is here."""
@@ -61,7 +62,7 @@ class Run:
     def bubble(self) -> float:
         """Share of time in which a stage has nothing to do, once the pipeline is full.
 
-        A batch lasts, at a stage, from the end of the last backward before it to the end of its own;
+        A batch lasts, at a rank, from the last microbatch's backward in the batch before to that in its own;
         forwards, backwards and delayed updates are work. In a synchronous schedule all stages reduce
         and update together, while nothing else can run: that counts as idle. The median over batches
         leaves out those with an evaluation or a checkpoint; then the mean over stages. Where batches
@@ -100,18 +101,31 @@ class Run:
         return median(batch.period_s for batch in self._settled[0])
 
     def duration_s(self, type_: ActionType) -> tuple[float, ...]:
-        """Median over all actions of a type, per stage; 0 where there is none."""
-        return tuple(
-            median([e.end_s - e.start_s for b in batches for e in b.events if e.action.type is type_] or [0.0])
-            for batches in self._settled
+        """Median over all actions of a type, per stage; 0 where there is none.
+
+        Of the two stages of a rank, it updates its own.
+        """
+        settled = (
+            (rank, event) for rank, batches in enumerate(self._settled) for batch in batches for event in batch.events
+        )
+        return self._per_stage(
+            event
+            for rank, event in settled
+            if event.action.type is type_ and (type_ is not ActionType.UPDATE or event.action.stage == rank)
         )
 
     def data_s(self) -> tuple[float, ...]:
         """Median time in which a forward waits for data, per stage."""
-        return tuple(median([event.end_s - event.start_s for event in events] or [0.0]) for events in self._rows(DATA))
+        return self._per_stage(chain.from_iterable(self.timeline.beside.get(DATA, ())))
+
+    def _per_stage(self, events: Iterable[Event]) -> tuple[float, ...]:
+        durations_s: list[list[float]] = [[] for _ in range(self.schedule.stages)]
+        for event in events:
+            durations_s[event.action.stage].append(event.end_s - event.start_s)
+        return tuple(median(of_stage or [0.0]) for of_stage in durations_s)
 
     def waits(self) -> list[Waits]:
-        """Per stage, medians over batches."""
+        """Per rank, medians over batches."""
 
         def per_batch(batches: list[Batch], share: Callable[[Batch], float]) -> float:
             return median(map(share, batches))
@@ -150,8 +164,10 @@ class Run:
         """
         data_s = self.data_s()
         forward_s, backward_s = self.duration_s(ActionType.FORWARD), self.duration_s(ActionType.BACKWARD)
+        # A rank with two stages has two updates in its Program, and one to do.
+        stages_of_rank = len(self.schedule.stages_of(0))
+        update_s = tuple(one_s / stages_of_rank for one_s in self.duration_s(ActionType.UPDATE))
         without_data_s = tuple(max(f - d, 0.0) for f, d in zip(forward_s, data_s, strict=True))
-        update_s = self.duration_s(ActionType.UPDATE)
         steps = {
             "even": Durations(forward_s=fmean(without_data_s), backward_s=fmean(backward_s)),
             "stages": Durations(forward_s=without_data_s, backward_s=backward_s),
@@ -194,12 +210,9 @@ class Run:
 
     @cached_property
     def _settled(self) -> list[list[Batch]]:
-        """Per stage, in order."""
+        """Per rank, in order."""
         last = self.schedule.microbatches - 1
         return [list(batches_of(events, last))[SETTLED] for events in self.timeline.events]
-
-    def _rows(self, name: str) -> tuple[tuple[Event, ...], ...]:
-        return self.timeline.beside.get(name, ((),) * len(self.timeline.events))
 
 
 class Batch(NamedTuple):
@@ -209,7 +222,7 @@ class Batch(NamedTuple):
     began_s: float
     ended_s: float
     events: list[Event]
-    """Between the last backward of the batch before and its own."""
+    """Between the backward of the last microbatch of the batch before and its own."""
 
     @property
     def period_s(self) -> float:
@@ -256,7 +269,7 @@ def trace_of(run: Run) -> dict[str, Any]:
             "schedule": schedule.name,
             "stages": schedule.stages,
             "microbatches": schedule.microbatches,
-            "extra_in_flight": schedule.per_boundary - 1,
+            "options": dict(schedule.options),
             "batches": run.batches,
             "bubble": run.bubble,
             "flush_bubble": run.flush_bubble,
@@ -277,7 +290,7 @@ def read_run(path: Path) -> Run:
             about["schedule"],
             stages=about["stages"],
             microbatches=about["microbatches"],
-            extra_in_flight=about["extra_in_flight"],
+            **about["options"],
         )
         events, beside = _events(trace["traceEvents"], schedule.stages)
     except OSError as error:
@@ -289,17 +302,17 @@ def read_run(path: Path) -> Run:
 
 
 def _events(
-    slices: list[dict[str, Any]], stages: int
+    slices: list[dict[str, Any]], ranks: int
 ) -> tuple[tuple[tuple[Event, ...], ...], Mapping[str, tuple[tuple[Event, ...], ...]]]:
-    rows: defaultdict[str, list[list[Event]]] = defaultdict(lambda: [[] for _ in range(stages)])
+    rows: defaultdict[str, list[list[Event]]] = defaultdict(lambda: [[] for _ in range(ranks)])
     for slice_ in slices:
         if slice_["ph"] == "X":
             action = Action.parse(slice_["name"].split()[-1])
             start_s = slice_["ts"] / 1e6
             row = slice_["args"].get(BESIDE, "")
-            rows[row][action.stage].append(Event(action, start_s, start_s + slice_["dur"] / 1e6))
+            rows[row][slice_["tid"] % ranks].append(Event(action, start_s, start_s + slice_["dur"] / 1e6))
     ordered = {
-        row: tuple(tuple(sorted(events, key=lambda event: event.start_s)) for events in ranks)
-        for row, ranks in rows.items()
+        row: tuple(tuple(sorted(events, key=lambda event: event.start_s)) for events in per_rank)
+        for row, per_rank in rows.items()
     }
-    return ordered.pop("", ((),) * stages), ordered
+    return ordered.pop("", ((),) * ranks), ordered

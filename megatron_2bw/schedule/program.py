@@ -111,6 +111,8 @@ class Schedule:
     """Per stage boundary: tensors on their way, or not used yet, at the end of a call, at most."""
     reductions: tuple[Reduction, ...] = tuple(Reduction)
     """What its updates may wait for."""
+    options: tuple[tuple[str, int], ...] = ()
+    """What ``registry.build`` was given beside its size."""
 
     @cached_property
     def _homes(self) -> dict[tuple[int, int | None], int]:

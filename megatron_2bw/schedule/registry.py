@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_2bw.schedule.chimera import chimera
 from megatron_2bw.schedule.errors import ScheduleError
@@ -32,6 +33,9 @@ ALIASES: dict[str, str] = {"pipedream-flush": "1f1b-flush", "dapple": "1f1b-flus
 
 PER_MICROBATCH = frozenset({"pipedream"})
 """Those whose batches have one microbatch, because each is followed by an update."""
+
+MIRRORED = frozenset({"gems", "chimera", "mixpipe"})
+"""Those with two pipelines in opposite directions, and two stages per rank."""
 
 _WITHOUT = {
     "extra_in_flight": "keeps a fixed number of activations in flight; 2bw can keep more",
@@ -76,7 +80,7 @@ def build(name: str, *, stages: int, microbatches: int, **options: int | None) -
     for option in given:
         if option not in options_of(name):
             raise ScheduleError(f"{name} {_WITHOUT[option]}")
-    return builder(stages, microbatches, **given)
+    return replace(builder(stages, microbatches, **given), options=tuple(given.items()))
 
 
 def options_of(name: str) -> frozenset[str]:

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 from megatron_2bw.runtime.executor import Executor
 from megatron_2bw.runtime.gradients import CapturedGradients, whole_regions
-from megatron_2bw.runtime.links import Boundary, Links
+from megatron_2bw.runtime.links import TWO_WAYS, Boundary, Links
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Action, Reduction
@@ -184,7 +184,7 @@ def run_rank(
     """Train in this process, one of the group's; the pipeline drains after the batches in ``drains`` and the last."""
     stage = ToyStage(schedule, rank, jitter_s)
     ranks = list(range(schedule.stages))
-    links = Links(forward_group=dist.new_group(ranks), backward_group=dist.new_group(ranks), ranks=ranks)
+    links = Links(groups={way: dist.new_group(ranks) for way in TWO_WAYS}, ranks=ranks)
     executor = Executor(schedule, rank, stage, links)
     for batch in range(batches):
         executor.run(batch, left=min(last for last in (*drains, batches - 1) if last >= batch) - batch)

@@ -36,9 +36,9 @@ def written(run: Run, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush", "gpipe"])
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush", "gpipe", "gems", "chimera", "mixpipe"])
 def test_a_file_is_read_back(schedule: str, tmp_path: Path):
-    run = recorded(schedule, replace(EVEN, update_s=0.5))
+    run = recorded(schedule, replace(EVEN, update_s=0.5), stages=4)
     again = read_run(written(run, tmp_path))
     assert again.schedule == run.schedule
     assert [[e.action for e in events] for events in again.timeline.events] == [
@@ -48,10 +48,34 @@ def test_a_file_is_read_back(schedule: str, tmp_path: Path):
     assert again.bubble == pytest.approx(run.bubble)
 
 
-def test_more_activations_in_flight_are_read_back(tmp_path: Path):
-    built = build("2bw", stages=2, microbatches=4, extra_in_flight=1)
+@pytest.mark.parametrize(
+    ("schedule", "stages", "options"), [("2bw", 2, {"extra_in_flight": 1}), ("mixpipe", 4, {"k": 2, "gamma": 1})]
+)
+def test_options_are_read_back(schedule: str, stages: int, options: dict[str, int], tmp_path: Path):
+    built = build(schedule, stages=stages, microbatches=4, **options)
     run = Run(schedule=built, timeline=simulate(built, EVEN, 9))
-    assert read_run(written(run, tmp_path)).schedule == built
+    assert read_run(written(run, tmp_path)).schedule == built != build(schedule, stages=stages, microbatches=4)
+
+
+def test_a_rank_with_two_stages(tmp_path: Path):
+    """Durations are those of stages, waits those of ranks."""
+    durations = Durations(forward_s=(1.0, 2.0, 1.0, 1.0), backward_s=(2.0, 2.0, 2.0, 3.0))
+    run = read_run(written(recorded("chimera", durations, stages=4), tmp_path))
+    assert run.duration_s(ActionType.FORWARD) == pytest.approx(durations.forward_s)
+    assert run.duration_s(ActionType.BACKWARD) == pytest.approx(durations.backward_s)
+    assert run.replayed_bubble == pytest.approx(run.simulated_bubble) == pytest.approx(run.bubble)
+    assert len(run.waits()) == 4
+
+
+def test_of_two_updates_of_a_rank_one_is_done(tmp_path: Path):
+    """The update of the stage that a rank lends takes no time there."""
+    run = recorded("chimera", replace(EVEN, update_s=0.5), stages=4)
+    own = tuple(
+        tuple(e if e.action.type != "U" or e.action.stage == rank else e._replace(end_s=e.start_s) for e in events)
+        for rank, events in enumerate(run.timeline.events)
+    )
+    again = read_run(written(replace(run, timeline=replace(run.timeline, events=own)), tmp_path))
+    assert again.duration_s(ActionType.UPDATE) == pytest.approx((0.5,) * 4)
 
 
 AWAITED = {
@@ -186,7 +210,7 @@ def test_times_of_a_simulation_say_nothing_of_a_run(tmp_path: Path, capsys: pyte
     [
         ("{", "is no file that --pipeline-trace wrote"),
         ("{}", "is no file that --pipeline-trace wrote: KeyError"),
-        ('{"otherData": {"schedule": "x", "stages": 2, "microbatches": 2, "extra_in_flight": 0}}', "unknown schedule"),
+        ('{"otherData": {"schedule": "x", "stages": 2, "microbatches": 2, "options": {}}}', "unknown schedule"),
         (json.dumps(trace_of(recorded(batches=2))), "holds 2 batches, too few"),
     ],
 )

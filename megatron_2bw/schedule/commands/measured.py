@@ -23,17 +23,22 @@ def report(run: Run) -> Iterator[str]:
     yield f"{schedule.name}: {size}, {plural(run.batches, 'batch')} measured; medians in ms"
     yield ""
     waits = run.waits()
-    yield from table(
+    of_stages = [
         ("stage", range(schedule.stages)),
         ("forward", _ms(run.duration_s(ActionType.FORWARD))),
         ("  of which reading data", _ms(run.data_s())),
         ("backward", _ms(run.duration_s(ActionType.BACKWARD))),
         ("update", _ms(run.duration_s(ActionType.UPDATE))),
+    ]
+    of_ranks = [
         ("per batch, waiting for activations", _ms(wait.activations_s for wait in waits)),
         ("per batch, waiting for gradients", _ms(wait.gradients_s for wait in waits)),
         ("per batch, waiting for reductions", _ms(wait.reductions_s for wait in waits)),
         ("per batch, outside of all these", _ms(wait.outside_s for wait in waits)),
-    )
+    ]
+    # Where a rank has two stages, the columns are not the same ones.
+    has_one = all(schedule.stages_of(rank) == {rank} for rank in range(schedule.stages))
+    yield from table(*of_stages, *([] if has_one else [("rank", range(schedule.stages))]), *of_ranks)
     yield ""
     yield f"bubble {percent(run.bubble)}; simulated from forwards and backwards alone"
     yield f"  each as long as it was           {percent(run.replayed_bubble)}"
