@@ -121,14 +121,14 @@ def train(schedule: str, batches: int) -> list[float]:
     pipeline = None
     run_batch = get_forward_backward_func()
     if schedule != "megatron":
-        # The pipeline wraps optimizer and scheduler, runs batches, and is told which one is the last.
+        # The pipeline wraps optimizer and scheduler, runs batches, and is told how many are left.
         pipeline = megatron_2bw.Pipeline(schedule, model, optimizer)
         optimizer, scheduler = pipeline.optimizer, pipeline.drive(scheduler)
     data = microbatches()
     means = []
     for batch in range(batches):
         if pipeline is not None:
-            run_batch = partial(pipeline.forward_backward, last=batch == batches - 1)
+            run_batch = partial(pipeline.forward_backward, left=batches - 1 - batch)
         model.zero_grad_buffer()
         optimizer.zero_grad()
         losses = run_batch(

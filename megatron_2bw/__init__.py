@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_2bw.schedule.program import Schedule
 
 __version__ = "0.1.0"
-__all__ = ["Pipeline", "get_schedule", "install", "uninstall"]
+__all__ = ["Pipeline", "build_mirrored", "get_schedule", "install", "uninstall"]
 
 
 def install() -> None:
@@ -36,14 +36,15 @@ def uninstall() -> None:
     uninstall()
 
 
-def get_schedule(name: str, *, stages: int, microbatches: int, extra_in_flight: int = 0) -> Schedule:
+def get_schedule(name: str, *, stages: int, microbatches: int, **options: int | None) -> Schedule:
     """What every rank does in one batch: to be looked at, validated or simulated without torch.
 
     Args:
         name: one of ``megatron-2bw schedules``.
         stages: pipeline depth.
         microbatches: per batch.
-        extra_in_flight: 2bw: activations kept per stage boundary beyond d-s.
+        **options: ``extra_in_flight`` of 2bw: activations kept per stage boundary beyond d-s; ``k`` and ``gamma`` of
+            mixpipe.
 
     Raises:
         ScheduleError: unknown name, or numbers that it cannot be built for.
@@ -53,10 +54,14 @@ def get_schedule(name: str, *, stages: int, microbatches: int, extra_in_flight: 
     """
     from megatron_2bw.schedule.registry import build
 
-    return build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
+    return build(name, stages=stages, microbatches=microbatches, **options)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "build_mirrored":
+        from megatron_2bw.mcore.mirror import build
+
+        return build
     if name == "Pipeline":  # Imports Megatron, which reads the environment that `install` prepares.
         from megatron_2bw.mcore.pipeline import Pipeline
 

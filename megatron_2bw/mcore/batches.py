@@ -90,16 +90,20 @@ class BatchSizes:
     def _differs_after(self, phase: Phase) -> Callable[[int], bool]:
         return lambda batches: self.microbatches(phase.first_sample + batches * phase.batch_size) != phase.microbatches
 
-    def ends_with(self, microbatches: int) -> bool:
-        """Whether nothing can run ahead of the present batch, of ``microbatches`` microbatches.
+    def left(self, microbatches: int, at_most: int) -> int | None:
+        """Batches after the present one, of ``microbatches`` microbatches, that can run ahead; None for ``at_most``.
 
-        Training ends or leaves after it, or the next batch has another size or is skipped. Exits by
+        Training ends or leaves after the last of them, or the next batch has another size or is skipped. Exits by
         signal or duration are not known here; what ran ahead is dropped then.
         """
-        args = self._args
-        done = args.curr_iteration + 1
+        return next((after for after in range(at_most) if self._ends_with(after, microbatches)), None)
+
+    def _ends_with(self, after: int, microbatches: int) -> bool:
+        """Whether nothing can run ahead of the batch that comes ``after`` so many others, all of one size."""
+        args, batches = self._args, after + 1
+        done = args.curr_iteration + batches
         leaves = bool(args.exit_interval and done % args.exit_interval == 0)
         leaves = leaves or done >= args.train_iters or done in (args.phase_transition_iterations or ())
-        consumed = args.consumed_train_samples + microbatches * self._samples_per_microbatch
+        consumed = args.consumed_train_samples + batches * microbatches * self._samples_per_microbatch
         is_skipped = done + 1 in args.iterations_to_skip  # Megatron counts these from 1.
         return leaves or is_skipped or self.microbatches(consumed) != microbatches

@@ -1,8 +1,12 @@
-"""Checkpoints of a 2BW run: Megatron's own, with the older weight version in an entry of their own.
+"""Checkpoints of a delayed run: Megatron's own, with the older weight versions in an entry of their own.
 
-Megatron without this extension ignores the entry and sees the newest weights. The older version
-belongs to the state of the optimizer: flags that leave that out of a checkpoint, or out of a resumed
-run, leave the older version out too.
+Megatron without this extension ignores the entry and sees the newest weights. The older versions
+belong to the state of the optimizer: flags that leave that out of a checkpoint, or out of a resumed
+run, leave the older versions out too.
+
+Under 2bw all stages have one older version, and any layout can load it. PipeDream's stage s has d-1-s of
+them, which only the same stages have a use for; as Megatron's torch_dist format wants every weight of the
+model under a key, or none, a stage puts its oldest version where it has none that is as old.
 """
 
 from __future__ import annotations
@@ -24,15 +28,16 @@ from megatron.training.async_utils import maybe_finalize_async_save
 from megatron.training.utils import print_rank_0
 
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
+from megatron_2bw.mcore.rows import TWO_BW
 from megatron_2bw.runtime.weights import WeightVersions
-from megatron_2bw.schedule.registry import canonical_name
+from megatron_2bw.schedule.registry import build, canonical_name
 
 ENTRY = "megatron_2bw"
 """Key of our entry in Megatron's state dict, and first part of our keys in a torch_dist checkpoint."""
 MANIFEST = "manifest"
 """Schedule, batch and weight versions, the same on all ranks."""
 OLDER = "older"
-"""The state dict of the model at the version before the newest."""
+"""The state dict of the model at the version before the newest; one still older has its distance behind the name."""
 
 
 class Checkpoints:
@@ -48,13 +53,18 @@ class Checkpoints:
     def add_to(self, state: dict[str, Any], args: Any, model: Any, optimizer: DelayedOptimizer, **rest: Any) -> None:
         """Add our entry to Megatron's state dict, to be saved, or to be filled from a torch_dist checkpoint."""
         if (rest.get("optim_sd_kwargs") or {}).get("is_loading"):
-            if len(self._found.get(MANIFEST, {}).get("versions", ())) > 1:
-                # Filled in place, so it must not share memory with the newest weights.
-                state[ENTRY] = {OLDER: _sharded(model, rest["model_sd_kwargs"], torch.empty_like)}
+            # Filled in place, so they must not share memory with the newest weights.
+            entry = {
+                _key(distance): _sharded(model, _key(distance), rest["model_sd_kwargs"], torch.empty_like)
+                for distance in _distances(args, self._found)
+            }
+            if entry:
+                state[ENTRY] = entry
         elif not args.no_save_optim:
-            state[ENTRY] = {MANIFEST: _manifest(args, optimizer, rest["iteration"])}
-            if optimizer.weights.newest > 0:
-                state[ENTRY][OLDER] = _older(args, model, optimizer.weights, rest["model_sd_kwargs"])
+            manifest = _manifest(args, optimizer, rest["iteration"])
+            state[ENTRY] = {MANIFEST: manifest}
+            for distance in range(1, len(manifest["versions"])):
+                state[ENTRY][_key(distance)] = _older(args, model, optimizer.weights, distance, rest["model_sd_kwargs"])
 
     def read(self, result: tuple[Any, ...]) -> None:
         """Keep our entry of what Megatron has read: first what is common to all ranks, then all of it."""
@@ -62,17 +72,18 @@ class Checkpoints:
         self._found = {} if state is None or release else state.get(ENTRY, {})
 
     def load(self, original: Callable[..., Any], model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
-        """Load as Megatron does; then, where the checkpoint has one, the older version."""
+        """Load as Megatron does; then, where the checkpoint has them, the older versions."""
         self._found = {}
         args = get_args()
         _finish_replacements(args)
         result = original(model, optimizer, *rest, **keywords)
         if not args.finetune and not args.no_load_optim:
-            if OLDER in self._found:
+            if _distances(args, self._found):
                 _restore(model, optimizer, self._found)
             elif result[0] > 0:
                 print_rank_0(
-                    "megatron_2bw: the checkpoint holds one weight version, so the next two batches use the same one"
+                    f"megatron_2bw: the checkpoint holds one weight version that --pipeline-schedule "
+                    f"{args.pipeline_schedule} can use here, so the next batches use the same one, as at the start"
                 )
         optimizer.know_scale()
         self._found = {}
@@ -189,28 +200,67 @@ def _writing_to(beside: Path, *, instead_of: Path) -> Iterator[None]:
 def _manifest(args: Any, optimizer: DelayedOptimizer, iteration: int) -> dict[str, Any]:
     """Plain values only: Megatron reads checkpoints with ``weights_only``. The same on all ranks."""
     newest = optimizer.weights.newest
-    alive = [newest - 1, newest] if newest > 0 else [newest]
+    schedule = canonical_name(args.pipeline_schedule)
+    stages = args.pipeline_model_parallel_size
+    most = max(build(schedule, stages=stages, microbatches=1).weight_versions)
+    alive = range(max(newest - most + 1, 0), newest + 1)
     return {
-        "schedule": canonical_name(args.pipeline_schedule),
+        "schedule": schedule,
+        "stages": _stages(args),
         "batch": iteration,
         "versions": [iteration - newest + version for version in alive],
         "loss_scales": [optimizer.scales[version].item() for version in alive] if optimizer.scales else [],
     }
 
 
-def _older(args: Any, model: Any, weights: WeightVersions, keywords: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of the model at the older version, in the form of the checkpoint's format."""
-    weights.use(weights.newest - 1)
+def _stages(args: Any) -> list[str]:
+    """What decides which weights a stage has."""
+    return [
+        str(getattr(args, name))
+        for name in (
+            "pipeline_model_parallel_size",
+            "pipeline_model_parallel_layout",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+    ]
+
+
+def _is_of_these_stages(args: Any, manifest: dict[str, Any]) -> bool:
+    """Whether each stage finds the versions that it would have had."""
+    schedules = {canonical_name(args.pipeline_schedule), manifest["schedule"]}
+    return schedules <= TWO_BW or (len(schedules) == 1 and manifest["stages"] == _stages(args))
+
+
+def _distances(args: Any, found: dict[str, Any]) -> range:
+    """Of the older versions in a checkpoint that its stages and these have in common."""
+    manifest = found.get(MANIFEST)
+    usable = manifest is not None and _is_of_these_stages(args, manifest)
+    return range(1, len(manifest["versions"]) if usable else 1)
+
+
+def _key(distance: int) -> str:
+    """Of the version so many before the newest."""
+    return OLDER if distance == 1 else f"{OLDER}{distance}"
+
+
+def _older(args: Any, model: Any, weights: WeightVersions, distance: int, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of the model at an older version, in the form of the checkpoint's format."""
+    weights.use(weights.newest - min(distance, weights.alive - 1))
     try:
         if args.ckpt_format == "torch_dist":
-            return _sharded(model, keywords, torch.Tensor.detach)
+            return _sharded(model, _key(distance), keywords, torch.Tensor.detach)
         return model[0].state_dict_for_save_checkpoint()
     finally:
         weights.use_newest()
 
 
-def _sharded(model: Any, keywords: dict[str, Any], take: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """The sharded state dict of ``model``, under keys of our own.
+def _sharded(
+    model: Any, key: str, keywords: dict[str, Any], take: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """The sharded state dict of ``model``, under keys of our own that begin with ``key``.
 
     Megatron's holds Parameters, which will show another version when the data is written: here each
     is replaced by what ``take`` makes of it now.
@@ -219,7 +269,7 @@ def _sharded(model: Any, keywords: dict[str, Any], take: Callable[[torch.Tensor]
     for part in _parts(state):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data is not None:
             part.data = take(part.data)
-    add_prefix_for_sharding(state, f"{ENTRY}.{OLDER}.")
+    add_prefix_for_sharding(state, f"{ENTRY}.{key}.")
     return state
 
 
@@ -232,19 +282,22 @@ def _parts(state: Any) -> Iterator[ShardedBase]:
 
 
 def _restore(model: Any, optimizer: DelayedOptimizer, found: dict[str, Any]) -> None:
-    """Make the loaded weights W(1) and those in ``found`` W(0), as if one batch had been done.
+    """Make the loaded weights W(n) and those in ``found`` W(n-1) and so on, as if n batches had been done.
 
-    The loss scale belongs to the version.
+    n is the same on all stages: one less than the most versions of any of them. The loss scale belongs to the version.
 
     Raises:
         RuntimeError: a weight has no older version in the checkpoint.
     """
     weights = optimizer.weights
-    with weights.update():
-        pass
-    weights.use(0)
     (module,) = unwrap_model(model)
-    missing = set(module.load_state_dict(found[OLDER], strict=False).missing_keys)
+    missing: set[str] = set()
+    for _ in found[MANIFEST]["versions"][1:]:
+        with weights.update():
+            pass
+    for distance in range(1, weights.alive):
+        weights.use(weights.newest - distance)
+        missing |= set(module.load_state_dict(found[_key(distance)], strict=False).missing_keys)
     weights.use_newest()
     if optimizer.scales and found[MANIFEST]["loss_scales"]:
         optimizer.scales[0] = torch.full_like(optimizer.scales[0], found[MANIFEST]["loss_scales"][0])

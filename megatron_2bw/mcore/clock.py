@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_2bw.mcore.groups import TransferGroups
+from megatron_2bw.mcore.groups import TransferGroups, device_of
 
 _EXCHANGES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -47,7 +47,7 @@ class SharedClock:
 
     def _read(self) -> Reading:
         """Of this rank; while a stage exchanges readings with the first one, the others pass on."""
-        groups, device = self._groups, _device(self._groups.forward)
+        groups, device = self._groups, device_of(self._groups.forward)
         here = dist.get_rank()
         now_s = time.perf_counter()
         reading = Reading(now_s, now_s)
@@ -99,8 +99,3 @@ def _answer(peer: int, group: dist.ProcessGroup, device: torch.device) -> None:
         message.item()  # On a GPU: wait until it is there.
         message.fill_(time.perf_counter())
         dist.send(message, peer, group=group)
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    is_gloo = dist.get_backend(group) == "gloo"
-    return torch.device("cpu") if is_gloo else torch.device("cuda", torch.cuda.current_device())

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_2bw.mcore.rows import DELAYED, why_not_trained
+from megatron_2bw.mcore.rows import DELAYED
 from megatron_2bw.mcore.support import MAPPED, REFUSED
 from megatron_2bw.mcore.timers import CallTimers
 
@@ -33,9 +33,6 @@ def check_configs(schedule: str, model: torch.nn.Module, optimizer: Any) -> None
     Raises:
         ValueError: with the flag that sets the field of a config, the reason and the remedy.
     """
-    reason = why_not_trained(schedule)
-    if reason is not None:
-        raise ValueError(reason)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages < 2:
         raise ValueError(f"{schedule} needs at least 2 pipeline stages, got {stages}: one stage has no bubble")
@@ -64,6 +61,8 @@ def _as_flags(model: torch.nn.Module, optimizer: Any) -> SimpleNamespace:
         for field in fields(config):
             name = _DDP_NAMES.get(field.name, field.name)
             setattr(args, name, getattr(args, name) or getattr(config, field.name))  # Some are in two configs.
+    bare = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    args.untie_embeddings_and_output_weights = not getattr(bare, "share_embeddings_and_output_weights", False)
     args.grad_reduce_in_bf16 = args.bf16 and not args.accumulate_allreduce_grads_in_fp32
     return args
 

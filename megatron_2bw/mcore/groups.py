@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+from megatron_2bw.runtime.links import Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferGroups:
-    """Groups of one pipeline's ranks, one per direction."""
+    """Groups of one pipeline's ranks."""
 
     ranks: list[int]
     """Global rank of each stage."""
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
+    ways: Mapping[Way, dist.ProcessGroup]
+
+    @property
+    def forward(self) -> dist.ProcessGroup:
+        """That of activations on their way to higher ranks; every schedule has it."""
+        return self.ways[Way(True, True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorGroups:
+    """Groups of one pipeline's ranks for what passes between rank r and rank d-1-r."""
+
+    peer: int
+    """Global rank of the other one."""
+    device: dist.ProcessGroup
+    host: dist.ProcessGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +64,64 @@ class UpdateGroups:
         return self.on_host[_ranks(group)]
 
 
-def create_transfer_groups(timeout: timedelta) -> TransferGroups:
+def create_transfer_groups(timeout: timedelta, ways: Iterable[Way]) -> TransferGroups:
+    """Collective over all ranks; afterwards, neighbours are connected both ways."""
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    created = TransferGroups(
+        ranks=dist.get_process_group_ranks(pipeline),
+        ways={
+            way: _clone(
+                pipeline,
+                timeout,
+                f"2bw {'activations' if way.activations else 'gradients'} {'down' if way.to_higher_rank else 'up'}",
+            )
+            for way in ways
+        },
+    )
+    for way, group in created.ways.items():
+        _connect_neighbours(created.ranks, group, way)
+    return created
+
+
+def _connect_neighbours(ranks: list[int], group: dist.ProcessGroup, way: Way) -> None:
+    """Transfer one element over every boundary, in the order of the ranks.
+
+    NCCL connects two ranks in their first transfer, and blocks both until they are in it. Left to the schedule,
+    that could be a receive that is posted early on one rank and a send that needs something of that rank first.
+    """
+    here = dist.get_rank()
+    element = torch.zeros(1, device=device_of(group))
+    for lower, higher in itertools.pairwise(ranks):
+        source, destination = (lower, higher) if way.to_higher_rank else (higher, lower)
+        if here == source:
+            dist.send(element, destination, group=group)
+        elif here == destination:
+            dist.recv(element, source, group=group)
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where ``group`` transfers from and to."""
+    is_gloo = dist.get_backend(group) == "gloo"
+    return torch.device("cpu") if is_gloo else torch.device("cuda", torch.cuda.current_device())
+
+
+def create_mirror_groups(timeout: timedelta) -> MirrorGroups:
     """Collective over all ranks."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    return TransferGroups(
-        ranks=dist.get_process_group_ranks(pipeline),
-        forward=_clone(pipeline, timeout, "2bw forward"),
-        backward=_clone(pipeline, timeout, "2bw backward"),
+    return MirrorGroups(
+        peer=dist.get_process_group_ranks(pipeline)[::-1][pipeline.rank()],
+        device=_clone(pipeline, timeout, "2bw mirror"),
+        host=_clone(pipeline, timeout, "2bw mirror losses", backend="gloo"),
     )
+
+
+def create_mirrored_group() -> dist.ProcessGroup:
+    """This rank's pipeline in reversed order: rank r of it has place d-1-r. Collective over all ranks."""
+    mine = _ranks(parallel_state.get_pipeline_model_parallel_group())
+    everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    made = {ranks: dist.new_group(list(ranks[::-1]), sort_ranks=False) for ranks in sorted(set(everyone))}
+    return made[mine]
 
 
 def create_update_groups(

@@ -7,7 +7,7 @@ optimizers' classes; anything in ``megatron.core`` but what is imported from it 
 from __future__ import annotations
 
 from megatron_2bw.mcore import cpu_backend, wrappers
-from megatron_2bw.mcore.symbols import Hook, Used, apply, check, revert
+from megatron_2bw.mcore.symbols import Hook, Used, apply, check, is_relied_on, revert
 
 
 def install() -> None:
@@ -17,7 +17,7 @@ def install() -> None:
     else:
         cpu_backend.install_dataset_helpers()
     check(HOOKS + USED)
-    for hook in HOOKS:
+    for hook in filter(is_relied_on, HOOKS):
         apply(hook)
 
 
@@ -25,7 +25,7 @@ def uninstall() -> None:
     """Restore every name that `install` replaced."""
     from megatron_2bw.mcore.session import Session
 
-    for hook in HOOKS:
+    for hook in filter(is_relied_on, HOOKS):
         revert(hook)
     cpu_backend.uninstall()
     Session.end_current()
@@ -63,6 +63,24 @@ HOOKS: tuple[Hook, ...] = (
         wrapper=wrappers.get_timers,
         parameters=("log_level", "log_option"),
         why="timers inside a call must not wait for the whole device",
+    ),
+    Hook(
+        module=_TRAINING,
+        name="get_model",
+        wrapper=wrappers.build_model,
+        parameters=("pg_collection",),
+        why="a rank of a bidirectional pipeline has a second stage",
+    ),
+    *(
+        Hook(
+            module=f"megatron.training.models.{kind}",
+            name="unimodal_build_distributed_models",
+            wrapper=wrappers.build_model,
+            parameters=("pg_collection",),
+            since=(0, 19),
+            why="scripts that describe their model by a ModelConfig build it there",
+        )
+        for kind in ("gpt", "hybrid")
     ),
     Hook(
         module=_TRAINING,
@@ -199,6 +217,9 @@ _OPTIMIZER = "megatron.core.optimizer"
 _MOE_LOGGING = "megatron.core.transformer.moe.moe_logging"
 
 USED: tuple[Used, ...] = (
+    Used(module="megatron.core.parallel_state", name="set_pipeline_model_parallel_rank", parameters=("rank",)),
+    Used(module="megatron.core.parallel_state", name="_MPU_PIPELINE_MODEL_PARALLEL_RANK"),
+    Used(module="megatron.core.parallel_state", name="_PIPELINE_MODEL_PARALLEL_GROUP"),
     Used(module=_SCHEDULES, name="forward_step", parameters=("current_microbatch", "is_last_stage", "cp_group_size")),
     Used(module=_SCHEDULES, name="backward_step", parameters=("input_tensor", "output_tensor", "output_tensor_grad")),
     Used(module=_SCHEDULES, name="get_tensor_shapes", parameters=("tp_group", "cp_group", "decoder_seq_length")),

@@ -101,7 +101,9 @@ def busy(events: list[Event], reductions: list[Event], schedule: Schedule) -> Bu
     if batch is None:
         return None
     work = COMPUTE | {ActionType.UPDATE} if any(schedule.delay) else COMPUTE
-    return Busy(spent_s(batch.events, work), batch.period_s, min(_slacks_s(batch.events, reductions), default=0.0))
+    return Busy(
+        spent_s(batch.events, work), batch.period_s, min(_slacks_s(batch.events, reductions, schedule), default=0.0)
+    )
 
 
 def numbers(stages: list[Busy], *, delayed: bool) -> dict[str, float]:
@@ -118,8 +120,9 @@ def numbers(stages: list[Busy], *, delayed: bool) -> dict[str, float]:
     return found | ({SLACK: min(stage.slack_s for stage in stages)} if delayed else {})
 
 
-def _slacks_s(events: list[Event], reductions: list[Event]) -> Iterator[float]:
-    complete_s = {e.action.batch: e.end_s for e in reductions if e.action.reduction is Reduction.NORM}
+def _slacks_s(events: list[Event], reductions: list[Event], schedule: Schedule) -> Iterator[float]:
+    last = schedule.reductions[-1]
+    complete_s = {e.action.batch: e.end_s for e in reductions if e.action.reduction is last}
     for event in events:
         if event.action.type is ActionType.REDUCE_WAIT and event.action.batch in complete_s:
             yield max(event.start_s - complete_s[event.action.batch], 0.0)

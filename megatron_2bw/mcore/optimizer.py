@@ -1,4 +1,4 @@
-"""Delay-1 updates: Megatron's optimizer in two phases."""
+"""Delayed updates: Megatron's optimizer in two phases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
 from megatron_2bw.mcore.symbols import replace
-from megatron_2bw.runtime.corrections import MomentLead
+from megatron_2bw.runtime.corrections import Correction, UpdateLead
+from megatron_2bw.runtime.finite import FiniteCheck
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
@@ -35,7 +36,7 @@ class UpdateOutcome(NamedTuple):
 
 
 class DelayedOptimizer:
-    """Megatron's optimizer, with ``W(t+1) = W(t) - lr(t) * u(grad f(W(t-1)))``.
+    """Megatron's optimizer, with ``W(t+1) = W(t) - lr(t) * u(grad f(W(t-delay)))``.
 
     Phase one, at the end of a batch: its gradients are captured, and their reductions start in the
     background. Phase two, ``finish``, waits for them, clips by the exact global norm and runs
@@ -49,17 +50,23 @@ class DelayedOptimizer:
     The loss scale of batch t is the scaler's after the batches whose updates W(t-1) contains, so
     every stage knows it without asking: ``scales``.
 
-    Source: Narayanan et al., ICML 2021, section 3.1; clipping, overflow checks and tied embeddings
-    are ours.
+    Stages whose delays differ, as PipeDream's do, never have the gradients of one batch at one time: no norm, no
+    clipping, no loss scale and no tied weight spans them.
+
+    Source: Narayanan et al., ICML 2021, section 3.1 (delay 1), and SOSP 2019, section 3.3 (d-1-s); clipping,
+    overflow checks and tied embeddings are ours.
 
     Args:
         inner: Megatron's optimizer (a ChainedOptimizer).
         model: this rank's stage, wrapped in DistributedDataParallel.
         timeout: of every reduction.
+        versions: of the weights, alive at once.
+        has_norm: whether the gradients of all stages have a global norm.
         tied_embeddings: whether the first and the last stage share a weight.
         second_buffer: keep finished gradients (with the distributed optimizer: this rank's shard)
             apart from those of the next batch.
-        check_for_nan: stop with an error when the norm is not finite.
+        check_for_nan: stop with an error when the norm is not finite; without one, when a gradient of this stage
+            was not, one update later.
         correction: of updates for their delay; None for the paper's exact rule.
     """
 
@@ -69,19 +76,21 @@ class DelayedOptimizer:
         model: torch.nn.Module,
         *,
         timeout: timedelta,
+        versions: int,
+        has_norm: bool,
         tied_embeddings: bool,
         second_buffer: bool,
         check_for_nan: bool,
-        correction: MomentLead | None = None,
+        correction: Correction | None = None,
     ) -> None:
-        updating = [part.optimizer for part in inner.chained_optimizers if not part.is_stub_optimizer]
-        for optimizer in updating if correction is not None else ():
-            correction.check(optimizer)
+        updating = [part for part in inner.chained_optimizers if not part.is_stub_optimizer]
+        for part in updating if correction is not None else ():
+            _check_correction(correction, part)
         self._inner = inner
         self._model = model
         sources = sources_of(model)
         self._captured = CapturedGradients((source.region for source in sources), second_buffer=second_buffer)
-        self.weights = _versions_of(inner, model)
+        self.weights = _versions_of(inner, model, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         parts = [self._part(optimizer) for optimizer in inner.chained_optimizers]
         groups = create_update_groups(
@@ -99,6 +108,8 @@ class DelayedOptimizer:
         self.scales = {} if self._scaler is None else {0: self._scaler.scale.clone()}
         """Loss scale by weight version; empty without loss scaling."""
         self._hyperparameters: list[dict[str, float]] = []
+        self._has_norm = has_norm
+        self._finite = FiniteCheck()
         self._statistics = Statistics(0.0, False, None)
         self._scheduler: Any = None
         self.samples = 0
@@ -109,8 +120,13 @@ class DelayedOptimizer:
         self.skipped = 0
         """Of the updates that ``step`` reported last: how many were skipped. After a drain it reports two."""
         self._take_over()
-        for optimizer in updating if correction is not None else ():
-            correction.attach(optimizer)
+        for part in updating if correction is not None else ():
+            correction.attach(part.optimizer)
+            if isinstance(correction, UpdateLead):
+                copy = functools.partial(
+                    _copy_ahead, correction, part.optimizer, part._copy_main_params_to_model_params
+                )
+                replace(part, "_copy_main_params_to_model_params", copy)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Ours, and not set yet.
@@ -185,14 +201,12 @@ class DelayedOptimizer:
         if batch != self._pending.batch:
             return self.outcome
         with self._pending.apply() as results, self._hyperparameters_of_batch():
-            self._statistics = results[Reduction.NORM]
-            if self._check_for_nan and not math.isfinite(self._statistics.norm):
-                raise RuntimeError(
-                    f"the gradient of batch {batch} (counted from the start of the run) has norm "
-                    f"{self._statistics.norm}"
-                )
+            self._statistics = results.get(Reduction.NORM, self._statistics)
+            if self._check_for_nan:
+                self._require_finite(batch)
             _forget_shards_of_weights(self._model)
-            self.outcome = UpdateOutcome(batch, *self._inner.step())
+            successful, norm, zeros = self._inner.step()
+            self.outcome = UpdateOutcome(batch, successful, norm if self._has_norm else None, zeros)
         self._inner.zero_grad()
         self._outcomes.append(self.outcome)
         newest = self.weights.newest
@@ -206,7 +220,15 @@ class DelayedOptimizer:
         """Finish what is pending and point the model at the newest weights."""
         if self._pending.batch is not None:
             self.finish(self._pending.batch)
+        self._finite.answer()
         self.weights.use_newest()
+
+    def _require_finite(self, batch: int) -> None:
+        norm = self._statistics.norm
+        if not self._has_norm:
+            self._finite.ask(batch, self._captured.kept)
+        elif not math.isfinite(norm):
+            raise RuntimeError(f"the gradient of batch {batch} (counted from the start of the run) has norm {norm}")
 
     def _part(self, optimizer: Any) -> Part:
         """Find the captured counterpart of every gradient that ``optimizer`` updates with.
@@ -269,6 +291,28 @@ class DelayedOptimizer:
             group.update(values)
 
 
+def _check_correction(correction: Correction, optimizer: Any) -> None:
+    """Whether one of Megatron's optimizers can be corrected.
+
+    Raises:
+        ValueError: with the reason and the remedy.
+    """
+    correction.check(optimizer.optimizer)
+    if isinstance(correction, UpdateLead):
+        in_place = [getattr(optimizer, name, []) for name in ("fp32_from_fp32_groups", "shard_fp32_groups")]
+        if not isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer) or any(map(any, in_place)):
+            raise ValueError(
+                "a lead of whole updates needs main weights beside the model's: use bf16 or fp16 for all weights, or "
+                "correct with a lead of the moment"
+            )
+
+
+def _copy_ahead(correction: UpdateLead, optimizer: torch.optim.Optimizer, copy: Any) -> None:
+    """Megatron's copy of main weights into the model, with those ahead of time."""
+    with correction.shown(optimizer):
+        copy()
+
+
 class DrivenScheduler:
     """Megatron's learning-rate schedule, for a training loop that must not move it.
 
@@ -298,14 +342,14 @@ class DrivenScheduler:
         return getattr(self._inner, name)
 
 
-def _versions_of(inner: Any, model: torch.nn.Module) -> WeightVersions:
+def _versions_of(inner: Any, model: torch.nn.Module, versions: int) -> WeightVersions:
     """Weight versions of a stage; with the distributed optimizer, of the buffers that hold its weights."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     buffers = [buffer for buffer in [*model.buffers, *model.expert_parallel_buffers] if buffer.param_data is not None]
     views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
     for optimizer in inner.chained_optimizers if buffers else ():
         views += chain.from_iterable([*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups])
-    return WeightVersions(parameters, buffers=[buffer.param_data for buffer in buffers], views=views)
+    return WeightVersions(parameters, versions, buffers=[buffer.param_data for buffer in buffers], views=views)
 
 
 def _forget_shards_of_weights(model: torch.nn.Module) -> None:

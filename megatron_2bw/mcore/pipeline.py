@@ -14,20 +14,21 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.configs import check_configs
 from megatron_2bw.mcore.failure import end_at_once_on_errors
+from megatron_2bw.mcore.mirror import Mirror
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
-from megatron_2bw.mcore.rows import DELAYED
-from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
-from megatron_2bw.runtime.corrections import MomentLead
+from megatron_2bw.mcore.rows import DELAYED, MIRRORED, TWO_BW
+from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage, MirroredStage
+from megatron_2bw.runtime.corrections import Correction
 from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.executor import Executor
-from megatron_2bw.runtime.links import Links
+from megatron_2bw.runtime.links import ONE_WAY, TWO_WAYS, Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.registry import build, canonical_name
+from megatron_2bw.schedule.registry import PER_MICROBATCH, build, canonical_name
 from megatron_2bw.schedule.validate import validate
 
 
@@ -41,7 +42,11 @@ class Pipeline:
         name: of the schedule, for example ``"2bw"``.
         model: this rank's stage, in Megatron-Core's DistributedDataParallel.
         optimizer: what Megatron-Core's ``get_megatron_optimizer`` returned for it.
+        mirrored: gems, chimera and mixpipe: this rank's stage of the pipeline that goes the other way, likewise in
+            DistributedDataParallel; see `mirror.build`.
         extra_in_flight: 2bw: activations kept per stage boundary beyond d-s.
+        k: mixpipe: see there.
+        gamma: mixpipe: see there.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
         correction: 2bw: of updates for their delay; None for the paper's exact rule.
         timeout: of every transfer and every reduction.
@@ -57,9 +62,12 @@ class Pipeline:
         model: torch.nn.Module,
         optimizer: Any,
         *,
+        mirrored: torch.nn.Module | None = None,
         extra_in_flight: int = 0,
+        k: int | None = None,
+        gamma: int | None = None,
         gradient_buffers: int = 2,
-        correction: MomentLead | None = None,
+        correction: Correction | None = None,
         timeout: timedelta = timedelta(minutes=10),
         logs_this_batch: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -67,9 +75,15 @@ class Pipeline:
         self.is_delayed = self.schedule_name in DELAYED
         """Whether updates come after the call of their batch."""
         check_configs(self.schedule_name, model, optimizer)
-        if not self.is_delayed and (correction is not None or extra_in_flight):
+        if self.schedule_name not in TWO_BW and (correction is not None or extra_in_flight):
             raise ValueError(
-                f"{self.schedule_name} has no delay to correct, and keeps a fixed number in flight; use 2bw"
+                f"{self.schedule_name} has no delay of one batch to correct and keeps a fixed number in flight; use 2bw"
+            )
+        if (mirrored is None) is (self.schedule_name in MIRRORED):
+            raise ValueError(
+                f"{self.schedule_name} needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
+                if mirrored is None
+                else f"{self.schedule_name} has no mirrored stage: leave mirrored out"
             )
         if gradient_buffers not in (1, 2):
             raise ValueError(f"gradient_buffers {gradient_buffers}: use 1 or 2")
@@ -84,7 +98,8 @@ class Pipeline:
         self.transfers: groups.TransferGroups | None = None
         """From the first batch on."""
         self.config = get_model_config(model)
-        self._extra_in_flight, self._timeout = extra_in_flight, timeout
+        self._options = {"extra_in_flight": extra_in_flight, "k": k, "gamma": gamma}
+        self._model, self._mirrored, self._timeout = model, mirrored, timeout
         self._logs_this_batch = logs_this_batch
         self._stage_index = parallel_state.get_pipeline_model_parallel_rank()
         self._stage: DelayedStage | FlushedStage | None = None
@@ -94,6 +109,8 @@ class Pipeline:
         self._inner = self.optimizer = optimizer
         self._tied = False
         if self.is_delayed:
+            # Neither versions nor reductions depend on the number of microbatches, which comes with the first batch.
+            promised = build(self.schedule_name, stages=self.stages, microbatches=1)
             # The model decides, as in Megatron; a flag is only what scripts usually build it from.
             gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
             self._tied = bool(getattr(gpt, "share_embeddings_and_output_weights", False))
@@ -101,8 +118,10 @@ class Pipeline:
                 optimizer,
                 model,
                 timeout=timeout,
+                versions=promised.weight_versions[self._stage_index],
+                has_norm=Reduction.NORM in promised.reductions,
                 tied_embeddings=self._tied,
-                second_buffer=gradient_buffers == 2,
+                second_buffer=gradient_buffers == 2 and self.schedule_name not in PER_MICROBATCH,
                 check_for_nan=model.ddp_config.check_for_nan_in_grad,
                 correction=correction,
             )
@@ -117,14 +136,14 @@ class Pipeline:
         """
         return self.optimizer.drive(scheduler) if self.is_delayed else scheduler
 
-    def forward_backward(self, *, last: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
+    def forward_backward(self, *, left: int | None = None, **keywords: Any) -> list[dict[str, torch.Tensor]]:
         """Run one batch; what Megatron-Core's forward-backward functions take and return.
 
         Under a delay, forwards of the next batch may run as well, with data from the same iterator.
 
         Args:
-            last: nothing runs ahead, and the pipeline is empty afterwards: the end of training, or the
-                next batch has another number of microbatches.
+            left: batches after this one that may run ahead, as the end of training, or another number of
+                microbatches, comes after them; with 0, the pipeline is empty afterwards. None for as many as it takes.
             **keywords: ``forward_step_func``, ``data_iterator``, ``model``, ``num_microbatches``,
                 ``seq_length``, ``micro_batch_size``.
 
@@ -145,7 +164,7 @@ class Pipeline:
             self.start(call)
         self._use_executor_of(call.num_microbatches)
         self._stage.begin(call)
-        self.executor.run(self.batch, left=0 if last else None)
+        self.executor.run(self.batch, left=left)
         if self._moe_metrics is not None:
             self._moe_metrics.end(self.batch)
         self.batch += 1
@@ -179,8 +198,7 @@ class Pipeline:
 
     def random_state(self) -> RandomState | None:
         """The random state before the next batch, if forwards of that batch have run; None if it is the present."""
-        ahead = self._stage.random_state if isinstance(self._stage, DelayedStage) else None
-        return ahead[1] if ahead is not None and ahead[0] == self.batch else None
+        return self._stage.random_states.get(self.batch) if isinstance(self._stage, DelayedStage) else None
 
     def where(self) -> str:
         """What this rank is doing, for the message of a failure."""
@@ -195,13 +213,16 @@ class Pipeline:
     def start(self, call: Call) -> None:
         """Before the first batch, whose arguments ``call`` holds."""
         self._check_functions()
-        self.transfers = groups.create_transfer_groups(self._timeout)
+        self.transfers = groups.create_transfer_groups(self._timeout, ONE_WAY if self._mirrored is None else TWO_WAYS)
         self._links = Links(
-            forward_group=self.transfers.forward,
-            backward_group=self.transfers.backward,
+            groups=self.transfers.ways,
             ranks=self.transfers.ranks,
-            per_boundary=1 + self._extra_in_flight,
+            per_boundary=1 + self._options["extra_in_flight"],
         )
+        if self._mirrored is not None:
+            mirror = Mirror(self._model, self._mirrored, self._timeout)
+            self._stage = MirroredStage(call, self.schedule_name, mirror)
+            return
         if not self.is_delayed:
             self._stage = FlushedStage(call, self.schedule_name)
             return
@@ -256,12 +277,7 @@ class Pipeline:
         self.executor = Executor(schedule, self._stage_index, self._stage, self._links, self.recorder)
 
     def _lowered(self, microbatches: int) -> Schedule:
-        schedule = build(
-            self.schedule_name,
-            stages=self.stages,
-            microbatches=microbatches,
-            extra_in_flight=self._extra_in_flight,
-        )
+        schedule = build(self.schedule_name, stages=self.stages, microbatches=microbatches, **self._options)
         if self.is_delayed:
             schedule = with_gradient_copy(schedule, self.optimizer.gradient_copy)
         embedding = [Reduction.EMBEDDING] if self._tied else []

@@ -44,7 +44,7 @@ class Statistics(NamedTuple):
     """What all ranks know of a batch's gradients once the chain is through."""
 
     norm: float
-    """L2 norm over the whole model, before clipping; loss scale removed."""
+    """L2 norm over the whole model, before clipping; loss scale removed. 0 where stages are not together."""
     found_inf: bool
     """Whether a gradient is infinite or not a number; looked for only under loss scaling."""
     zeros: int | None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from megatron_2bw.mcore.rows import (
     DELAYED,
     FLUSHED,
+    MIRRORED,
     OURS,
+    PIPEDREAM,
+    TWO_BW,
     USE_FLUSH,
     USE_MEGATRON,
     VIRTUAL,
@@ -19,41 +23,88 @@ from megatron_2bw.mcore.rows import (
 
 
 def _leads_too_far(args: Any) -> bool:
-    if not given("delay_correction")(args):
+    if getattr(args, "delay_correction", None) != "lead":
         return False
     from megatron_2bw.runtime.corrections import MomentLead  # The table alone needs no torch.
 
-    decay = args.sgd_momentum if args.optimizer == "sgd" else args.adam_beta1
-    return decay <= MomentLead(args.delay_lead).least_decay
+    decays = {
+        "sgd": lambda: [args.sgd_momentum],
+        "muon": lambda: [args.muon_momentum, args.adam_beta1],
+    }.get(args.optimizer, lambda: [args.adam_beta1])
+    return min(decays()) <= MomentLead(args.delay_lead).least_decay
 
+
+def _leads_lion(args: Any) -> bool:
+    by_lion = args.optimizer == "lion" or (
+        args.optimizer == "muon" and getattr(args, "muon_scalar_optimizer", None) == "lion"
+    )
+    return by_lion and getattr(args, "delay_correction", None) == "lead"
+
+
+def _is_sharded_by_layers(args: Any) -> bool:
+    is_distributed = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
+    return args.optimizer not in ("adam", "sgd") and is_distributed
+
+
+_SAVED = "--save-params-interval and the like for activations, gradients and tokens per expert"
+_SAVES = tuple(f"save_{what}_interval" for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert"))
+_ONE_OF_TWO = "it looks at one stage per rank, and a rank has two"
 
 REFUSED: tuple[Refused, ...] = (
     Refused(
+        flag="--mixpipe-k / --mixpipe-gamma",
+        is_set=given("mixpipe_k", "mixpipe_gamma"),
+        schedules=OURS - {"mixpipe"},
+        reason="they say how many forwards mixpipe keeps in flight",
+        remedy="leave the flags out, or use --pipeline-schedule mixpipe",
+    ),
+    Refused(
         flag="--pipeline-extra-in-flight",
         is_set=given("pipeline_extra_in_flight"),
-        schedules=FLUSHED,
-        reason="a synchronous schedule keeps a fixed number of activations in flight",
+        schedules=FLUSHED | PIPEDREAM,
+        reason="only 2bw can keep more activations in flight than its stages need",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),
     Refused(
-        flag="--delay-correction lead",
+        flag="--delay-correction",
         is_set=given("delay_correction"),
         schedules=FLUSHED,
         reason="a synchronous schedule has no delay",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),
     Refused(
+        flag="--delay-correction",
+        is_set=given("delay_correction"),
+        schedules=PIPEDREAM,
+        reason="it corrects a delay of one batch, and every stage has another delay",
+        remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
         flag="--delay-correction lead",
         is_set=_leads_too_far,
-        schedules=DELAYED,
+        schedules=TWO_BW,
         reason="at this decay of the first moment, the corrected average would no longer contain the old one",
-        remedy="raise --adam-beta1 (--sgd-momentum) above C/(1+C), or lower --delay-lead C",
+        remedy="raise --adam-beta1 (--sgd-momentum, --muon-momentum) above C/(1+C), or lower --delay-lead C",
+    ),
+    Refused(
+        flag="--delay-correction lead with lion",
+        is_set=_leads_lion,
+        schedules=TWO_BW,
+        reason="Lion's update is the sign of another average than the one it keeps",
+        remedy="use --delay-correction update-lead",
+    ),
+    Refused(
+        flag="--delay-correction update-lead in fp32",
+        is_set=lambda args: getattr(args, "delay_correction", None) == "update-lead" and not (args.bf16 or args.fp16),
+        schedules=TWO_BW,
+        reason="it needs main weights beside the model's",
+        remedy="use --bf16 or --fp16, or --delay-correction lead",
     ),
     Refused(
         flag="--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
         is_set=given(*VIRTUAL),
         schedules=DELAYED,
-        reason="interleaving shrinks a bubble, and 2bw leaves none",
+        reason="interleaving shrinks a bubble, and this schedule leaves none",
         remedy="leave the flag out, or use --pipeline-schedule megatron for the interleaved schedule",
     ),
     Refused(
@@ -62,6 +113,41 @@ REFUSED: tuple[Refused, ...] = (
         schedules=FLUSHED,
         reason="it selects Megatron's interleaved schedule",
         remedy=USE_MEGATRON,
+    ),
+    Refused(
+        flag="--clip-grad / grad_norm_skip_threshold of the config",
+        is_set=lambda args: args.clip_grad > 0 or (getattr(args, "grad_norm_skip_threshold", None) or inf) < inf,
+        schedules=PIPEDREAM,
+        reason="a norm over all stages would drain the pipeline after every microbatch",
+        remedy="use --clip-grad 0, or --pipeline-schedule 2bw, which clips by the exact norm",
+    ),
+    Refused(
+        flag="--untie-embeddings-and-output-weights",
+        is_set=lambda args: not args.untie_embeddings_and_output_weights,
+        schedules=PIPEDREAM,
+        reason="a weight on the first and the last stage would have two delays",
+        remedy="set the flag, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
+        flag="--fp16 / --loss-scale",
+        is_set=given("fp16", "loss_scale"),
+        schedules=PIPEDREAM,
+        reason="skipping an update on all stages would drain the pipeline after every microbatch",
+        remedy="use --bf16 without a loss scale, or --pipeline-schedule 2bw",
+    ),
+    Refused(
+        flag="--calculate-per-token-loss",
+        is_set=given("calculate_per_token_loss"),
+        schedules=PIPEDREAM,
+        reason="only the last stage knows the number of tokens, and earlier ones would wait for it",
+        remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
+        flag="--log-num-zeros-in-grad",
+        is_set=given("log_num_zeros_in_grad"),
+        schedules=PIPEDREAM,
+        reason="a count over all stages would drain the pipeline after every microbatch",
+        remedy="leave the flag out",
     ),
     Refused(
         flag="--cuda-graph-impl",
@@ -74,7 +160,21 @@ REFUSED: tuple[Refused, ...] = (
         flag="--fp8-format / --fp4-format",
         is_set=given("fp8", "fp4"),
         schedules=DELAYED,
-        reason="quantized weights are cached for one version, and 2bw alternates between two",
+        reason="quantized weights are cached for one version, and there are several",
+        remedy=USE_FLUSH,
+    ),
+    Refused(
+        flag="--fp8-format / --fp4-format",
+        is_set=given("fp8", "fp4"),
+        schedules=MIRRORED,
+        reason="a rank's second stage gets new weights from another rank, and quantized copies of them would stay old",
+        remedy=USE_FLUSH,
+    ),
+    Refused(
+        flag="--num-experts",
+        is_set=given("num_experts"),
+        schedules=MIRRORED,
+        reason="loads and losses of experts are counted once per rank, and a rank has two stages",
         remedy=USE_FLUSH,
     ),
     Refused(
@@ -87,9 +187,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
         is_set=given("ddp_param_name_patterns_for_fp32_local_accumulation"),
-        schedules=DELAYED,
-        reason="it keeps some gradients outside of the buffer that 2bw captures",
-        remedy="leave the flag out: 2bw accumulates all gradients in fp32",
+        schedules=DELAYED | MIRRORED,
+        reason="it keeps some gradients outside of the buffer that is captured, or added to that of another rank",
+        remedy="leave the flag out",
     ),
     Refused(
         flag="--use-precision-aware-optimizer",
@@ -109,22 +209,29 @@ REFUSED: tuple[Refused, ...] = (
         flag="--num-distributed-optimizer-instances above 1",
         is_set=above("num_distributed_optimizer_instances", 1),
         schedules=DELAYED,
-        reason="its shards are summed once more over the instances, which 2bw does not do",
+        reason="its shards are summed once more over the instances, which a delayed update does not do",
         remedy="use 1 instance, or --pipeline-schedule 1f1b-flush",
     ),
     Refused(
         flag="--use-nccl-ub",
         is_set=given("nccl_ub"),
         schedules=DELAYED,
-        reason="only one of the two parameter buffers would be registered with NCCL",
+        reason="only one of the parameter buffers would be registered with NCCL",
         remedy="leave the flag out",
     ),
     Refused(
         flag="--optimizer",
-        is_set=lambda args: args.optimizer not in ("adam", "sgd"),
+        is_set=lambda args: args.optimizer not in ("adam", "sgd", "muon", "lion"),
         schedules=DELAYED,
-        reason="delayed updates are proven for adam and sgd",
-        remedy="use --optimizer adam or sgd, or --pipeline-schedule 1f1b-flush",
+        reason="delayed updates are proven for adam, sgd, muon and lion",
+        remedy="use one of these, or --pipeline-schedule 1f1b-flush",
+    ),
+    Refused(
+        flag="--optimizer muon or lion with --use-distributed-optimizer",
+        is_set=_is_sharded_by_layers,
+        schedules=DELAYED,
+        reason="Megatron shards it by layers, with a gather of weights that has no place for two versions",
+        remedy="leave --use-distributed-optimizer out, or use --pipeline-schedule 1f1b-flush",
     ),
     Refused(
         flag="--optimizer-cpu-offload",
@@ -178,25 +285,41 @@ REFUSED: tuple[Refused, ...] = (
         reason="it changes gradients and weights between batches, at one version",
         remedy=USE_FLUSH,
     ),
+    *(
+        Refused(flag=flag, is_set=given(*names), schedules=MIRRORED, reason=_ONE_OF_TWO, remedy=USE_FLUSH)
+        for flag, names in {
+            "--mtp-num-layers": ("mtp_num_layers",),
+            "--vision-pretraining": ("vision_pretraining",),
+            "--qk-clip": ("qk_clip", "log_max_attention_logit"),
+            _SAVED: _SAVES,
+        }.items()
+    ),
+    Refused(
+        flag="--tensor-parallel-num-weight-shards",
+        is_set=above("gtp_weight_remat_size", 1),
+        schedules=MIRRORED,
+        reason=_ONE_OF_TWO,
+        remedy=USE_FLUSH,
+    ),
     Refused(
         flag="--mtp-num-layers",
         is_set=given("mtp_num_layers"),
         schedules=DELAYED,
-        reason="its gradients have a norm of their own, with a reduction that 2bw does not have",
+        reason="its gradients have a norm of their own, with a reduction that delayed updates do not have",
         remedy=USE_FLUSH,
     ),
     Refused(
         flag="--ckpt-format",
         is_set=lambda args: (args.save or args.load) and args.ckpt_format not in ("torch", "torch_dist"),
         schedules=DELAYED,
-        reason="it would lose the older of the two weight versions",
+        reason="it would lose the older weight versions",
         remedy="use --ckpt-format torch_dist or torch",
     ),
     Refused(
         flag="--non-persistent-ckpt-type local",
         is_set=lambda args: args.non_persistent_ckpt_type == "local",
         schedules=DELAYED,
-        reason="resuming with both weight versions is proven for checkpoints in a shared folder",
+        reason="resuming with all weight versions is proven for checkpoints in a shared folder",
         remedy="use --non-persistent-ckpt-type global",
     ),
     Refused(
@@ -215,14 +338,8 @@ REFUSED: tuple[Refused, ...] = (
         remedy=USE_FLUSH,
     ),
     Refused(
-        flag="--save-params-interval and the like for activations, gradients and tokens per expert",
-        is_set=given(
-            "save_params_interval",
-            "save_activations_interval",
-            "save_wgrads_interval",
-            "save_dgrads_interval",
-            "save_tokens_per_expert_interval",
-        ),
+        flag=_SAVED,
+        is_set=given(*_SAVES),
         schedules=DELAYED,
         reason="what it saves after a call belongs to several batches",
         remedy=USE_FLUSH,
@@ -231,14 +348,14 @@ REFUSED: tuple[Refused, ...] = (
         flag="--check-for-large-grads",
         is_set=given("check_for_large_grads"),
         schedules=DELAYED,
-        reason="it looks at gradients when Megatron reduces them, and 2bw reduces a copy",
+        reason="it looks at gradients when Megatron reduces them, and delayed updates reduce them on their own",
         remedy=USE_FLUSH,
     ),
     Refused(
         flag="--tensor-parallel-num-weight-shards",
         is_set=above("gtp_weight_remat_size", 1),
         schedules=DELAYED,
-        reason="its gradients need a reduction that 2bw does not have",
+        reason="its gradients need a reduction that delayed updates do not have",
         remedy=USE_FLUSH,
     ),
     Refused(

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-DELAYED = frozenset({"2bw"})
-FLUSHED = frozenset({"1f1b-flush", "gpipe", "inter-layer"})
+from megatron_2bw.schedule.registry import MIRRORED
+
+TWO_BW = frozenset({"2bw"})
+PIPEDREAM = frozenset({"pipedream"})
+DELAYED = TWO_BW | PIPEDREAM
+FLUSHED = frozenset({"1f1b-flush", "gpipe", "inter-layer"}) | MIRRORED
 OURS = DELAYED | FLUSHED
-"""Those that train; the others are simulated and drawn."""
 
 USE_FLUSH = "use --pipeline-schedule 1f1b-flush, or leave the flag out"
 USE_MEGATRON = "use --pipeline-schedule megatron, or leave the flag out"
@@ -19,23 +22,6 @@ VIRTUAL = (
     "num_virtual_stages_per_pipeline_rank",
     "virtual_pipeline_model_parallel_size",  # Derived, from a pipeline layout for one.
 )
-
-
-def why_not_trained(schedule: str) -> str | None:
-    """What keeps a registered schedule from training, with the remedy; None for ours.
-
-    >>> why_not_trained("gems")[:52]
-    'gems is simulated and drawn, not trained with: a ran'
-    """
-    if schedule in OURS:
-        return None
-    reason = "a rank would have to hold two stages, of two copies of the model"
-    if schedule == "pipedream":
-        reason = "every stage would have to update after every microbatch, each with a delay of its own"
-    return (
-        f"{schedule} is simulated and drawn, not trained with: {reason}; "
-        f"use one of {', '.join(sorted(OURS))}, or look at it with megatron-2bw show {schedule}"
-    )
 
 
 def given(*names: str) -> Callable[[Any], bool]:

@@ -11,6 +11,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.utils import print_rank_0
 
 from megatron_2bw.mcore import groups
+from megatron_2bw.mcore.arguments import options_of
 from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.checkpoint import Checkpoints
 from megatron_2bw.mcore.clock import SharedClock
@@ -18,9 +19,10 @@ from megatron_2bw.mcore.exits import ExitRequests
 from megatron_2bw.mcore.monitor import PipelineMonitor
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.pipeline import Pipeline
+from megatron_2bw.mcore.rows import MIRRORED
 from megatron_2bw.mcore.stage import Call
 from megatron_2bw.mcore.trace import write_trace
-from megatron_2bw.runtime.corrections import MomentLead
+from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.runtime.recorder import Recorder
 
 _KEPT, _KEPT_FOR_TRACE = 20_000, 200_000
@@ -34,22 +36,31 @@ class Session:
         name: the schedule, as typed.
         inner: Megatron's optimizer.
         model_chunks: the model, as Megatron's training loop holds it.
+        mirrored: this rank's second stage, in a bidirectional pipeline.
     """
 
     current: Session | None = None
     """The run of this process; hooks find it here because Megatron calls them as bare functions."""
+    mirrored: Any = None
+    """The second stage of the run that is being set up."""
 
-    def __init__(self, name: str, inner: Any, model_chunks: list[Any]) -> None:
+    def __init__(self, name: str, inner: Any, model_chunks: list[Any], mirrored: Any = None) -> None:
         args = get_args()
+        if name in MIRRORED and mirrored is None:
+            raise RuntimeError(
+                f"--pipeline-schedule {name} needs a second stage on every rank, and this training script builds its "
+                "model in a way of its own; build it with Megatron's get_model, or use --pipeline-schedule 1f1b-flush"
+            )
         (model,) = model_chunks
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self.pipeline = Pipeline(
             name,
             model,
             inner,
-            extra_in_flight=args.pipeline_extra_in_flight,
+            mirrored=mirrored,
+            **options_of(args),
             gradient_buffers=args.pipeline_gradient_buffers,
-            correction=None if args.delay_correction == "none" else MomentLead(args.delay_lead),
+            correction=None if args.delay_correction == "none" else CORRECTIONS[args.delay_correction](args.delay_lead),
             timeout=self._timeout,
             logs_this_batch=self.logs_this_batch,
         )
@@ -83,7 +94,7 @@ class Session:
             timers("forward-backward", log_level=1).start(barrier=False)
         with get_timers().inside_call():
             losses = self.pipeline.forward_backward(
-                **keywords, last=self._batch_sizes.ends_with(keywords["num_microbatches"])
+                **keywords, left=self._batch_sizes.left(keywords["num_microbatches"], at_most=self.pipeline.stages)
             )
         if self.monitor is not None:
             self.monitor.after(self.pipeline.executor.schedule)
@@ -126,7 +137,7 @@ class Session:
         """Forget the run of this process, if there is one."""
         if cls.current is not None:
             cls.current.pipeline.forget()
-        cls.current = None
+        cls.current = cls.mirrored = None
 
     def _start(self, call: Call) -> None:
         args, pipeline = get_args(), self.pipeline

@@ -12,7 +12,9 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as AuxiliaryLoss
 from megatron.core.utils import get_model_config
+from torch.utils import _pytree
 
+from megatron_2bw.mcore.mirror import MicrobatchData, Mirror, at_stage
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
@@ -94,7 +96,7 @@ class MegatronStage:
         self.recorder: Recorder | None = None
         """Told how long data took to come."""
         self.num_tokens = torch.zeros([], dtype=torch.int)
-        self._is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         self._context_parallel = parallel_state.get_context_parallel_world_size()
         if self.config.variable_seq_lengths:
             raise RuntimeError(
@@ -127,40 +129,42 @@ class MegatronStage:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.boundary.device)
 
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+        return self._forward(action, received, self.call.model, self.call.data_iterator)
+
+    def _forward(self, action: Action, received: torch.Tensor | None, model: Any, data: Any) -> torch.Tensor:
         output, num_tokens = schedules.forward_step(
             self.call.forward_step_func,
-            self._data(action),
-            self.call.model,
+            data if self.recorder is None or data is None else TimedData(data, self.recorder, action),
+            model,
             self.call.num_microbatches,
             received,
             self.losses,
             self.config,
             self._context_parallel,
-            is_first_microbatch=action.microbatch == 0,
+            is_first_microbatch=action.microbatch == self._first_of(action.stage),
             current_microbatch=action.microbatch,
-            is_last_stage=self._is_last,
+            is_last_stage=action.stage == self._last,
         )
         self.num_tokens += num_tokens
         return output
 
+    def _first_of(self, stage: int) -> int:
+        """The first microbatch that ``stage`` computes here."""
+        return 0
+
     def backward(
         self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        if self._is_last:
+        if action.stage == self._last:
             schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         return schedules.backward_step(received, output, grad, self.config)
-
-    def _data(self, action: Action) -> Any:
-        if self.recorder is None or self.call.data_iterator is None:
-            return self.call.data_iterator
-        return TimedData(self.call.data_iterator, self.recorder, action)
 
     def sent(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
 
 class DelayedStage(MegatronStage):
-    """A stage of 2BW: two weight versions, updates one batch late.
+    """A stage of 2BW or PipeDream: several weight versions, updates that come late.
 
     Args:
         call: the first one's arguments.
@@ -173,14 +177,14 @@ class DelayedStage(MegatronStage):
         super().__init__(call, schedule)
         self._optimizer = optimizer
         self._moe_metrics = moe_metrics
-        self.random_state: tuple[int, RandomState] | None = None
-        """The newest batch with a forward here, and the random state before that batch's first forward."""
+        self.random_states: dict[int, RandomState] = {}
+        """By batch whose forwards ran ahead: the random state before the first of them."""
         self._auxiliary_scales: dict[tuple[int, int | None], torch.Tensor] = {}
         """Factor of the experts' auxiliary loss, per microbatch in flight."""
 
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
         if action.microbatch == 0:
-            self.random_state = action.batch, RandomState.present()
+            self.random_states[action.batch] = RandomState.present()
         if self._moe_metrics is not None:
             self._moe_metrics.use(action.batch)
         output = super().forward(action, received)
@@ -191,6 +195,7 @@ class DelayedStage(MegatronStage):
     def backward(
         self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
+        self.random_states.pop(action.batch, None)
         if self._moe_metrics is not None:
             self._moe_metrics.use(action.batch)
             # A forward of the next batch, under another loss scale, may have set the one of the process.
@@ -255,3 +260,75 @@ class FlushedStage(MegatronStage):
                 self.num_tokens if self.config.calculate_per_token_loss else None,
                 force_all_reduce=self.call.force_all_reduce,
             )
+
+
+class MirroredStage(FlushedStage):
+    """Two stages of a bidirectional pipeline: Megatron's own, and one that lends its computation to another rank.
+
+    Args:
+        call: the first one's arguments.
+        schedule: its name, for messages.
+        mirror: the second one.
+    """
+
+    def __init__(self, call: Call, schedule: str, mirror: Mirror) -> None:
+        super().__init__(call, schedule)
+        self._own = parallel_state.get_pipeline_model_parallel_rank()
+        self._mirror = mirror
+        self._backwards_left = 0
+        """Of the mirrored stage, in this batch."""
+
+    def begin(self, call: Call) -> None:
+        super().begin(call)
+        self._mirror.begin()
+        self._reports: dict[int, dict[str, torch.Tensor]] = {}
+        self._backwards_left = call.num_microbatches // 2
+        self._data = None
+        if call.data_iterator is not None:
+            self._data = MicrobatchData(call.data_iterator, call.num_microbatches)
+
+    def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+        model = self.call.model if action.stage == self._own else self._mirror.model
+        data = None if self._data is None else self._data.at(action.microbatch)
+        with at_stage(action.stage):
+            output = self._forward(action, received, model, data)
+        if action.stage == self._last:
+            self._reports[action.microbatch] = self.losses.pop()
+        return output
+
+    def backward(
+        self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        with at_stage(action.stage):
+            result = MegatronStage.backward(self, action, received, output, grad)
+        if action.stage != self._own:
+            self._backwards_left -= 1
+            if self._backwards_left == 0:
+                self._mirror.start_gradients()
+        return result
+
+    def update(self, action: Action) -> None:
+        """Once for both stages, which end together."""
+        if action.stage != self._own:
+            return
+        if self.call.num_microbatches < 2:
+            self._mirror.start_gradients()  # All zero: nothing has gone up.
+        self._mirror.add_gradients()
+        if self._own in (0, self._last):
+            self._join_reports()
+        if self._data is not None:
+            self._data.end()
+        super().update(action)
+
+    def _first_of(self, stage: int) -> int:
+        return 0 if stage == self._own else 1
+
+    def _join_reports(self) -> None:
+        """The last stage gets what its copy on the first rank has found; Megatron asks it alone."""
+        num_tokens, reports = self._mirror.exchange((self.num_tokens, self._reports))
+        if self._own == self._last:
+            self.num_tokens += num_tokens.to(self.num_tokens.device)
+            self._reports |= _pytree.tree_map_only(
+                torch.Tensor, lambda tensor: tensor.to(self.boundary.device), reports
+            )
+            self.losses = [report for _, report in sorted(self._reports.items())]

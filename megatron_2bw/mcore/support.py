@@ -6,7 +6,7 @@ One table drives the checks before training and the documentation. A flag in no 
 from __future__ import annotations
 
 from megatron_2bw.mcore.refused import REFUSED
-from megatron_2bw.mcore.rows import DELAYED, OURS, Mapped, Slowed, above, given, set_to
+from megatron_2bw.mcore.rows import DELAYED, MIRRORED, OURS, Mapped, Slowed, above, given, set_to
 
 __all__ = ["MAPPED", "OURS", "REFUSED", "SLOWED", "table"]
 
@@ -24,7 +24,7 @@ MAPPED: tuple[Mapped, ...] = (
         is_set=given("overlap_grad_reduce"),
         schedules=DELAYED,
         becomes="off",
-        reason="2bw overlaps the whole reduction with the next batch",
+        reason="delayed updates start their reductions on their own, 2bw's beside the whole next batch",
         change=set_to("overlap_grad_reduce", False),
     ),
     Mapped(
@@ -32,8 +32,22 @@ MAPPED: tuple[Mapped, ...] = (
         is_set=given("overlap_param_gather"),
         schedules=DELAYED,
         becomes="off",
-        reason="2bw gathers parameters in the update, beside the other stages' computation",
+        reason="a delayed update gathers parameters, beside the other stages' computation",
         change=set_to("overlap_param_gather", False),
+    ),
+    *(
+        Mapped(
+            flag=f"--{flag}",
+            is_set=given(flag.replace("-", "_")),
+            schedules=MIRRORED,
+            becomes="off",
+            reason=reason,
+            change=set_to(flag.replace("-", "_"), False),
+        )
+        for flag, reason in {
+            "overlap-grad-reduce": "a rank adds the gradients of the other copy of its stage first",
+            "overlap-param-gather": "a rank gives its weights to the other copy of its stage before the first forward",
+        }.items()
     ),
     Mapped(
         flag="--accumulate-allreduce-grads-in-fp32",

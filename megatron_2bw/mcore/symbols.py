@@ -54,16 +54,19 @@ def megatron_version() -> str:
     return __version__
 
 
+def is_relied_on(used: Used) -> bool:
+    """Whether it is, in the installed Megatron."""
+    release = tuple(int(part) for part in re.findall(r"\d+", megatron_version())[:3])
+    return used.since <= release and (used.until is None or release < used.until)
+
+
 def check(symbols: Iterable[Used]) -> None:
     """Refuse a Megatron that lacks one of ``symbols``.
 
     Raises:
         UnsupportedMegatronError: names the symbol, what is wrong with it and the versions.
     """
-    release = tuple(int(part) for part in re.findall(r"\d+", megatron_version())[:3])
-    for used in symbols:
-        if release < used.since or (used.until is not None and release >= used.until):
-            continue
+    for used in filter(is_relied_on, symbols):
         symbol = f"{used.module}.{used.name}"
         try:
             target = operator.attrgetter(used.name)(importlib.import_module(used.module))

@@ -39,6 +39,28 @@ def get_timers(original: Any, *args: Any, **keywords: Any) -> Any:
     return (CallTimers if ours else original)(*args, **keywords)
 
 
+def build_model(original: Any, *args: Any, **keywords: Any) -> Any:
+    from megatron.training import get_args
+
+    from megatron_2bw.mcore import mirror
+    from megatron_2bw.mcore.rows import MIRRORED
+    from megatron_2bw.mcore.session import Session
+
+    chunks = original(*args, **keywords)
+    again = inspect.signature(original).bind(*args, **keywords)
+    is_trained = again.arguments.get("wrap_with_ddp", True)
+    if is_trained and getattr(get_args(), "pipeline_schedule", "megatron") in MIRRORED:
+        given = again.arguments.get("pg_collection")  # None: Megatron makes one of its groups.
+
+        def mirrored() -> Any:
+            if given is not None:
+                again.arguments["pg_collection"] = mirror.collection(given)
+            return original(*again.args, **again.kwargs)
+
+        (Session.mirrored,) = mirror.build(mirrored)
+    return chunks
+
+
 def get_optimizer(original: Any, config: Any, model_chunks: Any, *rest: Any, **keywords: Any) -> Any:
     from megatron.training import get_args
 
@@ -48,7 +70,8 @@ def get_optimizer(original: Any, config: Any, model_chunks: Any, *rest: Any, **k
     name = getattr(get_args(), "pipeline_schedule", "megatron")
     if name == "megatron":
         return inner
-    Session.current = Session(name, inner, model_chunks)
+    Session.current = Session(name, inner, model_chunks, Session.mirrored)
+    Session.mirrored = None
     return Session.current.pipeline.optimizer
 
 

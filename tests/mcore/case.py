@@ -21,6 +21,12 @@ _PRECISION = {
     f"--initial-loss-scale {LOSS_SCALE} --loss-scale-window {LOSS_SCALE_WINDOW}",
 }
 """Main gradients are in fp32 everywhere; the loss scale moves in runs of a dozen batches."""
+_OPTIMIZER = {
+    "adam": "",
+    "muon": "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2 --muon-no-split-qkv "
+    "--muon-fp32-matmul-prec high",
+    "lion": "--optimizer lion",
+}
 _RECOMPUTE = {
     "no": "",
     "selective": "--recompute-granularity selective",
@@ -67,8 +73,12 @@ class Case:
     expert_parallel: int = 1
     """Part of the replicas, not beside them."""
     distributed_optimizer: bool = False
+    optimizer: str = "adam"
+    """adam, muon (adam for what is no matrix) or lion."""
+    correction: str = "lead"
+    """Value of ``--delay-correction``, where there is a lead."""
     lead: float = 0.0
-    """Of ``--delay-correction lead``; 0 leaves updates as they are."""
+    """Of the correction; 0 leaves updates as they are."""
     fused_gradients: bool = False
     """Weight gradients are added to ``main_grad`` in the backward; see ``stand_ins``."""
     model: tuple[str, ...] = ()
@@ -112,13 +122,17 @@ class Case:
             *"--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion".split(),
             "--no-rope-fusion",
             *(("--pipeline-trace", os.devnull) if self.record_actions else ()),
+            *_OPTIMIZER[self.optimizer].split(),
             *(("--adam-beta1", "0.95") if self.lead else ()),
-            *(("--delay-correction", "lead", "--delay-lead", str(self.lead)) if self.lead and self.schedule else ()),
+            *(self._correction() if self.lead and self.schedule else ()),
             *(() if self.tied else ("--untie-embeddings-and-output-weights",)),
             *f"{_PRECISION[self.precision]} {_RECOMPUTE[self.recompute]}".split(),
             *self._parallelism(),
         ]
         return [*arguments, *self.model, *self.flags]
+
+    def _correction(self) -> tuple[str, ...]:
+        return "--delay-correction", self.correction, "--delay-lead", str(self.lead)
 
     def _parallelism(self) -> list[str]:
         sizes = {"tensor": self.tensor_parallel, "expert": self.expert_parallel}

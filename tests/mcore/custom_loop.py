@@ -32,14 +32,19 @@ def main(case: Case, rank: int, port: int, folder: Path) -> None:
 
     record, models = RankRecord(), []
     record_updates(case, record, models)
-    ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    bare = provide(case.kind, record, models, *ends)
-    bare.config.finalize_model_grads_func = finalize_model_grads
-    model = DistributedDataParallel(bare.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), bare)
+
+    def build() -> DistributedDataParallel:
+        ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        bare = provide(case.kind, record, models, *ends)
+        bare.config.finalize_model_grads_func = finalize_model_grads
+        return DistributedDataParallel(bare.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), bare)
+
+    model = build()
     config, overrides = training.get_megatron_optimizer_config(args)
     optimizer = training.get_megatron_optimizer(config, [model], config_overrides=overrides)
     scheduler = training.get_optimizer_param_scheduler(optimizer)
-    pipeline = megatron_2bw.Pipeline(case.schedule, model, optimizer)
+    mirrored = megatron_2bw.build_mirrored(build) if case.schedule == "chimera" else None
+    pipeline = megatron_2bw.Pipeline(case.schedule, model, optimizer, mirrored=mirrored)
     scheduler = pipeline.drive(scheduler)
     data = _microbatches(case, parallel_state.get_data_parallel_rank())
     for batch in range(case.batches):
@@ -52,12 +57,12 @@ def main(case: Case, rank: int, port: int, folder: Path) -> None:
             num_microbatches=case.microbatches,
             seq_length=SEQUENCE_LENGTH,
             micro_batch_size=MICRO_BATCH_SIZE,
-            last=batch == case.batches - 1,
+            left=case.batches - 1 - batch,
         )
         pipeline.optimizer.step()
         scheduler.step(case.global_batch_size)
     pipeline.close()
-    write(record, bare, folder / f"rank{rank}.pt")
+    write(record, models[0], folder / f"rank{rank}.pt")
 
 
 def _microbatches(case: Case, replica: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -106,5 +111,6 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(forward_only=True)),
         answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
         answer("2bw", {}, {}, lambda pipeline: None),
+        answer("chimera", {}, {}),
     ]
     torch.save(answers, folder / f"rank{rank}.pt")

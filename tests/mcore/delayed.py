@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .case import EVALUATION_ITERATIONS, MICRO_BATCH_SIZE, Case
+from .case import EVALUATION_ITERATIONS, LAYERS, MICRO_BATCH_SIZE, Case
 from .loss_scale import LossScale
 from .record import Optimizers, RankRecord, weights
 from .shards import Shard
@@ -30,6 +31,8 @@ class Rules:
 
     delay: int
     """0 for ordinary training, 1 for 2BW."""
+    pipedream_stages: int = 0
+    """Not 0: the delay is d-1-s, for every weight that of the stage it would be on."""
     evaluate_every: int = 0
     """Batches between evaluations, with one at the end; 0 for none."""
     delayed_batches: int | None = None
@@ -40,6 +43,8 @@ class Rules:
     """Clip by these; None: by its own."""
     infinite: frozenset[int] = frozenset()
     """Batches whose gradient gets an infinity."""
+    directions: int = 1
+    """2: gradients of even and of odd microbatches are accumulated apart, then added, as by two copies of a stage."""
     two_tied_copies: bool = False
     """Gradients of the tied weight's two uses are accumulated apart and then added, as two stages do."""
 
@@ -61,17 +66,21 @@ class Training:
     shards: list[Shard]
     main: list[torch.nn.Parameter]
     """One per parameter of the model; a second copy of the tied weight shares that of the first."""
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     known: Optimizers
     scheduler: Any
     loss_scale: LossScale
     partial_sums: list[bool]
     """Per parameter of the model: each tensor-parallel rank has the gradient of a part of the batch's work."""
     per_token: bool
+    more_delay: list[int]
+    """Per parameter of the model, beside that of the rules."""
     data: Any
     record: RankRecord
     updates: int = 0
     """Done so far."""
+    before: list[torch.Tensor] = field(default_factory=list)
+    """Main weights before the last update."""
 
     def run(self, after_update: Callable[[int], None]) -> None:
         versions, scales = [self.compute_copy()], [self.loss_scale.value]
@@ -79,22 +88,27 @@ class Training:
         for batch in range(self.case.batches):
             delay = rules.delay if rules.delayed_batches is None or batch < rules.delayed_batches else 0
             version = max(batch - delay, min(batch, rules.ordinary_batches))
-            self.load(versions[version])
+            self.load([versions[max(version - more, 0)][i] for i, more in enumerate(self.more_delay)])
             gradients = self.compute_gradient(batch, scales[version])
+            self.before = [main.detach().clone() for main in self.main] if self.case.lead else []
             overflow = self.case.precision == "fp16" and not _everywhere_finite(gradients)
             self.loss_scale.update(overflow)
             if overflow:
                 self.record.norms.append(None)
+                versions.append(versions[-1])
             else:
                 self.update(batch, gradients)
-            versions.append(self.compute_copy())
+                versions.append(self.compute_copy())
             scales.append(self.loss_scale.value)
             self.load(versions[-1])
             after_update(batch)
 
     def compute_copy(self) -> list[torch.Tensor]:
-        pairs = zip(self.main, self.model.parameters(), strict=True)
-        return [main.detach().to(parameter.dtype, copy=True) for main, parameter in pairs]
+        """With a lead of updates: of weights ``y + c*(y - y_before)``."""
+        mains = [main.detach() for main in self.main]
+        if self.before and self.case.correction == "update-lead":
+            mains = [torch.lerp(old, main, 1 + self.case.lead) for old, main in zip(self.before, mains, strict=True)]
+        return [main.to(p.dtype, copy=True) for main, p in zip(mains, self.model.parameters(), strict=True)]
 
     def load(self, version: list[torch.Tensor]) -> None:
         for parameter, value in zip(self.model.parameters(), version, strict=True):
@@ -108,14 +122,19 @@ class Training:
         case, tokens = self.case, 0
         total: list[torch.Tensor] | None = None
         for replica in range(case.replicas):
-            part = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.model.parameters()]
+            directions = [
+                [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.model.parameters()]
+                for _ in range(self.rules.directions)
+            ]
             for microbatch in range(case.microbatches):
                 position = (batch * case.microbatches + microbatch) * case.replicas + replica
                 tokens += self.backward(position, scale)
+                part = directions[microbatch % len(directions)]
                 for gradient, parameter in zip(part, self.model.parameters(), strict=True):
                     if parameter.grad is not None:
                         gradient += parameter.grad
                     parameter.grad = None
+            part = [sum(gradients[1:], gradients[0]) for gradients in zip(*directions, strict=True)]
             if not self.per_token:
                 part = [gradient / case.replicas for gradient in part]
             total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
@@ -161,16 +180,26 @@ class Training:
         self.record.norms.append(norm)
 
     def step(self) -> None:
-        """AdamW's; with a lead, its ``m`` is ``m + k*(g - m)`` while the weights change, g scaled as m is."""
-        moments = [(main, state["exp_avg"]) for main, state in self.optimizer.state.items()] if self.case.lead else []
-        (decay,) = {group["betas"][0] for group in self.optimizer.param_groups}
-        done, share = self.updates, self.case.lead * (1 - decay) / decay
-        for main, moment in moments:
-            moment.mul_(1 - share).add_(main.grad, alpha=share * (1 - decay**done))
-        self.optimizer.step()
-        for main, moment in moments:
-            moment.add_(main.grad, alpha=-share * (1 - decay ** (done + 1))).div_(1 - share)
+        """With a lead, ``m`` is ``m + k*(g - m)`` while the weights change, g scaled as m is."""
+        for optimizer in self.optimizers:
+            self.step_of(optimizer, lead=self.case.lead if self.case.correction == "lead" else 0.0)
         self.updates += 1
+
+    def step_of(self, optimizer: torch.optim.Optimizer, lead: float) -> None:
+        """Adam's m is divided by ``1 - decay**updates``, Muon's is not."""
+        name = "exp_avg" if "betas" in optimizer.param_groups[0] else "momentum_buffer"
+        moments = [(main, state[name]) for main, state in optimizer.state.items()] if lead else []
+        (decay,) = {group["betas"][0] if "betas" in group else group["momentum"] for group in optimizer.param_groups}
+        done, share = self.updates, lead * (1 - decay) / decay
+
+        def size(updates: int) -> float:
+            return 1 - decay**updates if name == "exp_avg" else 1.0
+
+        for main, moment in moments:
+            moment.mul_(1 - share).add_(main.grad, alpha=share * size(done))
+        optimizer.step()
+        for main, moment in moments:
+            moment.add_(main.grad, alpha=-share * size(done + 1)).div_(1 - share)
 
     def norm(self, gradients: list[torch.Tensor]) -> float:
         """L2, with weights that all tensor-parallel ranks have counted once."""
@@ -241,7 +270,7 @@ def _evaluate(training: Training) -> None:
 
 
 def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Training:
-    """Model, AdamW, parameter groups and schedule as Megatron configures them."""
+    """Model, optimizers, parameter groups and schedule as Megatron configures them."""
     from megatron.core.optimizer import _get_param_groups
     from megatron.training.training import get_megatron_optimizer_config, get_optimizer_param_scheduler
 
@@ -260,27 +289,62 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
     groups = _get_param_groups([model], config, overrides)
     for group in groups:
         group["params"] = list(dict.fromkeys(main_of[named[parameter]] for parameter in group["params"]))
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-    )
+    read_or_write = {"embedding.word_embeddings.weight", "output_layer.weight"}
+    matrices = {main for shard, main in main_of.items() if len(shard.shape) == 2 and shard.name not in read_or_write}
+    optimizers = _optimizers(case, config, groups, matrices)
     return Training(
         case=case,
         rules=rules,
         model=model,
         shards=[named[parameter] for parameter in model.parameters()],
         main=[main_of[named[parameter]] for parameter in model.parameters()],
-        optimizer=optimizer,
+        optimizers=optimizers,
         known=known,
-        scheduler=get_optimizer_param_scheduler(optimizer),
+        scheduler=get_optimizer_param_scheduler(
+            SimpleNamespace(param_groups=[group for optimizer in optimizers for group in optimizer.param_groups])
+        ),
         loss_scale=LossScale.of(args),
         partial_sums=[_is_partial_sum(shard.name, parameter, args) for parameter, shard in named.items()],
         per_token=args.calculate_per_token_loss,
+        more_delay=[_pipedream_delay(shard.name, rules.pipedream_stages) for shard in named.values()],
         data=training_samples(case.kind, case.batches * case.global_batch_size),
         record=record,
+    )
+
+
+def _optimizers(case: Case, config: Any, groups: list[Any], matrices: set[torch.nn.Parameter]) -> list[Any]:
+    """AdamW, with Muon or Lion for matrices."""
+    optimizers: list[Any] = []
+    if case.optimizer != "adam":
+        of_matrices = [group | {"params": [p for p in group["params"] if p in matrices]} for group in groups]
+        groups = [group | {"params": [p for p in group["params"] if p not in matrices]} for group in groups]
+        optimizers.append(_for_matrices(case, config, [group for group in of_matrices if group["params"]]))
+    adam = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+    )
+    return [*optimizers, adam]
+
+
+def _for_matrices(case: Case, config: Any, groups: list[Any]) -> torch.optim.Optimizer:
+    """Of the library that Megatron takes them from."""
+    from emerging_optimizers.orthogonalized_optimizers import Muon
+    from emerging_optimizers.scalar_optimizers import Lion
+
+    if case.optimizer == "lion":
+        betas = config.adam_beta1, config.adam_beta2  # What Megatron 0.19 passes.
+        return Lion(groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
+    return Muon(
+        groups,
+        lr=config.lr,
+        momentum=0.95,
+        weight_decay=config.weight_decay,
+        nesterov=True,
+        extra_scale_factor=0.2,
+        fp32_matmul_prec="high",
     )
 
 
@@ -296,6 +360,16 @@ def _model(kind: str, rules: Rules, args: Any) -> torch.nn.Module:
         model.output_layer_is_tied_copy = True
         load_initial(model)
     return model
+
+
+def _pipedream_delay(name: str, stages: int) -> int:
+    """Of a weight of a GPT, by its name."""
+    if not stages:
+        return 0
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        return stages - 1 - int(parts[2]) * stages // LAYERS
+    return stages - 1 if parts[0] == "embedding" else 0
 
 
 def _is_partial_sum(name: str, parameter: torch.nn.Parameter, args: Any) -> bool:

@@ -132,6 +132,7 @@ def merge(records: list[Any], stages: int, microbatches: int) -> Results:
         _require_equal("gradient norms", record.norms, first.norms)
         _require_equal("learning rates", record.rates, first.rates)
     last = [record for record in records if record.stage == stages - 1]
+    _put_in_order(records, last)
     return Results(
         losses=_per_replica("losses", last).unflatten(1, (-1, microbatches)),
         validation_losses=_per_replica("validation_losses", last),
@@ -148,6 +149,17 @@ def merge(records: list[Any], stages: int, microbatches: int) -> Results:
         sleeps=[record.sleeps for record in records],
         outputs=[record.output for record in records],
     )
+
+
+def _put_in_order(records: list[Any], last: list[Any]) -> None:
+    """The first rank of a bidirectional pipeline has the losses of odd microbatches."""
+    for record in last:
+        for other in records:
+            same = (other.replica, other.tensor_rank) == (record.replica, record.tensor_rank)
+            if same and other.stage != record.stage and other.losses:
+                for name in ("losses", "seeds"):
+                    pairs = zip(getattr(record, name), getattr(other, name), strict=True)
+                    setattr(record, name, [scalar for pair in pairs for scalar in pair])
 
 
 def _per_replica(name: str, records: list[Any]) -> torch.Tensor:

@@ -17,16 +17,16 @@ from .harness import Results, collect, merge
 def oracle(
     case: Case,
     *,
-    delay: int,
+    delay: int = 0,
     evaluate_every: int = 0,
     delayed_batches: int | None = None,
     ordinary_batches: int = 0,
     norms: torch.Tensor | None = None,
 ) -> Results:
-    """What ``case`` must compute; its schedule, layout and flags do not matter, ``case.model`` does.
+    """What ``case`` must compute; its layout and flags do not matter, ``case.model`` does.
 
     Args:
-        delay: 0 for ordinary training, 1 for 2BW.
+        delay: 0 for ordinary training, 1 for 2BW; PipeDream's is known from the schedule.
         evaluate_every: batches between evaluations, with one at the end; 0 for none.
         delayed_batches: from this batch on, training is ordinary.
         ordinary_batches: before this batch, training is ordinary; from it on, as if a delayed run began.
@@ -47,6 +47,8 @@ def oracle(
     )
     rules = Rules(
         delay=delay,
+        directions=2 if case.schedule in ("gems", "chimera", "mixpipe") else 1,
+        pipedream_stages=case.stages if case.schedule == "pipedream" else 0,
         evaluate_every=evaluate_every,
         delayed_batches=delayed_batches,
         ordinary_batches=ordinary_batches,

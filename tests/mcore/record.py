@@ -103,7 +103,7 @@ def record_updates(case: Case, record: RankRecord, models: list[Any]) -> Optimiz
         return made
 
     training.get_megatron_optimizer = make
-    if case.schedule == "2bw":
+    if case.schedule in ("2bw", "pipedream"):
         from megatron_2bw.mcore.optimizer import DelayedOptimizer
 
         _keep_norms_of_delayed(DelayedOptimizer, record)
@@ -168,7 +168,8 @@ def _keep_norms_of_delayed(cls: Any, record: RankRecord) -> None:
         outcome = finish(self, batch)
         if outcome is not None and outcome.batch not in seen:  # A batch may be finished twice.
             seen.add(outcome.batch)
-            record.norms.append(float(outcome.grad_norm) if outcome.successful else None)
+            norm = outcome.grad_norm or 0.0  # PipeDream's stages have none.
+            record.norms.append(float(norm) if outcome.successful else None)
         return outcome
 
     cls.finish = recording

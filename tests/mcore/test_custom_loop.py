@@ -28,6 +28,11 @@ def test_synchronous_schedules_equal_megatrons_training_loop() -> None:
     assert differing(found, expected) == []
 
 
+def test_a_mirrored_stage_of_its_own() -> None:
+    case = replace(CASES[0], schedule="chimera")
+    assert differing(looped(case), run(case)) == []
+
+
 def test_what_does_not_work_is_refused() -> None:
     answers = collect(custom_loop.refused, CASES[0], CASES[0].ranks)[0]
     expected = [
@@ -36,12 +41,13 @@ def test_what_does_not_work_is_refused() -> None:
         "--delay-wgrad-compute sets does not work with gpipe",
         "unknown schedule 'unheard'; choose one of 2bw",
         "a lead of 20 needs a decay of the first moment above 0.952381, got 0.9",
-        "gpipe has no delay to correct",
+        "gpipe has no delay of one batch to correct",
         "forward_only is set: evaluate with Megatron-Core's get_forward_backward_func(), after settle()",
         "moves the learning-rate schedule by 1, and a batch has 0 samples",
     ]
     assert [part for part, answer in zip(expected, answers, strict=False) if part not in answer] == []
-    assert answers[len(expected) :] == [""]
+    assert answers[len(expected)] == ""
+    assert answers[-1] == "chimera needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
 
 
 def looped(case: Case) -> object:

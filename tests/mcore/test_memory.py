@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_2bw.schedule.registry import build
+
 from .case import Case
 from .harness import collect
 from .memory import Memory, measure
@@ -40,6 +42,30 @@ def test_what_lasts_is_a_copy_of_the_weights_and_of_what_is_updated_here(distrib
     for ours, theirs in compared(case):
         expected = ours.weights + (ours.gradients if buffers == 2 else 0)
         assert ours.lasting - theirs.lasting == pytest.approx(expected, rel=WITHIN)
+
+
+def test_pipedream_keeps_a_version_for_every_stage_behind() -> None:
+    """And no second buffer of gradients: the update comes before the next backward."""
+    case = Case(schedule="pipedream", stages=4, batches=16, tied=False, recompute="full", flags=LARGE)
+    declared = build("pipedream", stages=4, microbatches=1)
+    for stage, (ours, theirs) in enumerate(compared(case)):
+        older = declared.weight_versions[stage] - 1
+        assert ours.lasting - theirs.lasting == pytest.approx(
+            older * ours.weights, rel=WITHIN, abs=WITHIN * ours.weights
+        )
+        assert ours.in_flight == declared.in_flight[stage] == case.stages - stage
+
+
+def test_in_both_directions_a_rank_keeps_another_stage_without_its_optimizer() -> None:
+    """Its weights and gradients, and a buffer for those of the rank's own stage from the other copy."""
+    case = Case(schedule="chimera", stages=2, microbatches=4, batches=6, tied=False, flags=LARGE)
+    declared = build("chimera", stages=2, microbatches=4)
+    ranks = compared(case)
+    for rank, (ours, theirs) in enumerate(ranks):
+        lent = ranks[1 - rank][0]
+        expected = lent.weights + lent.gradients + ours.gradients
+        assert ours.lasting - theirs.lasting == pytest.approx(expected, rel=WITHIN)
+        assert ours.in_flight == declared.in_flight[rank]
 
 
 def compared(case: Case) -> list[tuple[Memory, Memory]]:

@@ -52,6 +52,8 @@ SPACES: dict[str, Space] = {
     "flush": Space(schedules=("1f1b-flush", "gpipe")),
     "megatron": Space(schedules=("megatron",)),
     "interleaved": Space(schedules=("megatron",), pipelines=(2, 3, 4), chunks=(2, 4, 5)),
+    "both ways": Space(schedules=("gems", "chimera", "mixpipe")),
+    "pipedream": Space(schedules=("pipedream",)),
     "full": Space(recomputes=(Recompute.FULL,)),
     "selective": Space(recomputes=(Recompute.SELECTIVE,)),
     "without sequence parallelism": Space(tensors=(2, 4), sequence_parallel=(False,)),
@@ -59,7 +61,11 @@ SPACES: dict[str, Space] = {
 }
 
 
-NOTHING = {(model, "without sequence parallelism") for model in ("experts", "experts without bias")}
+NOTHING = {
+    *((model, "without sequence parallelism") for model in ("experts", "experts without bias")),
+    *((model, "both ways") for model in ("experts", "experts without bias", "odd layers")),
+    *((model, "pipedream") for model, made in MODEL_CASES.items() if made.tied),
+}
 """Pairs of a model and a space that have no layout."""
 
 
@@ -149,6 +155,9 @@ def test_megatron_builds_the_same_model(model: str, validate: Validate):
 WRONG: dict[str, dict[str, Any]] = {
     "layers that do not divide": {"pipeline": 3},
     "heads that do not divide": {"tensor": 16},
+    "an odd depth for gems": {"schedule": "gems", "pipeline": 1},
+    "several microbatches for pipedream": {"schedule": "pipedream"},
+    "k of gems": {"schedule": "gems", "mixpipe_k": 2},
     "no pipeline for 2bw": {"schedule": "2bw", "pipeline": 1},
     "too few microbatches": {"schedule": "2bw", "pipeline": 4, "global_batch": 2},
     "chunks of 2bw": {"schedule": "2bw", "pipeline": 2, "chunks": 2},

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_2bw.mcore.symbols import megatron_version
+
 from .case import Case
 from .compare import FLOOR, deviation, differing
 from .harness import Results, collect, launch, merge, run
@@ -25,6 +27,8 @@ DETERMINED = Case(schedule="2bw", stages=2, microbatches=4, batches=BATCHES, tie
 """Without dropout, whose numbers depend on the layout: equal to the oracle to the last bit."""
 ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 TRACKER = "latest_checkpointed_iteration.txt"
+FILES_PER_SAVE = 2 if megatron_version().startswith("0.18") else 1
+"""At most, of a rank."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def test_precisions_and_the_distributed_optimizer(case: Case, format_: str, tmp_
     "kill",
     [
         Kill(rank=1, place="forward", call=11),
-        Kill(rank=0, place="save", call=3),
+        Kill(rank=0, place="save", call=3 * FILES_PER_SAVE),
     ],
     ids=lambda kill: f"{kill.place}-rank{kill.rank}",
 )
@@ -117,7 +121,7 @@ def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint(saved: Saved, 
         ended.tails()
     )
     complete = int((folder / TRACKER).read_text())
-    assert complete == 3 or kill.place == "forward"
+    assert 3 <= complete < BATCHES or kill.place == "forward"
     assert_continues(resume(CASE, folder, saved.format), saved.results, complete)
 
 

@@ -41,10 +41,16 @@ def test_no_number_changes(flags: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
 def test_timers_inside_a_call_are_logged(schedule: str, tmp_path: Path) -> None:
-    """``--timing-log-level 2``, after the third batch for the first two: one batch late."""
+    """``--timing-log-level 2``, after the third batch for the first two: one batch late.
+
+    Without a logging level, Megatron says nothing of its timers where emerging-optimizers is installed, which
+    configures Python's logging before it.
+    """
     sleep = Fault(kind="sleep before forward", rank=0, call=0, seconds=0.9)
-    flags = ("--timing-log-level", "2", "--timing-log-option", "all", "--log-interval", "3")
-    ended = launch(main, replace(CASE, schedule=schedule, flags=flags, faults=(sleep,), batches=4), 2, tmp_path)
+    flags = "--timing-log-level 2 --timing-log-option all --log-interval 3 --logging-level 20"
+    ended = launch(
+        main, replace(CASE, schedule=schedule, flags=tuple(flags.split()), faults=(sleep,), batches=4), 2, tmp_path
+    )
     assert not any(ended.exit_codes), ended.tails()
     log = ended.outputs[-1].split("iteration        3/", 1)[1]
     timers = {
@@ -58,9 +64,10 @@ def test_timers_inside_a_call_are_logged(schedule: str, tmp_path: Path) -> None:
     assert min(times_ms["forward-backward"]) >= 290.0
 
 
-def test_only_evaluation() -> None:
+@pytest.mark.parametrize("schedule", ["2bw", "chimera"])
+def test_only_evaluation(schedule: str) -> None:
     """``--skip-train``: of the initial weights, by Megatron's own schedule."""
-    case = replace(CASE, flags=("--skip-train", "--eval-iters", str(EVALUATION_ITERATIONS)))
+    case = replace(CASE, schedule=schedule, flags=("--skip-train", "--eval-iters", str(EVALUATION_ITERATIONS)))
     found, expected = run(case), run(replace(case, schedule=None))
     assert found.validation_losses.numel() > 0
     assert torch.equal(found.validation_losses, expected.validation_losses)
@@ -194,11 +201,15 @@ def _jump() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [CASE, replace(CASE, precision="fp16", flags=(*CASE.flags, "--loss-scale", "1024"))],
-    ids=["fp32", "fp16 with a constant loss scale"],
+    [
+        CASE,
+        replace(CASE, precision="fp16", flags=(*CASE.flags, "--loss-scale", "1024")),
+        replace(CASE, schedule="pipedream", microbatches=1),
+    ],
+    ids=["fp32", "fp16 with a constant loss scale", "pipedream"],
 )
 def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(case: Case, tmp_path: Path) -> None:
-    """``--check-for-nan-in-loss-and-grad``, Megatron's default: the norm is known to all ranks."""
+    """``--check-for-nan-in-loss-and-grad``, Megatron's default: the norm is known to all ranks, if there is one."""
     batch = 3
     fault = Fault(kind=INFINITE_GRADIENT, rank=1, call=batch * case.microbatches)
     case = replace(case, faults=(fault,))
