@@ -13,10 +13,14 @@ from typing import Any
 
 from megatron_2bw.mcore import cpu_backend
 from megatron_2bw.mcore.batches import BatchSizes
-from megatron_2bw.mcore.rows import why_not_trained
+from megatron_2bw.mcore.placement import place
+from megatron_2bw.mcore.rows import MIRRORED
 from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
-from megatron_2bw.schedule.feasible import enough_microbatches, refusal
-from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, build, canonical_name
+from megatron_2bw.planner.automatic import AUTO
+from megatron_2bw.runtime.corrections import CORRECTIONS
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.feasible import checked, enough_microbatches
+from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, canonical_name
 
 MEGATRON = "megatron"
 
@@ -32,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pipeline-schedule",
         default=MEGATRON,
         choices=[MEGATRON, *SCHEDULES, *ALIASES],
-        help="2bw: never drain the pipeline, update with gradients one batch old (PipeDream-2BW); "
-        "1f1b-flush, gpipe and inter-layer: synchronous; megatron: Megatron's own schedule, untouched. The others "
-        "are only simulated and drawn: megatron-2bw show.",
+        help="2bw: never drain the pipeline, update with gradients one batch old (PipeDream-2BW); pipedream: update "
+        "after every microbatch, with a delay per stage; 1f1b-flush, gpipe and inter-layer: synchronous; gems, chimera "
+        "and mixpipe: synchronous, in both directions, with two stages per rank; megatron: Megatron's own, untouched.",
     )
     group.add_argument(
         "--pipeline-gradient-buffers",
@@ -55,19 +59,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "(1+N)*(d-1) microbatches per batch.",
     )
     group.add_argument(
+        "--mixpipe-k",
+        type=_natural_or_auto,
+        default=None,
+        metavar="K",
+        help="mixpipe: forwards that a rank starts with, over both directions; even. By default as many as stages, "
+        "which is Chimera's order. auto: with --mixpipe-gamma, the fastest that the planner expects to fit.",
+    )
+    group.add_argument(
+        "--mixpipe-gamma",
+        type=_natural,
+        default=None,
+        metavar="G",
+        help="mixpipe: so many more forwards are in flight once backwards have begun.",
+    )
+    group.add_argument(
         "--delay-correction",
         default="none",
-        choices=["none", "lead"],
+        choices=["none", *CORRECTIONS],
         help="2bw: none is the paper's exact rule. lead updates with the average of gradients --delay-lead steps ahead "
-        "of time, as its trend has it, which allows larger learning rates; it costs no memory. Use it with a "
-        "larger --adam-beta1, such as 0.95.",
+        "of time, as its trend has it, which allows larger learning rates; use it with a larger --adam-beta1, such as "
+        "0.95. update-lead computes, evaluates and saves the model with weights that are --delay-lead updates ahead of "
+        "the optimizer's, in bf16 or fp16. Neither keeps more memory.",
     )
     group.add_argument(
         "--delay-lead",
         type=_positive,
         default=2.0,
         metavar="C",
-        help="Steps that --delay-correction lead looks ahead.",
+        help="Steps that --delay-correction looks ahead.",
     )
     group.add_argument(
         "--pipeline-trace",
@@ -91,6 +111,8 @@ def parsed(megatron_parsing: Callable[[], Any]) -> Any:
     given = [word for word in sys.argv[1:] if word.startswith("--pipeline-schedule")]
     if getattr(args, "pipeline_schedule", None) is None and given:
         _exit(ArgumentError(f"{given[0]} does not work with --yaml-cfg, which replaces all other flags; use flags"))
+    if getattr(args, "pipeline_schedule", MEGATRON) in MIRRORED:
+        _print_once(place(args))
     return args
 
 
@@ -109,6 +131,8 @@ def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
         if schedule != MEGATRON:
             _refuse(args, canonical_name(schedule))  # Again: Megatron derives some values from others.
             _check_trace(args)
+            if args.mixpipe_k == AUTO:
+                _print_once([_automatic(args)])
             # How far a loaded run has come is known only later; then `checked_before_training` looks again.
             check_batches(args, only_last_phase=args.load is not None)
     except ArgumentError as error:
@@ -153,20 +177,25 @@ def check_batches(args: Any, *, samples: int = 0, batches_done: int = 0, only_la
             name,
             stages=stages,
             microbatches=phase.microbatches,
-            extra_in_flight=args.pipeline_extra_in_flight,
             remedy=remedy,
+            **options_of(args),
         )
 
 
-def check_layout(name: str, *, stages: int, microbatches: int, extra_in_flight: int, remedy: str) -> None:
+def options_of(args: Any) -> dict[str, int | None]:
+    """What the flags say of the schedule beside its size."""
+    return {"extra_in_flight": args.pipeline_extra_in_flight, "k": args.mixpipe_k, "gamma": args.mixpipe_gamma}
+
+
+def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **options: int | None) -> None:
     """Refuse a depth and number of microbatches that the validator refuses.
 
     Args:
         name: of the schedule.
         stages: pipeline depth.
         microbatches: per batch and replica.
-        extra_in_flight: activations, per stage boundary.
         remedy: how to have more; ``{enough}`` stands for the smallest number that works.
+        **options: of the schedule; see `build`.
 
     Raises:
         ArgumentError: with the reason and the remedy.
@@ -176,17 +205,40 @@ def check_layout(name: str, *, stages: int, microbatches: int, extra_in_flight: 
             f"--pipeline-schedule {name} needs --pipeline-model-parallel-size of at least 2, got {stages}: "
             f"one stage has no bubble; use --pipeline-schedule {MEGATRON}"
         )
-    problem = refusal(build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight))
-    if problem is None:
+    size = {"stages": stages, "microbatches": microbatches, **options}
+    try:
+        checked(name, **size)
+    except ScheduleError as error:
+        problem = error.message
+    else:
         return
-    enough = enough_microbatches(name, stages=stages, microbatches=microbatches, extra_in_flight=extra_in_flight)
-    if extra_in_flight:
-        remedy = f"lower --pipeline-extra-in-flight {extra_in_flight}, {remedy}"
+    what = f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}"
+    enough = enough_microbatches(name, **size)
+    if enough is None:
+        raise ArgumentError(f"{what}; or use --pipeline-schedule 1f1b-flush")
+    if options["extra_in_flight"]:
+        remedy = f"lower --pipeline-extra-in-flight {options['extra_in_flight']}, {remedy}"
     raise ArgumentError(
-        f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}; "
-        f"it needs at least {enough}: {remedy.format(enough=enough)}, lower --micro-batch-size, "
+        f"{what}; it needs at least {enough}: {remedy.format(enough=enough)}, lower --micro-batch-size, "
         f"or use --pipeline-schedule 1f1b-flush"
     )
+
+
+def _automatic(args: Any) -> str:
+    """Choose what ``--mixpipe-k auto`` leaves open; says what."""
+    from megatron_2bw.mcore.automatic import choose
+    from megatron_2bw.planner.errors import PlanError
+
+    if args.mixpipe_gamma is not None:
+        raise ArgumentError("--mixpipe-gamma is chosen together with --mixpipe-k auto: leave it out, or give both")
+    try:
+        return choose(args)
+    except PlanError as error:
+        raise ArgumentError(f"--mixpipe-k auto needs a prediction: {error}; or give a number") from error
+
+
+def _natural_or_auto(text: str) -> int | str:
+    return text if text == AUTO else _natural(text)
 
 
 def _natural(text: str) -> int:
@@ -206,9 +258,6 @@ def _positive(text: str) -> float:
 
 
 def _refuse(args: Any, schedule: str) -> None:
-    reason = why_not_trained(schedule)
-    if reason is not None:
-        raise ArgumentError(f"--pipeline-schedule {reason}")
     for row in REFUSED:
         if row.applies(args, schedule):
             raise ArgumentError(
@@ -241,6 +290,11 @@ def _check_trace(args: Any) -> None:
 
 
 def _refuse_flags_of_ours(args: Any) -> None:
+    if getattr(args, "mixpipe_k", None) is not None or getattr(args, "mixpipe_gamma", None) is not None:
+        raise ArgumentError(
+            "--mixpipe-k and --mixpipe-gamma say how many forwards mixpipe keeps in flight: use "
+            "--pipeline-schedule mixpipe, or leave the flags out"
+        )
     for name, flag in (("pipeline_trace", "--pipeline-trace"), ("log_pipeline", "--log-pipeline")):
         if getattr(args, name, None):
             raise ArgumentError(

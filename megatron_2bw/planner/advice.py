@@ -28,6 +28,8 @@ def advice(plan: Plan) -> Iterator[str]:
         yield "No layout without a delay fits."
         return
     yield from _against_flush(plan, delayed, flushed)
+    if plan.assumption:
+        yield plan.assumption
     yield from _tie(delayed, flushed)
     faster = _time_ratio(delayed, flushed) < 1
     if faster and layout.microbatches >= MANY * layout.pipeline:

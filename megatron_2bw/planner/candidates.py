@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
-from megatron_2bw.planner import memory
+from megatron_2bw.planner import memory, mixpipe
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.costs import PRICED, SCHEDULES
 from megatron_2bw.planner.layer import Split
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors, nearest_multiple
 from megatron_2bw.planner.naming import name
@@ -20,6 +20,7 @@ from megatron_2bw.planner.rules import (
     MEGATRON,
     least_microbatches,
     microbatch_problem,
+    model_problem,
     schedule_problem,
     stage_problem,
     tensor_problem,
@@ -187,7 +188,9 @@ class Candidates:
         for shape in self._shapes():
             for schedule, chunks in self._schedules(shape):
                 for microbatch in self.space.allows("microbatches", divisors(self.global_batch // shape.data)):
-                    yield from self._switched(shape, schedule, chunks, microbatch)
+                    base = {"schedule": schedule, "chunks": chunks, "microbatch": microbatch}
+                    for order in self._orders(shape, schedule, microbatch):
+                        yield from self._switched(shape, base | order)
 
     def _schedules(self, shape: Shape) -> Iterator[tuple[str, int]]:
         """(schedule, chunks)"""
@@ -199,17 +202,31 @@ class Candidates:
                 chunks = chunks[1:]  # With one chunk it is 1f1b-flush.
             for count in self.space.allows("chunks", chunks):
                 layout = self._layout(shape, {"schedule": schedule, "chunks": count})
-                problem = schedule_problem(layout) or stage_problem(self.model, layout)
+                problem = (
+                    schedule_problem(layout) or model_problem(self.model, layout) or stage_problem(self.model, layout)
+                )
                 if problem:
-                    self.reject("the schedule suits the depth", problem, name(layout))
+                    self.reject("the schedule suits depth and model", problem, name(layout))
                 else:
                     yield schedule, count
 
-    def _switched(self, shape: Shape, schedule: str, chunks: int, microbatch: int) -> Iterator[Layout]:
+    def _orders(self, shape: Shape, schedule: str, microbatch: int) -> Iterator[dict[str, int]]:
+        """Of mixpipe: K and Gamma, which more microbatches than stages leave no choice of; of others, nothing."""
+        if schedule != "mixpipe":
+            yield {}
+            return
+        ks, gammas, stages = self.space.mixpipe_k, self.space.mixpipe_gamma, shape.pipeline
+        has_choice = self.global_batch == stages * shape.data * microbatch
+        for injected, extra in mixpipe.choices(stages) if has_choice else [(0, 0)]:
+            # As many as stages is the default, and Chimera's order.
+            k = injected % stages
+            if (ks is None or injected in ks or k in ks) and (gammas is None or extra in gammas):
+                yield {"mixpipe_k": k, "mixpipe_gamma": extra}
+
+    def _switched(self, shape: Shape, base: dict[str, object]) -> Iterator[Layout]:
         """Layouts that differ in what is not recomputation."""
-        delayed = schedule in DELAYED
-        base = {"schedule": schedule, "chunks": chunks, "microbatch": microbatch}
-        base["overlap_gradients"] = shape.data > 1 and not delayed
+        schedule, delayed = base["schedule"], base["schedule"] in DELAYED
+        base = base | {"overlap_gradients": shape.data > 1 and schedule not in WITHOUT_OVERLAP}
         for extra in self.space.allows("extra_in_flight", (0, 1) if delayed else (0,)):
             needed = least_microbatches(schedule, shape.pipeline, extra)
             if delayed and not extra and not self.space.tight:

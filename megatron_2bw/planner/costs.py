@@ -6,25 +6,32 @@ in ``periods``, which equal the simulator that runs the executor's own Programs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_2bw.planner import periods
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Split, Work, Works, works_of
-from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.memory import state_bytes_per_weight
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.periods import Pipeline, Stage
+from megatron_2bw.planner.programs import programs_of
 from megatron_2bw.planner.speeds import Machine, Speed, error_bar, machine_of
 from megatron_2bw.planner.stages import layers_of_stages, weights_of
+from megatron_2bw.schedule.action import COMPUTE
+from megatron_2bw.schedule.placement import is_paired
 from megatron_2bw.schedule.program import GradientCopy
+from megatron_2bw.schedule.registry import MIRRORED
+
+if TYPE_CHECKING:
+    from megatron_2bw.schedule.program import Schedule
 
 SCHEDULES = ("2bw", "1f1b-flush", "gpipe", "megatron")
 """Those that a search tries by itself."""
-PRICED = (*SCHEDULES, "inter-layer")
-"""Slower than 1F1B in every layout, the last one is for comparing."""
+PRICED = (*SCHEDULES, "inter-layer", "pipedream", "gems", "chimera", "mixpipe")
+"""The others are for comparing, and are tried when asked for."""
 FP32_BYTES = 4
 BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA = 40_000_000, 1_000_000
 """Megatron's size of a gradient bucket is the larger: ``DistributedDataParallel.__init__``."""
@@ -92,6 +99,20 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     )
 
 
+def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
+    """What a batch takes at least: the prediction itself, or less where that is simulated.
+
+    In both directions, the ranks in the middle have half of all stages' forwards before them and backwards behind them.
+    """
+    if layout.schedule not in MIRRORED or _processor_share(cluster) < 1:
+        return iteration(model, layout, cluster).time_s
+    pipeline = times_of(model, layout, cluster).pipeline
+    m, half = layout.microbatches, layout.pipeline // 2
+    ends_s = m * (pipeline.first.pair_s + pipeline.last.pair_s) / 2
+    middle_s = m * pipeline.middle.pair_s + pipeline.turn_s(0, half - 2) if half > 1 else 0.0
+    return max(ends_s, middle_s, pipeline.turn_s(0, layout.pipeline - 1)) + periods.flush_s(pipeline)
+
+
 def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None = None) -> Times:
     """Price all that a batch consists of."""
     if layout.schedule not in PRICED:
@@ -115,6 +136,9 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
         gradients_s=_gradients_s(layout, machine, on_first, first.backward_s),
         norm_s=_norm_s(layout, machine, weights.word_embedding if model.tied and not alone else 0),
     )
+    if layout.schedule in MIRRORED:
+        gradients_s = pipeline.gradients_s + _exchange_s(layout, machine, on_first)
+        pipeline = replace(pipeline, gradients_s=gradients_s)
     return Times(pipeline, works)
 
 
@@ -130,18 +154,33 @@ def _shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: floa
     if share == 1:
         return alone_s
     stages, steps = pipeline.stages, layout.microbatches * layout.chunks
-    stretch = sum(max(share * stages, count) for count in _running(layout.schedule, stages, steps)) / (steps * stages)
+    running = _running(layout, stages, steps)
+    stretch = sum(max(share * stages, count) for count in running) / sum(running)
     links_s = 2 * layout.microbatches * pipeline.send_s * (stages - 1) / stages
     return max(share * alone_s, stretch * work_s / stages + links_s + pipeline.gradients_s + pipeline.norm_s)
 
 
-def _running(schedule: str, stages: int, steps: int) -> list[int]:
-    """How many of the stages run, from step to step."""
-    if schedule == "2bw":
+def _running(layout: Layout, stages: int, steps: int) -> list[int]:
+    """How many of the ranks run, from step to step."""
+    if layout.schedule in ("2bw", "pipedream"):
         return [stages] * steps
-    if schedule == "inter-layer":
+    if layout.schedule == "inter-layer":
         return [1] * (steps * stages)
+    if layout.schedule in MIRRORED:
+        return _running_both_ways(programs_of(layout))
     return [min(step, stages, steps, steps + stages - step) for step in range(1, steps + stages)]
+
+
+def _running_both_ways(programs: Schedule) -> list[int]:
+    """The same, with a backward that takes two forwards."""
+    from megatron_2bw.schedule.simulate import Durations, simulate
+
+    timeline = simulate(programs, Durations(forward_s=1, backward_s=2), 1)
+    running = [0] * int(timeline.makespan_s)
+    for event in (event for events in timeline.events for event in events if event.action.type in COMPUTE):
+        for step in range(int(event.start_s), int(event.end_s)):
+            running[step] += 1
+    return running
 
 
 def _processor_share(cluster: Cluster) -> float:
@@ -151,7 +190,8 @@ def _processor_share(cluster: Cluster) -> float:
 def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run, by closed form.
 
-    Exact but for stages with a number of layers of their own under 1F1B, which are simulated.
+    Exact but for stages with a number of layers of their own under 1F1B, PipeDream and what runs in both directions,
+    which are simulated.
     """
     if layout.schedule == "2bw":
         return periods.two_bw_s(pipeline, extra_in_flight=layout.extra_in_flight, copy=gradient_copy(layout))
@@ -161,7 +201,7 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.inter_layer_s(pipeline)
     if layout.chunks > 1:
         return periods.interleaved_s(pipeline, layout.chunks)
-    if layout.first_stage_layers or layout.last_stage_layers:
+    if layout.first_stage_layers or layout.last_stage_layers or layout.schedule in (*MIRRORED, "pipedream"):
         return simulated_s(layout, pipeline)
     return periods.one_f_one_b_s(pipeline)
 
@@ -176,25 +216,25 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
     """
     # A search does not need the simulator, and a tenth of a second to load it is long.
     from megatron_2bw.schedule.lowering import DEFAULT_REDUCTIONS, with_gradient_copy
-    from megatron_2bw.schedule.registry import build
     from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 
     if layout.chunks > 1:
         raise PlanError(f"chunks {layout.chunks}: the interleaved schedule has no Programs to simulate; use 1")
-    name = "1f1b-flush" if layout.schedule == "megatron" else layout.schedule
-    programs = build(
-        name, stages=pipeline.stages, microbatches=pipeline.microbatches, extra_in_flight=layout.extra_in_flight
-    )
+    programs = programs_of(layout)
+    reductions = [reduction for reduction in DEFAULT_REDUCTIONS if reduction in programs.reductions]
     stages = [stage for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True) for _ in range(count)]
     durations = Durations(
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),
-        update_s=pipeline.update_s,
+        # Of a rank's two stages, one is updated there.
+        update_s=pipeline.update_s / len(programs.stages_of(0)),
         send_s=pipeline.send_s,
-        reduce_s=(pipeline.gradients_s + pipeline.norm_s) / len(DEFAULT_REDUCTIONS),
+        reduce_s=(pipeline.gradients_s + pipeline.norm_s) / len(reductions),
     )
-    if name != "2bw":  # A flush leaves nothing to the next batch.
+    if not any(programs.delay):  # A flush leaves nothing to the next batch.
         return float(simulate(programs, durations, 1).makespan_s)
+    if programs.name == "pipedream":
+        return float(steady_state(programs, durations).period_s)
     return float(steady_state(with_gradient_copy(programs, gradient_copy(layout)), durations).period_s)
 
 
@@ -225,7 +265,8 @@ def _computed_again(layout: Layout, layers: int) -> int:
 def _send_s(model: Model, layout: Layout, machine: Machine) -> float:
     """Activations of one microbatch to the next stage, or their gradient back."""
     size_bytes = model.seq_length * layout.microbatch * model.hidden_size * layout.precision.width
-    distance = layout.tensor * layout.data
+    # With both copies of a stage on a node, its neighbours' are on the next one, twice.
+    distance = layout.tensor * layout.data * (2 if _is_paired(layout, machine) else 1)
     if layout.sequence_parallel:
         return machine.send_s(size_bytes / layout.tensor, distance, layout.gpus)
     if layout.split_transfers and layout.tensor > 1:
@@ -238,18 +279,35 @@ def _gradients_s(layout: Layout, machine: Machine, weights: int, backward_s: flo
     """Sum over replicas; with overlap, what goes on after the last backward, at least its last bucket."""
     one = machine.reduce_scatter_s if layout.distributed_optimizer else machine.all_reduce_s
     sum_s = one(state_bytes_per_weight(layout).gradient * weights, layout.data, layout.tensor)
-    if layout.schedule == "2bw" or not layout.overlap_gradients:
+    if layout.schedule in WITHOUT_OVERLAP or not layout.overlap_gradients:
         return sum_s
     bucket = max(BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA * layout.data)
     return max(sum_s - backward_s, sum_s * min(1.0, bucket / weights))
+
+
+def _exchange_s(layout: Layout, machine: Machine, weights: int) -> float:
+    """Weights of one stage and gradients of another, between the ranks that have both copies of both."""
+    size_bytes = weights * (layout.precision.width + state_bytes_per_weight(layout).gradient)
+    if _is_paired(layout, machine):
+        return machine.send_s(size_bytes, 1, 1)
+    return machine.send_s(size_bytes, layout.tensor * layout.data * (layout.pipeline - 1), layout.gpus)
+
+
+def _is_paired(layout: Layout, machine: Machine) -> bool:
+    return layout.schedule in MIRRORED and is_paired(
+        ranks=layout.gpus, per_node=machine.gpus_per_node, stages=layout.pipeline
+    )
 
 
 def _norm_s(layout: Layout, machine: Machine, shared_weights: int) -> float:
     """Sum of the tied embedding's gradient over first and last stage, and of the norm over all ranks."""
     size_bytes = state_bytes_per_weight(layout).gradient * shared_weights
     # Two ranks send each other all of it; so do those of the other replicas and shards, at the same time.
-    ends_s = machine.send_s(size_bytes, layout.tensor * layout.data, layout.gpus) if shared_weights else 0.0
-    return ends_s + machine.all_reduce_s(FP32_BYTES, layout.gpus, 1)
+    if _is_paired(layout, machine):  # Both are on one node.
+        ends_s = machine.send_s(size_bytes, 1, 1)
+    else:
+        ends_s = machine.send_s(size_bytes, layout.tensor * layout.data, layout.gpus)
+    return (ends_s if shared_weights else 0.0) + machine.all_reduce_s(FP32_BYTES, layout.gpus, 1)
 
 
 def _update_s(layout: Layout, machine: Machine, weights: int) -> float:
@@ -267,25 +325,35 @@ def _parts(model: Model, layout: Layout, times: Times, time_s: float, *, shared:
     """Seconds of a batch on the slower of first and last stage; they add up to ``time_s``."""
     pipeline, works, layers = times.pipeline, times.works, layers_of_stages(model, layout)
     on_last = layout.pipeline > 1 and pipeline.last.pair_s >= pipeline.first.pair_s
-    count = layers.last if on_last else layers.first
-    m, layer = layout.microbatches, works.layer
-    parts = {
-        "layers, as profiled": m * count * (layer.forward.measured_s + layer.backward.measured_s),
-        "matrix products": m * count * (layer.forward.products_s + layer.backward.products_s),
-        "elementwise kernels": m * count * (layer.forward.elementwise_s + layer.backward.elementwise_s),
-        "tensor parallel": m * count * (layer.forward.tensor_parallel_s + layer.backward.tensor_parallel_s),
-        "launching kernels": m * count * (layer.forward.launch_s + layer.backward.launch_s),
-        "recompute": m * _computed_again(layout, count) * layer.again_s,
-        "embedding": 0.0 if on_last else m * (works.embedding.forward_s + works.embedding.backward_s),
-        "loss": m * (works.loss.forward_s + works.loss.backward_s) if on_last or layout.pipeline == 1 else 0.0,
-        "update": pipeline.update_s,
-    }
+    if layout.schedule in MIRRORED:  # The first rank has both, each for half of the microbatches.
+        ends = [
+            _work_parts(layout, works, count, is_last=last) for last, count in ((0, layers.first), (1, layers.last))
+        ]
+        parts = {name: (ends[0][name] + ends[1][name]) / 2 for name in ends[0]}
+    else:
+        parts = _work_parts(layout, works, layers.last if on_last else layers.first, is_last=on_last)
+    parts["update"] = pipeline.update_s
     if layout.schedule != "2bw":
         parts["sum of gradients"] = pipeline.gradients_s + pipeline.norm_s
     total_s = sum(parts.values())
     if shared and total_s > time_s:  # Work is done faster while others wait.
         return {name: part_s * time_s / total_s for name, part_s in parts.items()} | {"waiting": 0.0}
     return parts | {"waiting": time_s - total_s}
+
+
+def _work_parts(layout: Layout, works: Works, count: int, *, is_last: bool) -> dict[str, float]:
+    """Seconds of a batch in ``count`` layers of the first or the last stage, and in what else is there."""
+    m, layer = layout.microbatches, works.layer
+    return {
+        "layers, as profiled": m * count * (layer.forward.measured_s + layer.backward.measured_s),
+        "matrix products": m * count * (layer.forward.products_s + layer.backward.products_s),
+        "elementwise kernels": m * count * (layer.forward.elementwise_s + layer.backward.elementwise_s),
+        "tensor parallel": m * count * (layer.forward.tensor_parallel_s + layer.backward.tensor_parallel_s),
+        "launching kernels": m * count * (layer.forward.launch_s + layer.backward.launch_s),
+        "recompute": m * _computed_again(layout, count) * layer.again_s,
+        "embedding": 0.0 if is_last else m * (works.embedding.forward_s + works.embedding.backward_s),
+        "loss": m * (works.loss.forward_s + works.loss.backward_s) if is_last or layout.pipeline == 1 else 0.0,
+    }
 
 
 def model_flops(model: Model, samples: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
@@ -12,7 +13,7 @@ from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import MEGATRON, gpu_problem, problem
-from megatron_2bw.planner.unpriced import check_priced
+from megatron_2bw.planner.unpriced import check_pipedream, check_priced
 
 MODEL_NUMBERS: dict[str, str] = {
     "--num-layers": "num_layers",
@@ -38,6 +39,8 @@ LAYOUT_NUMBERS: dict[str, str] = {
     "--decoder-first-pipeline-num-layers": "first_stage_layers",
     "--decoder-last-pipeline-num-layers": "last_stage_layers",
     "--pipeline-extra-in-flight": "extra_in_flight",
+    "--mixpipe-k": "mixpipe_k",
+    "--mixpipe-gamma": "mixpipe_gamma",
     "--pipeline-gradient-buffers": "gradient_buffers",
 }
 """Flags with a number of the Layout."""
@@ -95,8 +98,14 @@ def read(
         PlanError: a flag is missing, malformed, refused by Megatron or beyond the cost model.
     """
     notes = check_priced(options)
+    if options.text("--pipeline-schedule") == "pipedream":
+        check_pipedream(options)
     model = read_model(options, kind=kind)
     layout = _layout(options, model, gpus, fused=(gpu is None or gpu.has_bf16) if fused is None else fused)
+    if options.text("--mixpipe-k", "0") == AUTO and has_choice(layout):
+        if gpu is None:
+            raise PlanError(f"--mixpipe-k {AUTO}: that depends on the GPU; give --cluster, or a number")
+        layout = choose(model, layout, gpu.memory_gb * 2**30)
     refused = problem(model, layout) or (gpu_problem(gpu, layout.precision) if gpu else None)
     if refused:
         raise PlanError(refused)
@@ -166,7 +175,11 @@ def _vocabulary(options: Options, kind: Kind) -> int:
 
 
 def _layout(options: Options, model: Model, gpus: int | None, *, fused: bool) -> Layout:
-    numbers = {name: options.number(flag) for flag, name in LAYOUT_NUMBERS.items() if flag in options}
+    numbers = {
+        name: options.number(flag)
+        for flag, name in LAYOUT_NUMBERS.items()
+        if flag in options and (flag != "--mixpipe-k" or options.text(flag) != AUTO)
+    }
     numbers.setdefault("pipeline", 1)
     numbers.setdefault("tensor", 1)
     if "microbatch" not in numbers:
@@ -284,6 +297,8 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--decoder-first-pipeline-num-layers": (layout.first_stage_layers, 0),
         "--decoder-last-pipeline-num-layers": (layout.last_stage_layers, 0),
         "--pipeline-extra-in-flight": (layout.extra_in_flight, 0),
+        "--mixpipe-k": (layout.mixpipe_k, 0),
+        "--mixpipe-gamma": (layout.mixpipe_gamma, 0),
         "--pipeline-gradient-buffers": (layout.gradient_buffers, 2),
         "--micro-batch-size": (layout.microbatch, 0),
         "--global-batch-size": (layout.global_batch, 0),
@@ -304,5 +319,6 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--overlap-grad-reduce": layout.overlap_gradients,
         f"--{layout.precision}": layout.precision is not Precision.FP32,
         "--attention-backend unfused": not layout.fused_attention,
+        "--clip-grad 0": layout.schedule == "pipedream",
     }
     return [*map(str, words), *(word for switch, on in switches.items() if on for word in switch.split())]

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.multiples import nearest_multiple
+from megatron_2bw.schedule.registry import MIRRORED
 
 
 class Recompute(StrEnum):
@@ -41,6 +42,8 @@ class Precision(StrEnum):
         return 4 if self is Precision.FP32 else 2
 
 
+WITHOUT_OVERLAP = MIRRORED | {"2bw", "pipedream"}
+"""Schedules that switch ``--overlap-grad-reduce`` off."""
 _COUNTS = {
     "pipeline": 1,
     "data": 1,
@@ -51,6 +54,8 @@ _COUNTS = {
     "chunks": 1,
     "gradient_buffers": 1,
     "extra_in_flight": 0,
+    "mixpipe_k": 0,
+    "mixpipe_gamma": 0,
     "first_stage_layers": 0,
     "last_stage_layers": 0,
 }
@@ -97,6 +102,10 @@ class Layout:
     fused_attention: bool = True
     """Attention that never stores its scores."""
     extra_in_flight: int = 0
+    mixpipe_k: int = 0
+    """``--mixpipe-k``: forwards that a rank starts with; 0: as many as stages."""
+    mixpipe_gamma: int = 0
+    """``--mixpipe-gamma``: so many more are let in later."""
     gradient_buffers: int = 2
     """Of 2bw: ``--pipeline-gradient-buffers``."""
     first_stage_layers: int = 0

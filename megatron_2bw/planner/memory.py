@@ -10,7 +10,9 @@ from megatron_2bw.planner import activations
 from megatron_2bw.planner.activations import LayerActivations
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.programs import open_losses
 from megatron_2bw.planner.stages import Layers, Weights, chunks_in_flight, layers_of_stages, weights_of
+from megatron_2bw.schedule.registry import MIRRORED
 
 FP32_BYTES = 4
 CONTEXT_BYTES = 1.5 * 2**30
@@ -29,11 +31,13 @@ class StageMemory:
     weights_bytes: float
     """In the precision of forward and backward."""
     older_weights_bytes: float
-    """2bw: the second weight version."""
+    """2bw: the second weight version; pipedream: d-1-s of them."""
     gradients_bytes: float
     """The buffer in which microbatches are summed."""
     captured_gradients_bytes: float
     """2bw: gradients of the batch before, or this rank's shard, until its update."""
+    mirrored_bytes: float
+    """gems, chimera, mixpipe: weights and gradients of the rank's other stage, and gradients to receive."""
     optimizer_bytes: float
     """Adam: two moments, and fp32 weights where weights are in 16 bits."""
     activations_bytes: float
@@ -77,13 +81,16 @@ def stages(model: Model, layout: Layout) -> tuple[StageMemory, ...]:
 def largest(model: Model, layout: Layout) -> StageMemory:
     """The stage that needs most memory, without a look at every stage.
 
-    Stages between the first and the last differ only in their forwards in flight, which fall from stage to stage.
+    Stages between the first and the last differ only in their forwards in flight and older weights, which fall from
+    stage to stage, but in both directions.
 
     Raises:
         PlanError: the layers cannot be spread over the stages.
     """
     shares = _shares(model, layout)
     candidates = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
+    if layout.schedule in MIRRORED:
+        candidates = range(layout.pipeline)
     return max((_stage(model, layout, shares, stage) for stage in candidates), key=lambda memory: memory.total_bytes)
 
 
@@ -107,20 +114,26 @@ def _shares(model: Model, layout: Layout) -> _Shares:
 
 def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMemory:
     states, layer = shares.states, shares.layer
-    count = shares.layers.of(stage, layout.pipeline)
-    weights = shares.weights.of(stage, count, model, layout.pipeline)
+    # In both directions, rank s has stages s and d-1-s.
+    hosted = [stage, layout.pipeline - 1 - stage] if layout.schedule in MIRRORED else [stage]
+    counts = [shares.layers.of(one, layout.pipeline) for one in hosted]
+    weights, *others = (
+        shares.weights.of(one, count, model, layout.pipeline) for one, count in zip(hosted, counts, strict=True)
+    )
     chunks = chunks_in_flight(layout, stage)
-    kept = chunks * _kept_by_chunk(layer, layout, count // layout.chunks)
-    if stage == 0:
+    kept = chunks * _kept_by_chunk(layer, layout, max(counts) // layout.chunks)
+    if 0 in hosted:
         kept += -(-chunks // layout.chunks) * activations.of_embedding(model, layout)
-    logits, working = _peak(model, layout, layer, is_last=stage == layout.pipeline - 1)
+    logits, working = _peak(model, layout, layer, _losses(layout, stage) if layout.pipeline - 1 in hosted else 0)
+    versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
     in_update = weights * states.update
     return StageMemory(
         stage=stage,
         weights_bytes=weights * states.weight,
-        older_weights_bytes=weights * states.older_weight,
+        older_weights_bytes=weights * states.older_weight * (versions - 1),
         gradients_bytes=weights * states.gradient,
         captured_gradients_bytes=weights * states.captured_gradient,
+        mirrored_bytes=sum(other * (states.weight + states.gradient) + weights * states.gradient for other in others),
         optimizer_bytes=weights * states.optimizer,
         activations_bytes=kept,
         logits_bytes=logits,
@@ -135,6 +148,7 @@ class WeightStates(NamedTuple):
 
     weight: int
     older_weight: int
+    """Of one version."""
     gradient: int
     captured_gradient: float
     optimizer: float
@@ -171,7 +185,7 @@ def state_bytes_per_weight(layout: Layout) -> WeightStates:
     captures = delayed and layout.gradient_buffers > 1
     return WeightStates(
         weight=width,
-        older_weight=width if delayed else 0,
+        older_weight=width if delayed or layout.schedule == "pipedream" else 0,
         gradient=width if in_16_bits else FP32_BYTES,
         captured_gradient=_shared(FP32_BYTES, shards) if captures else 0,
         optimizer=_shared(main_weight + 2 * FP32_BYTES, shards),
@@ -193,16 +207,22 @@ def _kept_by_chunk(layer: LayerActivations, layout: Layout, layers: int) -> floa
     return again * layer.input + (layers - again) * layer.kept
 
 
-def _peak(model: Model, layout: Layout, layer: LayerActivations, *, is_last: bool) -> tuple[float, float]:
-    """Bytes of the loss, and of the layer under way, at whichever of the two moments takes more."""
+def _losses(layout: Layout, stage: int) -> int:
+    """Forwards of the last stage at once, on a rank that has it."""
+    if layout.schedule in MIRRORED:
+        return open_losses(layout, stage)
+    return layout.microbatches if layout.schedule == "gpipe" else 1
+
+
+def _peak(model: Model, layout: Layout, layer: LayerActivations, losses: int) -> tuple[float, float]:
+    """Bytes of so many losses, and of the layer under way, at whichever of the two moments takes more."""
     working = layer.working
     if layout.recompute == Recompute.FULL:
         at_once = layout.recompute_layers if layout.recompute_method == RecomputeMethod.UNIFORM else 1
         working += at_once * layer.kept
-    if not is_last:
+    if not losses:
         return 0.0, working
     loss = activations.of_loss(model, layout)
-    losses = layout.microbatches if layout.schedule == "gpipe" else 1
     in_layer = (losses - 1) * loss.kept
     at_loss = losses * loss.kept + loss.working
     return (at_loss, 0.0) if at_loss > in_layer + working else (in_layer, working)

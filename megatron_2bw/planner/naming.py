@@ -20,6 +20,8 @@ _COUNTS = {
     "v": "chunks",
     "x": "extra_in_flight",
     "g": "gradient_buffers",
+    "k": "mixpipe_k",
+    "y": "mixpipe_gamma",
 }
 _SWITCHES = {
     "sp": ("sequence_parallel", True),
@@ -34,7 +36,8 @@ def name(layout: Layout) -> str:
     """``layout`` in one word, without what is as usual.
 
     d, t, w: pipeline, tensor and data-parallel size; b: microbatch size; v: chunks; sp: sequence parallel;
-    do: distributed optimizer; blockN, uniformN: full recomputation; x: extra in flight; g: gradient buffers.
+    do: distributed optimizer; blockN, uniformN: full recomputation; x: extra in flight; g: gradient buffers; k, y:
+    mixpipe's K and Gamma.
 
     >>> name(Layout(schedule="2bw", pipeline=4, data=2, tensor=8, microbatch=2, global_batch=64, recompute="full"))
     '2bw:d4,t8,w2,b2,uniform1'
@@ -48,6 +51,9 @@ def name(layout: Layout) -> str:
     parts += ["sp"] * layout.sequence_parallel + ["do"] * layout.distributed_optimizer
     parts += [f"x{layout.extra_in_flight}"] * (layout.extra_in_flight > 0)
     parts += [f"g{layout.gradient_buffers}"] * (layout.gradient_buffers != 2)
+    parts += [f"k{layout.mixpipe_k}"] * (layout.mixpipe_k > 0) + [f"y{layout.mixpipe_gamma}"] * (
+        layout.mixpipe_gamma > 0
+    )
     return f"{layout.schedule}:{','.join(parts)}"
 
 

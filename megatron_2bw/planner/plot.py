@@ -11,7 +11,13 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.search import Choice, Plan
 from megatron_2bw.planner.table import gib
 
-_COLOURS = dict(zip(PRICED, ("#2563b5", "#bf5f0b", "#2a7d43", "#7140ab", "#6b7280"), strict=True))
+_COLOURS = dict(
+    zip(
+        PRICED,
+        ("#2563b5", "#bf5f0b", "#2a7d43", "#7140ab", "#6b7280", "#b3261e", "#0e7c86", "#c2187a", "#8a6d00"),
+        strict=True,
+    )
+)
 _INK, _FAINT_INK, _GRID, _LIMIT = "#1f2430", "#5b6474", "#e9ebf0", "#d1242f"
 _WIDTH, _HEIGHT = 900, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 96, 28, 72, 60

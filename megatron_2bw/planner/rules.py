@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
+from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import layers_of_stages
+from megatron_2bw.schedule.registry import MIRRORED
 
 MEGATRON = "megatron"
 DELAYED = frozenset({"2bw"})
 """Schedules whose gradients are one step old."""
+_BY_PROGRAMS = MIRRORED | {"pipedream"}
+"""Schedules that take only some numbers of microbatches."""
 
 
 def delay_of(layout: Layout) -> int:
-    """By how many updates the weights of a batch lag behind."""
+    """By how many updates the weights of a batch lag behind; under pipedream, on the first stage."""
+    if layout.schedule == "pipedream":
+        return layout.pipeline - 1
     return 1 if layout.schedule in DELAYED else 0
 
 
@@ -30,6 +38,7 @@ def problem(model: Model, layout: Layout) -> str | None:
     return (
         tensor_problem(model, layout.tensor, sequence_parallel=layout.sequence_parallel)
         or schedule_problem(layout)
+        or model_problem(model, layout)
         or stage_problem(model, layout)
         or recompute_problem(model, layout)
         or microbatch_problem(layout, needed)
@@ -73,8 +82,31 @@ def schedule_problem(layout: Layout) -> str | None:
         return f"chunks {layout.chunks} need pipeline of at least 2; use chunks 1"
     if layout.extra_in_flight and layout.schedule not in DELAYED:
         return f"extra_in_flight {layout.extra_in_flight}: {layout.schedule} keeps a fixed number of activations; use 0"
+    if layout.schedule in MIRRORED and layout.pipeline % 2:
+        nearest = layout.pipeline + 1
+        return f"pipeline {layout.pipeline}: {layout.schedule} pairs stages and needs an even depth; use {nearest}"
+    for field, value in (("mixpipe_k", layout.mixpipe_k), ("mixpipe_gamma", layout.mixpipe_gamma)):
+        if value and layout.schedule != "mixpipe":
+            return f"{field} {value}: {layout.schedule} has no such number; use 0"
+    if layout.mixpipe_k % 2 or layout.mixpipe_k > layout.pipeline:
+        nearest = min(layout.mixpipe_k // 2 * 2 or 2, layout.pipeline)
+        return f"mixpipe_k {layout.mixpipe_k}: an even number up to pipeline {layout.pipeline}; use {nearest}"
+    most = (layout.pipeline - (layout.mixpipe_k or layout.pipeline)) // 2
+    if layout.mixpipe_gamma > most:
+        return f"mixpipe_gamma {layout.mixpipe_gamma}: at most (d - k)/2 = {most}; use {most}"
     if layout.gradient_buffers not in (1, 2):
         return f"gradient_buffers {layout.gradient_buffers}: there are 1 or 2; use 2"
+    return None
+
+
+def model_problem(model: Model, layout: Layout) -> str | None:
+    """Why the schedule cannot train this model like that: see ``mcore.refused``."""
+    if layout.schedule in MIRRORED and model.num_experts:
+        return f"num_experts {model.num_experts}: {layout.schedule} trains no experts; use schedule 1f1b-flush"
+    if layout.schedule == "pipedream" and model.tied:
+        return "pipedream cannot tie the embeddings of two stages; give --untie-embeddings-and-output-weights"
+    if layout.schedule == "pipedream" and layout.precision is Precision.FP16:
+        return f"precision {layout.precision}: pipedream cannot scale losses; use {Precision.BF16} or {Precision.FP32}"
     return None
 
 
@@ -131,4 +163,15 @@ def microbatch_problem(layout: Layout, needed: int) -> str | None:
             f"microbatches {count}: interleaving needs a multiple of pipeline {layout.pipeline}; "
             f"use global_batch {nearest * unit}"
         )
+    if layout.schedule in _BY_PROGRAMS and (refused := refusal(layout)):
+        return f"microbatches {count}: {refused}; use {_nearest_that_works(layout)}"
     return None
+
+
+def _nearest_that_works(layout: Layout) -> str:
+    """A batch, or options, with which the schedule takes the number of microbatches."""
+    if layout.mixpipe_k or layout.mixpipe_gamma:
+        return f"global_batch {layout.pipeline * layout.microbatch * layout.data}"
+    counts = sorted(range(1, layout.microbatches + 2 * layout.pipeline), key=lambda m: abs(m - layout.microbatches))
+    unit = layout.microbatch * layout.data
+    return next(f"global_batch {m * unit}" for m in counts if not refusal(replace(layout, global_batch=m * unit)))

@@ -22,7 +22,7 @@ from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import DELAYED, gpu_problem
+from megatron_2bw.planner.rules import delay_of, gpu_problem
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.table import billions, gib
 
@@ -63,6 +63,8 @@ class Plan:
     rejected: tuple[Rejection, ...]
     layouts: int
     """Decided on: rejected, beaten or priced."""
+    assumption: str = ""
+    """What the efficiency rests on, if it was not given."""
 
     @property
     def best(self) -> Choice:
@@ -70,8 +72,10 @@ class Plan:
         return self.choices[0]
 
     def best_of(self, *, delayed: bool) -> Choice | None:
-        """The best with, or without, delayed gradients."""
-        return next((choice for choice in self.choices if (choice.layout.schedule in DELAYED) == delayed), None)
+        """The best with gradients one step old, or with exact ones."""
+        delay = 1 if delayed else 0
+        ranked = (c for c in self.choices if delay_of(c.layout) == delay and c.layout.schedule != "pipedream")
+        return next(ranked, None)
 
 
 def search(
@@ -141,8 +145,11 @@ def parts_of(stage: StageMemory) -> dict[str, float]:
 
 
 def loss_time_s(layout: Layout, time_s: float, efficiency: float) -> float:
-    """Time of the batches that make as much progress as one batch of synchronous training."""
-    return time_s / efficiency if layout.schedule in DELAYED else time_s
+    """Time of the batches that make as much progress as one batch of synchronous training.
+
+    pipedream, whose gradients are older than 2bw's, makes no more progress than it.
+    """
+    return time_s / efficiency if delay_of(layout) else time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +179,7 @@ class _Search:
 
     def _bound_s(self, base: Layout) -> float:
         """What no layout on ``base`` is faster than."""
-        time_s = costs.iteration(self.candidates.model, base, self.candidates.cluster).time_s
+        time_s = costs.least_s(self.candidates.model, base, self.candidates.cluster)
         return loss_time_s(base, time_s, self.efficiency)
 
     def _fitting(self, base: Layout) -> Iterator[Choice]:

@@ -25,6 +25,8 @@ class Space:
     sequence_parallel: tuple[bool, ...] | None = None
     distributed_optimizer: tuple[bool, ...] | None = None
     extra_in_flight: tuple[int, ...] | None = None
+    mixpipe_k: tuple[int, ...] | None = None
+    mixpipe_gamma: tuple[int, ...] | None = None
     gradient_buffers: tuple[int, ...] | None = None
     precision: Precision | None = None
     """None: bf16 where the GPU has it, else fp16."""

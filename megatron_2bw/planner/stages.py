@@ -9,6 +9,8 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_divisor
+from megatron_2bw.planner.programs import programs_of
+from megatron_2bw.schedule.registry import MIRRORED
 
 
 class Layers(NamedTuple):
@@ -80,7 +82,8 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
     """Most forwards of ``stage`` at once whose backward has not run; each of one chunk, ``1/chunks`` of the stage.
 
     - 2bw, x more per boundary: ``(1+x)*(d-1-s) + 1``; 1F1B with a flush: ``min(d-s, m)``; GPipe: ``m``;
-      without pipelining: 1.
+      without pipelining: 1; PipeDream: ``d-s``. In both directions: of both stages of rank ``stage`` together, as
+      their Programs declare it.
     - Megatron's interleaved 1F1B, v chunks: ``min(2*(d-1-s) + (v-1)*d + 1, v*m)``
       (``get_pp_rank_microbatches`` in ``megatron/core/pipeline_parallel/schedules.py``); on the first stage
       ``1 + (d-1)/(d*v)`` times what 1F1B keeps (Korthikanti et al., arXiv 2205.05198, section 4.2.3).
@@ -96,6 +99,10 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
         return (1 + layout.extra_in_flight) * after + 1
     if layout.schedule == "inter-layer":
         return 1
+    if layout.schedule in MIRRORED:
+        return programs_of(layout).in_flight[stage]
+    if layout.schedule == "pipedream":
+        return after + 1
     return microbatches if layout.schedule == "gpipe" else min(after + 1, microbatches)
 
 

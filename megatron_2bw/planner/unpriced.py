@@ -53,6 +53,23 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
 }
 
 
+_PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-grad")
+
+
+def check_pipedream(options: Options) -> None:
+    """Whether pipedream can run at all with these flags: see ``mcore.refused``.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    for flag in _PIPEDREAM:
+        if flag in options:
+            raise PlanError(f"{flag}: under pipedream nothing spans the stages; leave it out")
+    clip = options.text("--clip-grad", "1.0")
+    if clip.strip("0."):
+        raise PlanError(f"--clip-grad {clip}: under pipedream there is no norm over the stages; give --clip-grad 0")
+
+
 def check_priced(options: Options) -> tuple[str, ...]:
     """What the estimate leaves out, one note per flag.
 

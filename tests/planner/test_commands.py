@@ -13,6 +13,7 @@ import pytest
 
 import megatron_2bw
 from megatron_2bw.cli import main
+from megatron_2bw.planner import efficiency
 from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
@@ -87,6 +88,14 @@ def test_sample_efficiency(capsys: pytest.CaptureFixture[str]):
     _, worse, _ = run(capsys, f"{PLAN} --sample-efficiency {break_even - 0.02}")
     assert "a flush reaches the loss" in words_of(worse)
     assert not worse.splitlines()[4].startswith("2bw:")
+
+
+def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
+    _, measured, _ = run(capsys, f"{PLAN} --sample-efficiency auto")
+    _, given, _ = run(capsys, f"{PLAN} --sample-efficiency {efficiency.MEASURED}")
+    assert measured.splitlines()[:12] == given.splitlines()[:12]
+    assert efficiency.RECOMMENDED in words_of(measured)
+    assert efficiency.RECOMMENDED not in words_of(given)
 
 
 def test_when_not_to_use_2bw(capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -70,7 +71,7 @@ def test_uneven_stages():
         assert time_s(row.layout, row.model, row.cluster) == pytest.approx(row.measured, rel=0.14), row.name
 
 
-@pytest.mark.parametrize("schedule", costs.PRICED)
+@pytest.mark.parametrize("schedule", [*costs.SCHEDULES, "inter-layer"])
 @pytest.mark.parametrize(
     "more", [{}, {"tensor": 2, "sequence_parallel": True}, {"distributed_optimizer": True}], ids=str
 )
@@ -81,6 +82,60 @@ def test_equals_the_simulator(schedule: str, more: dict):
         pipeline = costs.times_of(SMALL, priced, TWO_DGX).pipeline
         simulated_s = costs.simulated_s(priced, pipeline)
         assert costs.batch_s(priced, pipeline) == pytest.approx(simulated_s, rel=0.03), priced
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "microbatches", "period"),
+    [
+        ("gems", {}, 4, 39),
+        ("chimera", {}, 4, 16),
+        ("mixpipe", {"mixpipe_k": 2, "mixpipe_gamma": 1}, 4, 19),
+        ("mixpipe", {"mixpipe_k": 2}, 4, 22),
+        ("pipedream", {}, 1, 3),
+    ],
+)
+def test_simulated_ones_last_as_long_as_their_papers_say(schedule: str, options: dict, microbatches: int, period: int):
+    """With a backward that takes two forwards; in MixPipe's table, Chimera recomputes."""
+    even = periods.Stage(1, 2)
+    pipeline = periods.Pipeline(stages=4, microbatches=microbatches, first=even, middle=even, last=even)
+    asked = layout(schedule=schedule, data=1, microbatch=1, global_batch=microbatches, **options)
+    assert costs.batch_s(asked, pipeline) == period
+
+
+def test_both_copies_of_a_stage_on_one_node():
+    """Weights and gradients stay in the node; activations go between nodes at two places."""
+    deep = Model(num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=1024, vocab_size=51200)
+    slow = replace(TWO_DGX, inter_node_gb_s=10.0)
+    spread = layout(schedule="chimera", pipeline=8, data=2, microbatch=1, global_batch=16)
+    across = replace(spread, pipeline=2, data=8, global_batch=16)
+    times = {one.pipeline: costs.times_of(deep, one, slow).pipeline for one in (spread, across)}
+    exchanged = {stages: pipeline.gradients_s for stages, pipeline in times.items()}
+    flush = costs.times_of(deep, replace(spread, schedule="1f1b-flush"), slow).pipeline
+    weights = 4 * deep.layer_parameters + deep.padded_vocab_size() * 4096 + 1024 * 4096
+    inside_s = machine_of(slow).send_s(6 * weights, 1, 1)
+    assert exchanged[8] - flush.gradients_s == pytest.approx(inside_s)
+    outside_s = 6 * weights / machine_of(slow).network_bytes_per_s
+    assert exchanged[2] > 8 * outside_s > inside_s
+    assert times[8].send_s == pytest.approx(2 * flush.send_s, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["gems", "chimera", "mixpipe", "2bw"])
+def test_no_batch_is_shorter_than_its_bound(schedule: str):
+    """The search leaves out what cannot be among the best by it."""
+    for stages, microbatches, more in itertools.product(
+        (2, 4, 8), (8, 16), ({}, {"recompute": Recompute.FULL}, {"distributed_optimizer": True})
+    ):
+        priced = layout(schedule=schedule, pipeline=stages, global_batch=4 * microbatches, **more)
+        least_s = costs.least_s(SMALL, priced, TWO_DGX)
+        assert 0.15 * time_s(priced, cluster=TWO_DGX) < least_s <= time_s(priced, cluster=TWO_DGX) * (1 + 1e-9)
+
+
+def test_a_rank_with_two_stages_shares_their_work():
+    priced = costs.iteration(SMALL, layout(schedule="chimera"), DGX)
+    flush = costs.iteration(SMALL, layout(), DGX)
+    assert sum(priced.parts.values()) == pytest.approx(priced.time_s)
+    assert priced.parts["loss"] == pytest.approx(flush.parts["loss"] / 2)
+    assert priced.bubble_ratio < flush.bubble_ratio
 
 
 def test_stages_with_layers_of_their_own_are_simulated():
@@ -211,7 +266,8 @@ def test_model_flops():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "gems"}, "schedule 'gems' has no cost model; choose one of 2bw"),
+        ({"schedule": "zero"}, "schedule 'zero' has no cost model; choose one of 2bw"),
+        ({"schedule": "pipedream"}, "pipedream updates after every microbatch"),
         ({"chunks": 2}, "chunks 2 of 1f1b-flush: use 1, or schedule megatron"),
         ({"pipeline": 5}, "pipeline 5 x chunks 1 does not divide num_layers 24: use 4 stages"),
         ({"schedule": "megatron", "chunks": 4}, "chunks 4 does not divide the 6 layers of a stage: use 3"),

@@ -24,6 +24,8 @@ LAYOUTS = {
     ),
     "flush": Layout(schedule="1f1b-flush", pipeline=2, data=2, global_batch=8, overlap_gradients=True),
     "inter-layer": Layout(schedule="inter-layer", pipeline=2, data=2, global_batch=8, precision=Precision.FP16),
+    "gems": Layout(schedule="gems", pipeline=2, data=2, global_batch=8),
+    "mixpipe": Layout(schedule="mixpipe", pipeline=4, data=1, global_batch=4, mixpipe_k=2, mixpipe_gamma=1),
     "gpipe": Layout(schedule="gpipe", pipeline=2, data=2, global_batch=8, precision=Precision.FP16),
     "interleaved": Layout(schedule="megatron", pipeline=2, data=1, global_batch=8, chunks=4),
     "uneven": Layout(
@@ -219,3 +221,41 @@ def test_nonsense_names_field_value_and_remedy(text: str, message: str):
 def test_a_gpu_without_bf16():
     with pytest.raises(PlanError, match="precision bf16: v100-16gb has no bf16; use fp16"):
         read(flags(f"{MODEL} --micro-batch-size 1 --bf16"), gpus=4, gpu=GPUS["v100-16gb"])
+
+
+def test_k_that_chooses_itself():
+    words = "--pipeline-schedule mixpipe --mixpipe-k auto --pipeline-model-parallel-size 4 --micro-batch-size 1 --bf16"
+    words = [*words.split(), "--global-batch-size", "4", *model_flags(SMALL), "--vocab-size", str(SMALL.vocab_size)]
+    with pytest.raises(PlanError, match="--mixpipe-k auto: that depends on the GPU"):
+        read(Options.parse(words), gpus=4)
+    assert read(Options.parse(words), gpus=4, gpu=GPUS["a100-40gb"]).layout.mixpipe_k == 4
+
+
+def test_flags_that_pipedream_cannot_have():
+    words = layout_flags(SMALL, Layout(schedule="pipedream", pipeline=2, data=1, global_batch=1))
+    words += [*model_flags(dataclasses.replace(SMALL, tied=False)), "--vocab-size", str(SMALL.vocab_size)]
+    assert read(Options.parse(words), gpus=2).layout.schedule == "pipedream"
+    for more, message in (
+        (["--clip-grad", "1.0"], "give --clip-grad 0"),
+        (["--loss-scale", "128"], "--loss-scale: under pipedream nothing spans"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            read(Options.parse([*words, *more]), gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "mixpipe", "mixpipe_k": 3}, "mixpipe_k 3: an even number up to pipeline 4; use 2"),
+        ({"schedule": "mixpipe", "mixpipe_k": 2, "mixpipe_gamma": 2}, "mixpipe_gamma 2: at most (d - k)/2 = 1; use 1"),
+        ({"schedule": "chimera", "mixpipe_gamma": 1}, "mixpipe_gamma 1: chimera has no such number; use 0"),
+        ({"schedule": "chimera", "global_batch": 12}, "use global_batch 8"),
+        ({"schedule": "pipedream"}, "use global_batch 2"),
+        ({"schedule": "mixpipe", "mixpipe_k": 2, "global_batch": 16}, "use global_batch 8"),
+    ],
+    ids=str,
+)
+def test_wrong_numbers_are_named_with_the_nearest_right_one(changes: dict, message: str):
+    model = dataclasses.replace(SMALL, tied=False)
+    wrong = Layout(**({"pipeline": 4, "data": 1, "microbatch": 2, "global_batch": 8} | changes))
+    assert message in (problem(model, wrong) or "")

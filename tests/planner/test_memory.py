@@ -100,6 +100,51 @@ def test_in_flight_is_what_the_simulator_counts(name: str):
         assert tuple(chunks_in_flight(planned, stage) for stage in range(stages)) == timeline.peak_in_flight
 
 
+@pytest.mark.parametrize(
+    ("name", "microbatches", "options"),
+    [
+        ("pipedream", 1, {}),
+        ("gems", 6, {}),
+        ("chimera", 4, {}),
+        ("mixpipe", 4, {"k": 2, "gamma": 1}),
+        ("mixpipe", 12, {}),
+    ],
+)
+def test_in_flight_of_the_others(name: str, microbatches: int, options: dict[str, int]):
+    programs = build(name, stages=4, microbatches=microbatches, **options)
+    timeline = simulate(programs, Durations(forward_s=1, backward_s=2), 4)
+    changes = {f"mixpipe_{option}": value for option, value in options.items()}
+    planned = layout(schedule=name, pipeline=4, data=1, microbatch=1, global_batch=microbatches, **changes)
+    assert tuple(chunks_in_flight(planned, stage) for stage in range(4)) == timeline.peak_in_flight
+
+
+def test_every_older_version_of_pipedream():
+    stages = memory.stages(MODEL, layout(schedule="pipedream", global_batch=2 * 2))
+    assert [stage.older_weights_bytes / stage.weights_bytes for stage in stages] == [3, 2, 1, 0]
+    assert all(stage.captured_gradients_bytes == 0 for stage in stages)
+
+
+def test_a_rank_with_two_stages_keeps_one_optimizer():
+    """The other stage's weights and gradients, and a buffer for this one's from the other rank."""
+    flush, both = (memory.stages(MODEL, layout(schedule=name)) for name in ("1f1b-flush", "chimera"))
+    for stage, (one, two) in enumerate(zip(flush, both, strict=True)):
+        other = flush[3 - stage]
+        assert two.optimizer_bytes == one.optimizer_bytes
+        expected = other.weights_bytes + other.gradients_bytes + one.gradients_bytes
+        assert two.mirrored_bytes == pytest.approx(expected)
+        assert one.mirrored_bytes == 0
+    assert both[0].logits_bytes == both[-1].logits_bytes == flush[-1].logits_bytes
+    assert memory.largest(MODEL, layout(schedule="chimera")) == max(both, key=lambda stage: stage.total_bytes)
+
+
+def test_losses_that_are_open_at_once():
+    """Where a rank starts several microbatches of the last stage before the first one's backward."""
+    shape = {"data": 1, "microbatch": 1, "schedule": "mixpipe", "pipeline": 6, "global_batch": 6}
+    one = memory.stages(MODEL, layout(**shape))[0].logits_bytes
+    two = memory.stages(MODEL, layout(**shape, mixpipe_k=2, mixpipe_gamma=2))[0].logits_bytes
+    assert two - one == pytest.approx(4 * 1024 * MODEL.padded_vocab_size(1) + 2 * 1024 * 2 * 2048)
+
+
 def test_in_flight_of_the_interleaved_schedule():
     for ranks, groups, chunks in itertools.product((2, 3, 4), (1, 2, 4), (2, 3)):
         microbatches = ranks * groups

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from megatron_2bw.planner import costs, memory
+from megatron_2bw.planner import costs, memory, mixpipe
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.inputs import sized
@@ -266,3 +266,20 @@ def test_names_of_layouts_find_them_again():
 def test_what_is_no_layout(text: str):
     with pytest.raises(PlanError):
         within(Space(), text)
+
+
+@pytest.mark.parametrize("memory_gb", [80.0, 7.3])
+def test_mixpipes_k_and_gamma_are_searched(memory_gb: float):
+    """The fastest that fits, as pricing every single one finds it."""
+    machine, model = cluster(4, memory_gb), dataclasses.replace(MODEL, dropout=False)
+    space = Space(schedules=("mixpipe",), pipelines=(4,), tensors=(1,), microbatches=(8,), recomputes=(Recompute.NONE,))
+    shape = {"schedule": "mixpipe", "pipeline": 4, "data": 1, "microbatch": 8, "global_batch": 32}
+    all_of_them = [Layout(**shape, mixpipe_k=k % 4, mixpipe_gamma=gamma) for k, gamma in mixpipe.choices(4)]
+    fitting = [one for one in all_of_them if memory.largest(model, one).total_bytes <= machine.memory_bytes]
+    assert fitting
+    best = min(fitting, key=lambda one: costs.iteration(model, one, machine).time_s)
+    assert search(model, machine, 32, space).best.layout == best
+    assert (len(fitting) == len(all_of_them)) == (memory_gb == 80)
+    limited = dataclasses.replace(space, mixpipe_k=(2,), microbatches=None)
+    kept = search(model, machine, 32, limited).choices
+    assert {(choice.layout.microbatch, choice.layout.mixpipe_k) for choice in kept} == {(8, 2)}

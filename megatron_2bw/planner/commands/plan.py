@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ _LIMITS = {
     "--recompute-num-layers": ("recompute_layers", int),
     "--pipeline-extra-in-flight": ("extra_in_flight", int),
     "--pipeline-gradient-buffers": ("gradient_buffers", int),
+    "--mixpipe-k": ("mixpipe_k", int),
+    "--mixpipe-gamma": ("mixpipe_gamma", int),
 }
 """Flags that limit a dimension of ``Space`` to a list."""
 
@@ -56,10 +59,10 @@ def add(commands: Any) -> None:
     plan.add_argument("--global-batch-size", type=int, required=True, metavar="B", help="samples; B = b * w * m")
     plan.add_argument(
         "--sample-efficiency",
-        type=float,
-        default=1.0,
+        default="1",
         metavar="E",
-        help="progress per sample with gradients one batch old, where 1 is that of a flush (default: 1)",
+        help="progress per sample with gradients one batch old, where 1 is that of a flush; auto: as measured with the "
+        "recommended correction (default: 1)",
     )
     _add_limits(plan)
     plan.add_argument(
@@ -93,6 +96,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron_2bw.planner.efficiency import ASSUMPTION, AUTO, MEASURED
     from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.report import flags_of, plan_json, plan_lines
     from megatron_2bw.planner.search import search
@@ -114,7 +118,11 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     if cluster.profile is not None:
         space = cluster.profile.limited(space)
     keep = max(args.top, _KEPT_FOR_VERIFYING * (args.verify_top or 0), 200 if args.plot else 20)
-    plan = search(model, cluster, args.global_batch_size, space, efficiency=args.sample_efficiency, keep=keep)
+    is_measured = args.sample_efficiency == AUTO
+    efficiency = MEASURED if is_measured else _number(args.sample_efficiency)
+    plan = search(model, cluster, args.global_batch_size, space, efficiency=efficiency, keep=keep)
+    if is_measured:
+        plan = replace(plan, assumption=ASSUMPTION)
     if args.verify_top:
         from megatron_2bw.planner.verify import verified
 
@@ -132,6 +140,13 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     else:
         print("\n".join(plan_lines(plan, args.top)))
     return 0
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise PlanError(f"sample_efficiency {text}: give a number above 0, such as 0.9, or auto") from error
 
 
 def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> int:

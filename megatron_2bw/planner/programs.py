@@ -1,0 +1,62 @@
+"""The Programs of a layout's schedule, for what has no closed form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Layout
+from megatron_2bw.schedule.action import ActionType
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.registry import build
+
+
+def programs_of(layout: Layout) -> Schedule:
+    """Those that the executor runs; for Megatron's own schedule, those of 1F1B.
+
+    Raises:
+        PlanError: the schedule does not take the depth, the number of microbatches or the options.
+    """
+    built = _built(
+        "1f1b-flush" if layout.schedule == "megatron" else layout.schedule,
+        layout.pipeline,
+        layout.microbatches,
+        layout.extra_in_flight,
+        layout.mixpipe_k,
+        layout.mixpipe_gamma,
+    )
+    if isinstance(built, ScheduleError):
+        raise PlanError(built.message)
+    return built
+
+
+def refusal(layout: Layout) -> str | None:
+    """Why there are none; None if there are."""
+    try:
+        programs_of(layout)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+@lru_cache(maxsize=4096)
+def open_losses(layout: Layout, rank: int) -> int:
+    """Most forwards of the last stage at once on ``rank`` whose backward has not run."""
+    most = present = 0
+    for action in programs_of(layout).programs[rank].steady:
+        if action.stage == layout.pipeline - 1 and action.type in _CHANGES:
+            present += _CHANGES[action.type]
+            most = max(most, present)
+    return most
+
+
+_CHANGES = {ActionType.FORWARD: 1, ActionType.BACKWARD: -1}
+
+
+@lru_cache(maxsize=512)
+def _built(name: str, stages: int, microbatches: int, extra: int, k: int, gamma: int) -> Schedule | ScheduleError:
+    try:
+        return build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra, k=k, gamma=gamma)
+    except ScheduleError as error:
+        return error
