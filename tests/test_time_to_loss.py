@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 import delayed_gpt
 import time_to_loss
 from delayed_gpt import Gpt, Size, Trial, batches, rate, texts, train
-from time_to_loss import ARMS, RATES, SEEDS, Trials
+from time_to_loss import ARMS, SEEDS, Trials
 
 TINY = Size(layers=1, hidden=32, sequence=16, batch=2, steps=10)
 TRIAL = Trial(size=TINY, delay=1, lr=1e-2, warmup=4)
@@ -47,25 +47,48 @@ def _plain(groups, lr, **_) -> torch.optim.Optimizer:
 
 def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First the grids, an arm after the other in turn; then more seeds of the three that were best."""
+    arms = (ARMS[0], replace(ARMS[1], rates=ARMS[0].rates))
     monkeypatch.setattr(time_to_loss, "SIZES", {"tiny": TINY})
+    monkeypatch.setattr(time_to_loss, "ARMS", arms)
     trials = Trials(tmp_path / "trials.jsonl")
     missing = list(trials.missing())
-    assert len(missing) == sum(len(arm.grid(TINY)) for arm in ARMS)
+    assert len(missing) == sum(len(arm.grid(TINY)) for arm in arms)
     assert [trial.delay for trial in missing[:2]] == [0, 1]
     for trial in missing:
-        diverges = trial.lr == RATES[-1]
+        diverges = trial.lr == arms[0].rates[-1]
         trials.add(trial, [2.0] * 2 if diverges else [3.0, 2.0, 1.9, 1.8, 1.7 + abs(math.log(trial.lr / 2e-3))])
     trials = Trials(tmp_path / "trials.jsonl")
     more = list(trials.missing())
-    assert [trial.seed for trial in more] == [seed for seed in SEEDS[1:] for _ in range(3)] * len(ARMS)
+    assert [trial.seed for trial in more] == [seed for seed in SEEDS[1:] for _ in range(3)] * len(arms)
     assert {trial.lr for trial in more} == {2e-3, 1e-3}, "the first of equals, after two decays at the best rate"
-    assert [trials.best(arm, TINY) for arm in ARMS] == [None] * len(ARMS)
+    assert [trials.best(arm, TINY) for arm in arms] == [None] * len(arms)
     for trial in more:
-        lucky_before = trial.lr == 2e-3 and trial.beta1 == trials.finalists(ARMS[0], TINY)[0].beta1
+        lucky_before = trial.lr == 2e-3 and trial.beta1 == trials.finalists(arms[0], TINY)[0].beta1
         trials.add(trial, [3.0, 2.0, 1.9, 1.8, 2.6 if lucky_before else 1.8])
+    cut = list(trials.missing())
+    assert [(t.delay, t.size.steps, t.seed) for t in cut] == [(0, steps, seed) for steps in (9, 8, 7) for seed in SEEDS]
+    for trial in cut:
+        trials.add(trial, [3.0, 2.0, 1.9, 1.8, 2.675 - 0.1 * trial.size.steps])
     assert not list(trials.missing())
-    assert trials.best(ARMS[0], TINY) == trials.finalists(ARMS[0], TINY)[1]
+    assert trials.best(arms[0], TINY) == trials.finalists(arms[0], TINY)[1]
     text = "\n".join(time_to_loss.report(trials))
-    assert "no delay                  12/12       3/3 lr 0.002, beta1 0.95" in text
+    assert "AdamW, no delay              12/12       3/3 lr 0.002, decay 0.95" in text
     assert "1.700 1.800 1.800" in text
-    assert "(edge)" not in text
+    assert "AdamW, 90% of the batches" in text
+    assert "decay 0.95 (edge)" not in text
+
+
+def test_what_a_loss_is_worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In batches without delay: between those of the cuts, on a line."""
+    monkeypatch.setattr(time_to_loss, "FINALISTS", 1)
+    size = replace(TINY, steps=10)
+    without, delayed = (replace(arm, rates=(1e-3,), decays=(0.9,)) for arm in ARMS[:2])
+    monkeypatch.setattr(time_to_loss, "ARMS", (without, delayed))
+    trials = Trials(tmp_path / "trials.jsonl")
+    for seed in SEEDS:
+        (trial,) = without.grid(size)
+        for steps in (10, 9, 8, 7):
+            cut = replace(trial, size=replace(size, steps=steps), seed=seed)
+            trials.add(cut, [3.0, 2.0, 1.9, 1.8, 2.0 - 0.1 * steps])
+    worth = [time_to_loss._worth(trials, delayed, size, [loss] * 3) for loss in (0.9, 1.0, 1.05, 1.22, 1.4)]
+    assert worth == [">=100%", ">=100%", "95%", "78%", "<70%"]

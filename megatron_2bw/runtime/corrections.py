@@ -9,12 +9,38 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
 
 MOMENTS = ("exp_avg", "momentum_buffer")
-"""What torch's, Apex's and Transformer Engine's optimizers call the average of gradients: Adam, SGD."""
+"""What optimizers call the average of gradients: Adam's and Lion's; SGD's and Muon's."""
+
+
+class _Rule(Enum):
+    """What a moment is."""
+
+    AVERAGE_FROM_ZERO = auto()
+    """Adam's, which Adam divides by ``1-decay**steps``."""
+    AVERAGE = auto()
+    """Muon's."""
+    SUM = auto()
+    """SGD's, ``1/(1-decay)`` times as large as an average."""
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> _Rule:
+        """That of the optimizer that a group of parameters belongs to.
+
+        Raises:
+            ValueError: an optimizer whose update is another function of its moment.
+        """
+        if "betas" in group and "eps" in group:
+            return cls.AVERAGE_FROM_ZERO
+        if "betas" not in group and "momentum" in group:
+            return cls.SUM if "dampening" in group else cls.AVERAGE
+        raise ValueError("a lead of the moment is for Adam, SGD and Muon: correct with a lead of the whole update")
 
 
 class MomentLead:
@@ -26,6 +52,10 @@ class MomentLead:
     5.4 at 0.95 and 13 at 0.98; without delay, and without lead, it is 38 at 0.9. Adam's m is corrected for
     its start from zero before it is compared with g, so a first update has no lead. Weight decay that an
     optimizer adds to the gradient by itself, as SGD does, has no lead, and stays in m ``1/(1-k)`` times as strong.
+
+    Muon orthogonalizes the corrected average. Its m is compared with g as it is, not corrected for its start: only the
+    direction counts. Nesterov momentum, which Muon often comes with, is a lead of ``beta`` steps by itself; with both,
+    the lead is ``beta*(1+c)``.
 
     Memory: none. Time: four passes over m and two over g per update. Communication: none.
 
@@ -56,9 +86,11 @@ class MomentLead:
         """Whether ``optimizer`` can be corrected.
 
         Raises:
-            ValueError: a decay so small that the corrected average would no longer contain the old one.
+            ValueError: another optimizer than Adam, SGD and Muon, or a decay so small that the corrected average
+                would no longer contain the old one.
         """
         for group in optimizer.param_groups:
+            _Rule.of(group)
             if _decay(group) <= self.least_decay:
                 raise ValueError(
                     f"a lead of {self.lead:g} needs a decay of the first moment above "
@@ -95,6 +127,70 @@ class MomentLead:
             torch._foreach_div_(part.moments, 1 - share)
 
 
+class UpdateLead:
+    """Weights ``x(t) = y(t) + c*(y(t) - y(t-1))``: those of the optimizer, c updates ahead of time.
+
+    The optimizer updates y, its main weights; forward and backward compute with x. From update to update x changes by
+    ``d(t) + c*(d(t) - d(t-1))``, d the change of y: with c = 1 that is error feedback (arXiv 2606.30634), and the
+    prediction of weights one step ahead, seen from x and from y. On a quadratic the largest stable steps are those of
+    `MomentLead`; here the second moment and the orthogonalization of an update are ahead of time as well.
+
+    Memory: one copy of what this rank updates (fp32), during the update only; nothing that lasts, as x is what the
+    model has in its own precision, and y what the optimizer has. Time: three passes over y per update.
+    Communication: none. Checkpoints have both without further ado. A skipped update changes neither. What is evaluated,
+    and what other programs read as the weights of a checkpoint's model, is x.
+
+    Args:
+        lead: c, above 0.
+
+    >>> y = torch.nn.Parameter(torch.zeros(1))
+    >>> optimizer = torch.optim.SGD([y], lr=1.0)
+    >>> lead = UpdateLead(2.0)
+    >>> lead.attach(optimizer)
+    >>> y.grad = torch.ones(1)
+    >>> optimizer.step()
+    >>> with lead.shown(optimizer):
+    ...     x = y.item()
+    >>> x, y.item()
+    (-3.0, -1.0)
+    """
+
+    def __init__(self, lead: float) -> None:
+        self.lead = lead
+        self._before: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        """From a step until x has been copied: y, and y before it."""
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer can be corrected whose weights are not the model's own."""
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Correct every step of ``optimizer`` from here on."""
+        optimizer.register_step_pre_hook(self._keep)
+
+    @contextmanager
+    def shown(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, the weights of ``optimizer`` are x, to be copied into the model; y if it has not stepped."""
+        after, before = self._before.pop(optimizer, ([], []))
+        present = [weight.data for weight in after]
+        if after:
+            torch._foreach_lerp_(before, present, 1 + self.lead)
+        for weight, ahead in zip(after, before, strict=True):
+            weight.data = ahead
+        yield
+        for weight, data in zip(after, present, strict=True):
+            weight.data = data
+
+    def _keep(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+        self._before[optimizer] = weights, [weight.detach().clone() for weight in weights]
+
+
+Correction = MomentLead | UpdateLead
+
+CORRECTIONS: dict[str, type[Correction]] = {"lead": MomentLead, "update-lead": UpdateLead}
+"""By the names that users type; each made from a number of steps."""
+
+
 class _Part(NamedTuple):
     """Of the parameters of a group: those with as many steps behind them."""
 
@@ -103,12 +199,13 @@ class _Part(NamedTuple):
     """Before this one."""
     moments: list[torch.Tensor]
     gradients: list[torch.Tensor]
-    is_average: bool
-    """Adam's; SGD's is a sum, ``1/(1-decay)`` times as large."""
+    rule: _Rule
 
     def weight(self, steps: int) -> float:
         """Of a gradient beside a moment after so many steps, for both to be of the same size."""
-        return 1 - self.decay**steps if self.is_average else 1 / (1 - self.decay)
+        if self.rule is _Rule.SUM:
+            return 1 / (1 - self.decay)
+        return 1 - self.decay**steps if self.rule is _Rule.AVERAGE_FROM_ZERO else 1.0
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> Iterator[_Part]:
@@ -125,7 +222,7 @@ def _parts(optimizer: torch.optim.Optimizer) -> Iterator[_Part]:
                 steps=steps,
                 moments=[optimizer.state[parameter][moment] for parameter in parameters],
                 gradients=[parameter.grad for parameter in parameters],
-                is_average=moment == "exp_avg",
+                rule=_Rule.of(group),
             )
 
 

@@ -5,6 +5,7 @@ The loop is that of the tests' oracle: W(t+1) = W(t) - lr(t) * u(grad f(W(max(t 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import sysconfig
@@ -18,14 +19,17 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+from emerging_optimizers.orthogonalized_optimizers import Muon
 from prepare_corpus import source_files
 
-from megatron_2bw.runtime.corrections import MomentLead
+from megatron_2bw.runtime.corrections import CORRECTIONS, UpdateLead
 
 HELD_OUT = 10
 """Every tenth document is for validation."""
 VALIDATION_BATCHES = 32
 CLIP, WEIGHT_DECAY, BETA2 = 1.0, 0.1, 0.95
+MUON_SCALE = 0.2
+"""Gives Muon's updates the size of Adam's (Liu et al., "Muon is scalable for LLM training", arXiv 2502.16982)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +53,15 @@ class Trial:
     lr: float
     """At the end of the warm-up; a tenth of it at the end."""
     beta1: float = 0.9
+    """Of AdamW, under Muon for what Muon leaves to it: vectors and the embedding."""
+    momentum: float | None = None
+    """Of Muon; None for AdamW alone."""
+    nesterov: bool = True
+    """Of Muon."""
+    correction: str = "none"
+    """Of the delay, as in ``--delay-correction``."""
     lead: float = 0.0
-    """Of `MomentLead`; 0 for none."""
+    """Of the correction."""
     warmup: int = 100
     """Steps."""
     seed: int = 0
@@ -107,47 +118,78 @@ def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]
 
 
 def train(trial: Trial) -> list[float]:
-    """Validation losses of the newest weights after each fifth of the steps; shorter if a loss is not finite."""
+    """Validation losses of the newest weights after each fifth of the steps; shorter if a loss is not finite.
+
+    As in mixed precision, optimizers have main weights of their own, and the model has copies.
+    """
     torch.manual_seed(trial.seed)
     size = trial.size
     model = Gpt(size)
     weights = list(model.parameters())
-    decayed = [weight for weight in weights if weight.dim() > 1]
-    rest = [weight for weight in weights if weight.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}],
-        lr=trial.lr,
-        betas=(trial.beta1, BETA2),
-        foreach=True,
-    )
-    if trial.lead:
-        MomentLead(trial.lead).attach(optimizer)
-    training, _ = texts()
-    data = batches(training, size, seed=1 + trial.seed)
-    older = [weight.detach().clone() for weight in weights]
+    mains = {name: torch.nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()}
+    optimizers = _optimizers(trial, mains)
+    correction = CORRECTIONS[trial.correction](trial.lead) if trial.correction != "none" else None
+    for optimizer in optimizers if correction is not None else ():
+        correction.attach(optimizer)
+    data = batches(texts()[0], size, seed=1 + trial.seed)
     newest = [weight.detach().clone() for weight in weights]
+    older = [weight.detach().clone() for weight in weights]
     found = []
     for step in range(size.steps):
-        if trial.delay:
-            torch._foreach_copy_(newest, weights)
-            with torch.no_grad():
-                torch._foreach_copy_(weights, older)
+        _load(weights, older if trial.delay else newest)
         loss = model(next(data))
         if not loss.isfinite():
             return found
         loss.backward()
-        if trial.delay:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, newest)
-            older, newest = newest, older
         torch.nn.utils.clip_grad_norm_(weights, CLIP)
-        for group in optimizer.param_groups:
-            group["lr"] = rate(trial, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        for main, weight in zip(mains.values(), weights, strict=True):
+            main.grad, weight.grad = weight.grad, None
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(trial, step)
+            optimizer.step()
+        older, newest = newest, older
+        with contextlib.ExitStack() as shown:
+            for optimizer in optimizers if isinstance(correction, UpdateLead) else ():
+                shown.enter_context(correction.shown(optimizer))
+            _load(newest, [main.detach() for main in mains.values()])
         if (step + 1) % (size.steps // 5) == 0:
+            _load(weights, newest)
             found.append(validation_loss(model, size))
     return found
+
+
+def _load(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_(weights, values)
+
+
+def _optimizers(trial: Trial, mains: dict[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """AdamW; with Muon, that for the matrices of the layers."""
+    by_muon = [
+        main
+        for name, main in mains.items()
+        if trial.momentum is not None and name.startswith("layers.") and main.dim() == 2
+    ]
+    known = set(by_muon)
+    others = [main for main in mains.values() if main not in known]
+    groups = [
+        {"params": [main for main in others if main.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [main for main in others if main.dim() <= 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=trial.lr, betas=(trial.beta1, BETA2), foreach=True)
+    if trial.momentum is None:
+        return [adam]
+    muon = Muon(
+        by_muon,
+        lr=trial.lr,
+        momentum=trial.momentum,
+        weight_decay=WEIGHT_DECAY,
+        nesterov=trial.nesterov,
+        fp32_matmul_prec="highest",
+        extra_scale_factor=MUON_SCALE,
+    )
+    return [adam, muon]
 
 
 def rate(trial: Trial, step: int) -> float:

@@ -3,9 +3,10 @@
     python scripts/bench/time_to_loss.py train [--minutes 30] [--jobs 2]
     python scripts/bench/time_to_loss.py report [--output scripts/bench/results/time_to_loss.txt]
 
-``train`` goes on where it was stopped; each finished trial is a line of the file ``--trials``. First every arm
-tries its grid with one seed, then its three best with more of them: near the limit of stability, seeds differ
-by more than arms do. An arm whose best is at the edge of its grid says so in the report.
+``train`` goes on where it was stopped; each finished trial is a line of the file ``--trials``. For one optimizer
+after the other, every arm tries its grid with one seed, then its three best with more of them: near the limit of
+stability, seeds differ by more than arms do. An arm whose best is at the edge of its grid says so in the report. Last,
+what trains without delay is cut to fewer batches: what ends with the loss of 90% of them needs 1/0.9 as many.
 """
 
 from __future__ import annotations
@@ -36,34 +37,81 @@ SIZES = {
 }
 SEEDS = (0, 1, 2)
 FINALISTS = 3
-RATES = tuple(2.5e-4 * 2**power for power in range(6))
+CUTS = (0.9, 0.8, 0.7)
+"""Shares of the batches."""
 T_95 = 4.30
 """Student's t for a two-sided 95% and three seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A way to train, and what is tried for it: as many learning rates and decays for each."""
+    """A way to train, and what is tried for it: as many combinations for each."""
 
     name: str
+    baseline: str
+    """The arm without delay that it is compared with."""
     delay: int
-    lead: float
+    rates: tuple[float, ...]
     decays: tuple[float, ...]
-    """beta1."""
+    """Of the first moment: beta1 of AdamW, momentum of Muon."""
+    muon_beta1: float | None = None
+    """Beside Muon, beta1 of AdamW for what Muon leaves to it; None for AdamW alone."""
+    nesterov: bool = True
+    correction: str = "none"
+    lead: float = 0.0
 
     def grid(self, size: Size) -> list[Trial]:
         """Of one seed."""
         return [
-            Trial(size=size, delay=self.delay, lead=self.lead, beta1=beta1, lr=lr)
-            for lr, beta1 in itertools.product(RATES, self.decays)
+            Trial(
+                size=size,
+                delay=self.delay,
+                lr=lr,
+                beta1=decay if self.muon_beta1 is None else self.muon_beta1,
+                momentum=None if self.muon_beta1 is None else decay,
+                nesterov=self.nesterov,
+                correction=self.correction,
+                lead=self.lead,
+            )
+            for lr, decay in itertools.product(self.rates, self.decays)
         ]
+
+    def is_at_edge(self, trial: Trial) -> bool:
+        """Whether the best may be outside of what was tried."""
+        decay = trial.beta1 if trial.momentum is None else trial.momentum
+        outer = (self.decays[0], self.decays[-1]) if len(self.decays) > 2 else ()
+        return trial.lr in (self.rates[0], self.rates[-1]) or decay in outer
+
+
+def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float], **correction: Any) -> Arm:
+    rates = tuple(first * 2**power for power in range(6))
+    return Arm(name=f"AdamW, {name}", baseline="AdamW, no delay", delay=delay, rates=rates, decays=decays, **correction)
+
+
+def _by_muon(name: str, delay: int, beta1: float = 0.9, **rest: Any) -> Arm:
+    rates, decays = (4e-3, 8e-3, 1.6e-2, 3.2e-2), (0.8, 0.9, 0.95, 0.975)
+    return Arm(
+        name=f"Muon, {name}",
+        baseline="Muon, no delay",
+        delay=delay,
+        rates=rates,
+        decays=decays,
+        muon_beta1=beta1,
+        **rest,
+    )
 
 
 ARMS = (
-    Arm(name="no delay", delay=0, lead=0.0, decays=(0.9, 0.95)),
-    Arm(name="delay, as it is", delay=1, lead=0.0, decays=(0.8, 0.9)),
-    Arm(name="delay, lead of 2 steps", delay=1, lead=2.0, decays=(0.9, 0.93)),
+    _by_adamw("no delay", 0, 5e-4, (0.9, 0.95)),
+    _by_adamw("delay, as it is", 1, 2.5e-4, (0.8, 0.9)),
+    _by_adamw("delay, lead 2", 1, 2.5e-4, (0.9, 0.93), correction="lead", lead=2.0),
+    _by_adamw("delay, update-lead 2", 1, 2.5e-4, (0.93, 0.95), correction="update-lead", lead=2.0),
+    _by_muon("no delay", 0),
+    _by_muon("delay, as it is", 1),
+    _by_muon("delay, lead 2", 1, beta1=0.93, nesterov=False, correction="lead", lead=2.0),
+    _by_muon("delay, update-lead 1", 1, correction="update-lead", lead=1.0),
 )
+"""Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place."""
 
 
 class Trials:
@@ -93,12 +141,24 @@ class Trials:
 
     def missing(self) -> Iterator[Trial]:
         """In the order in which they are to be tried, as far as it is known now."""
-        for size in SIZES.values():
-            in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in ARMS)))
+        baselines = [arm for arm in reversed(ARMS) if arm.name == arm.baseline]  # Muon's before AdamW's.
+        for size, baseline in itertools.product(SIZES.values(), baselines):
+            arms = [arm for arm in ARMS if arm.baseline == baseline.name]
+            in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
             yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)
-            for arm, seed in itertools.product(ARMS, SEEDS):
+            for arm, seed in itertools.product(arms, SEEDS):
                 with_seed = (replace(trial, seed=seed) for trial in self.finalists(arm, size))
                 yield from (trial for trial in with_seed if self.loss(trial) is None)
+            for trial, seed in itertools.product(self.cuts(baseline, size), SEEDS):
+                if self.loss(replace(trial, seed=seed)) is None:
+                    yield replace(trial, seed=seed)
+
+    def cuts(self, arm: Arm, size: Size) -> list[Trial]:
+        """Its best, with fewer batches; none before that is known."""
+        best = self.best(arm, size)
+        if best is None:
+            return []
+        return [replace(best, size=replace(size, steps=round(share * size.steps))) for share in CUTS]
 
     def finalists(self, arm: Arm, size: Size) -> list[Trial]:
         """Of the arm's grid, the best with the first seed; none while some of it is missing."""
@@ -148,11 +208,26 @@ def report(trials: Trials) -> list[str]:
         lines += [
             "",
             f"{name} parameters, {size.layers} layers of {size.hidden}, {size.steps} batches of {size.batch} x "
-            f"{size.sequence} bytes ({tokens / 1e6:.1f}M), AdamW, clipping at 1",
-            f"{'':<24} {'grid':>6} {'finalists':>9} {'best':<28} {'loss':>6} {'95%':>6}  of each seed",
+            f"{size.sequence} bytes ({tokens / 1e6:.1f}M), clipping at 1",
+            f"{'':<27} {'grid':>6} {'finalists':>9} {'best':<26} {'loss':>6} {'95%':>6} {'gap':>6} {'95%':>6} "
+            f"{'closed':>6} {'worth':>6}  of each seed",
         ]
         lines += [_line(trials, arm, size) for arm in ARMS]
+        lines += [
+            _cut(trials, trial, size)
+            for arm in ARMS
+            if arm.name == arm.baseline
+            for trial in trials.cuts(arm, size)
+            if len(trials.losses(trial)) == len(SEEDS)
+        ]
         lines += ["", *_by_rate(trials, size)]
+    lines += [
+        "",
+        "gap: loss minus that of the same optimizer without delay, seed by seed; closed: share of the gap of the delay",
+        "as it is; worth: share of the batches after which training without delay has that loss. (edge): the best of",
+        "the grid is at its edge. 95%: interval of the three seeds; the first has also chosen the three finalists, so",
+        "that its losses are a little low, in all arms alike. Validation loss in nats per byte.",
+    ]
     return lines
 
 
@@ -160,28 +235,78 @@ def _line(trials: Trials, arm: Arm, size: Size) -> str:
     best, grid = trials.best(arm, size), arm.grid(size)
     done = sum(trials.loss(trial) is not None for trial in grid)
     finalists = sum(len(trials.losses(trial)) == len(SEEDS) for trial in trials.finalists(arm, size))
-    counts = f"{arm.name:<24} {f'{done}/{len(grid)}':>6} {f'{finalists}/{FINALISTS}':>9}"
+    counts = f"{arm.name:<27} {f'{done}/{len(grid)}':>6} {f'{finalists}/{FINALISTS}':>9}"
     if best is None:
         return counts
     losses = trials.losses(best)
-    mean, half = statistics.mean(losses), T_95 * statistics.stdev(losses) / math.sqrt(len(losses))
-    edge = " (edge)" if best.lr in (RATES[0], RATES[-1]) else ""
-    settings = f"lr {best.lr:g}, beta1 {best.beta1:g}{edge}"
-    return f"{counts} {settings:<28} {mean:>6.3f} {half:>6.3f}  {' '.join(f'{loss:.3f}' for loss in losses)}"
+    edge = " (edge)" if arm.is_at_edge(best) else ""
+    decay = best.beta1 if best.momentum is None else best.momentum
+    settings = f"lr {best.lr:g}, decay {decay:g}{edge}"
+    seeds = " ".join(f"{loss:.3f}" for loss in losses)
+    gap, worth = _gap(trials, arm, size, losses), _worth(trials, arm, size, losses)
+    return f"{counts} {settings:<26} {_interval(losses)} {gap} {worth:>6}  {seeds}"
+
+
+def _worth(trials: Trials, arm: Arm, size: Size, losses: list[float]) -> str:
+    """Between the cuts of the baseline, on a line."""
+    if arm.name == arm.baseline:
+        return ""
+    (baseline,) = (other for other in ARMS if other.name == arm.baseline)
+    best, loss = trials.best(baseline, size), statistics.mean(losses)
+    known = [] if best is None else [(1.0, statistics.mean(trials.losses(best)))]
+    known += [
+        (share, statistics.mean(trials.losses(cut)))
+        for share, cut in zip(CUTS, trials.cuts(baseline, size), strict=False)
+        if len(trials.losses(cut)) == len(SEEDS)
+    ]
+    if known and loss <= known[0][1]:
+        return ">=100%"
+    for (more, lower), (fewer, higher) in itertools.pairwise(known):
+        if lower < loss <= higher:
+            return f"{more - (more - fewer) * (loss - lower) / (higher - lower):.0%}"
+    return f"<{known[-1][0]:.0%}" if len(known) > 1 else ""
+
+
+def _cut(trials: Trials, trial: Trial, size: Size) -> str:
+    name = f"{'AdamW' if trial.momentum is None else 'Muon'}, {trial.size.steps / size.steps:.0%} of the batches"
+    losses = trials.losses(trial)
+    return f"{name:<71} {_interval(losses)} {'':>27}  {' '.join(f'{loss:.3f}' for loss in losses)}"
+
+
+def _interval(values: list[float]) -> str:
+    half = T_95 * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.mean(values):>6.3f} {half:>6.3f}"
+
+
+def _gap(trials: Trials, arm: Arm, size: Size, losses: list[float]) -> str:
+    """To the baseline, and how much of the plain delay's it leaves."""
+    by_name = {other.name: trials.best(other, size) for other in ARMS if other.baseline == arm.baseline}
+    without = by_name[arm.baseline]
+    plain = next((best for name, best in by_name.items() if name.endswith("as it is")), None)
+    if without is None or arm.name == arm.baseline:
+        return f"{'':>20}"
+    gaps = [loss - other for loss, other in zip(losses, trials.losses(without), strict=True)]
+    if plain is None or arm.correction == "none":
+        return f"{_interval(gaps)} {'':>6}"
+    whole = statistics.mean(trials.losses(plain)) - statistics.mean(trials.losses(without))
+    return f"{_interval(gaps)} {1 - statistics.mean(gaps) / whole:>6.0%}"
 
 
 def _by_rate(trials: Trials, size: Size) -> list[str]:
-    """The best over decays for every learning rate."""
-    lines = [f"{'lr':<24}" + "".join(f"{lr:>8g}" for lr in RATES)]
+    """The best over decays for every learning rate, first seed."""
+    rates = sorted({lr for arm in ARMS for lr in arm.rates})
+    lines = [f"{'lr':<27}" + "".join(f"{lr:>8g}" for lr in rates)]
     for arm in ARMS:
-        losses = [[trials.loss(t) for t in arm.grid(size) if t.lr == lr] for lr in RATES]
+        losses = [[trials.loss(t) for t in arm.grid(size) if t.lr == lr] for lr in rates]
         cells = [min((loss for loss in of_rate if loss is not None), default=None) for of_rate in losses]
-        lines.append(f"{arm.name:<24}" + "".join(f"{'' if cell is None else f'{cell:.3f}':>8}" for cell in cells))
+        lines.append(f"{arm.name:<27}" + "".join(f"{'' if cell is None else f'{cell:.3f}':>8}" for cell in cells))
     return lines
 
 
 def _settings(trial: Trial) -> str:
-    return f"delay {trial.delay}, lead {trial.lead:g}, beta1 {trial.beta1:g}, lr {trial.lr:g}, seed {trial.seed}"
+    by = "AdamW" if trial.momentum is None else f"Muon {trial.momentum:g}"
+    corrected = "" if trial.correction == "none" else f", {trial.correction} {trial.lead:g}"
+    return f"{by}, delay {trial.delay}{corrected}, beta1 {trial.beta1:g}, lr {trial.lr:g}, seed {trial.seed}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

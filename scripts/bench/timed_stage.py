@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 from megatron_2bw.runtime.executor import Executor
 from megatron_2bw.runtime.gradients import CapturedGradients, whole_regions
-from megatron_2bw.runtime.links import Boundary, Links
+from megatron_2bw.runtime.links import TWO_WAYS, Boundary, Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
@@ -166,7 +166,7 @@ def _rank(rank: int, run: Run, folder: str) -> None:
     schedule = build(run.schedule, stages=run.stages, microbatches=run.microbatches, **dict(run.options))
     stage = TimedStage(schedule, rank, run.forward_s, run.backward_s)
     ranks = list(range(run.stages))
-    links = Links(forward_group=dist.new_group(ranks), backward_group=dist.new_group(ranks), ranks=ranks)
+    links = Links(groups={way: dist.new_group(ranks) for way in TWO_WAYS}, ranks=ranks)
     recorder = Recorder(stage.boundary.device)
     recorders = [recorder if arm.recorded else None for arm in run.arms]
     lowered = [lower(schedule, arm.reductions) for arm in run.arms]

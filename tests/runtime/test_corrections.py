@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_2bw.runtime.corrections import MomentLead
+from megatron_2bw.runtime.corrections import MomentLead, UpdateLead
 
 DECAY, LEAD = 0.95, 2.0
 SHARE = LEAD * (1 - DECAY) / DECAY
@@ -44,6 +44,65 @@ def test_sgd_with_a_lead() -> None:
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(optimizer.state[weight]["momentum_buffer"], buffer, rtol=1e-12, atol=1e-12)
         before = buffer
+
+
+def test_muon_with_a_lead() -> None:
+    """With an orthogonalization that changes nothing: Nesterov momentum on the corrected average."""
+    from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
+
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(2, 3))
+    optimizer = OrthogonalizedOptimizer(
+        [weight],
+        0.1,
+        DECAY,
+        0.0,
+        nesterov=True,
+        weight_decay_method="decoupled",
+        fp32_matmul_prec="high",
+        scaled_orthogonalize_fn=torch.nn.Identity(),
+    )
+    MomentLead(LEAD).attach(optimizer)
+    expected, m = weight.detach().clone(), torch.zeros(2, 3)
+    for step in range(20):
+        weight.grad = g = torch.randn(2, 3)
+        optimizer.step()
+        m = DECAY * m + (1 - DECAY) * g
+        ahead = m + SHARE * (g - m) if step else m  # The first step has no trend to follow.
+        expected -= 0.1 * ((1 - DECAY) * g + DECAY * ahead)
+        torch.testing.assert_close(weight.detach(), expected)
+        torch.testing.assert_close(optimizer.state[weight]["momentum_buffer"], m)
+
+
+def test_weights_ahead_of_updates() -> None:
+    """From update to update they change by ``d(t) + c*(d(t) - d(t-1))``; a skipped one leaves no trace."""
+    torch.manual_seed(0)
+    y = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+    alone = torch.nn.Parameter(y.detach().clone())
+    optimizer, same = (torch.optim.AdamW([weight], lr=0.1, betas=(DECAY, 0.99)) for weight in (y, alone))
+    correction = UpdateLead(LEAD)
+    correction.attach(optimizer)
+    x, d_before = y.detach().clone(), torch.zeros(5).double()
+    for _ in range(20):
+        y.grad = alone.grad = torch.randn(5, dtype=torch.float64)
+        before = y.detach().clone()
+        optimizer.step()
+        same.step()
+        d = y.detach() - before
+        x, d_before = x + d + LEAD * (d - d_before), d
+        with correction.shown(optimizer):
+            torch.testing.assert_close(y.detach(), x, rtol=1e-12, atol=1e-12)
+        assert y.equal(alone)
+    with correction.shown(optimizer):
+        assert y.equal(alone)
+
+
+def test_what_is_no_adam_sgd_or_muon_has_no_lead_of_the_moment() -> None:
+    optimizer = torch.optim.RMSprop([torch.nn.Parameter(torch.ones(1))], momentum=0.9)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    del optimizer.param_groups[0]["eps"]
+    with pytest.raises(ValueError, match="lead of the whole update"):
+        MomentLead(LEAD).check(optimizer)
 
 
 def test_parameters_without_a_gradient_or_with_fewer_steps() -> None:
