@@ -11,6 +11,9 @@ import torch
 
 from megatron_2bw.runtime.errors import PeerLostError
 
+_GRACE_S = 5.0
+"""A collective that fails at its own timeout says which it is: it is given the time to."""
+
 
 class Background:
     """Runs functions one after the other on one thread, each when the one before it is done.
@@ -27,7 +30,7 @@ class Background:
     Args:
         device: where the work runs.
         name: of the thread.
-        timeout_s: how long ``result`` waits; None for as long as it takes.
+        timeout_s: of the collectives in the work; ``result`` waits a little longer. None for as long as it takes.
     """
 
     def __init__(self, device: torch.device, name: str, timeout_s: float | None = None) -> None:
@@ -65,7 +68,7 @@ class Background:
             PeerLostError: it is not there in time, though every collective in it has a timeout of its own.
             Exception: whatever the function raised.
         """
-        if not wait([future], self._timeout_s).done:
+        if not wait([future], None if self._timeout_s is None else self._timeout_s + _GRACE_S).done:
             raise PeerLostError(f"not complete after {self._timeout_s:.0f} s: this rank or a peer hangs in it")
         value, done = future.result()
         if done is not None:  # Not the whole stream: the next link may wait for a rank that waits for this one.
