@@ -28,7 +28,7 @@ def test_gradients_are_of_the_version_said(delay: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(delayed_gpt, "validation_loss", lambda model, size: float(next(iter(model.parameters())).sum()))
     found = train(replace(TRIAL, delay=delay))
     torch.manual_seed(0)
-    model, data = Gpt(TINY), batches(texts()[0], TINY, seed=1)
+    model, data = Gpt(TINY), batches(texts(TINY.corpus)[0], TINY, seed=1)
     versions = [[weight.detach().clone() for weight in model.parameters()]]
     for step in range(TINY.steps):
         for weight, value in zip(model.parameters(), versions[max(step - delay, 0)], strict=True):

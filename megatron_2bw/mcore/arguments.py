@@ -90,6 +90,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Steps that --delay-correction looks ahead.",
     )
     group.add_argument(
+        "--synchronous-warmup-iters",
+        type=_natural,
+        default=0,
+        metavar="N",
+        help="2bw: run the first N iterations of a training as 1f1b-flush does, without a delay, which costs most "
+        "while the loss falls fast. They have its bubble. --delay-correction looks one step less ahead in them.",
+    )
+    group.add_argument(
         "--pipeline-trace",
         default=None,
         metavar="FILE",
@@ -304,6 +312,11 @@ def _refuse_flags_of_ours(args: Any) -> None:
     if getattr(args, "delay_correction", "none") != "none":
         raise ArgumentError(
             "--delay-correction corrects delayed updates, and Megatron's own schedule has none: "
+            "use --pipeline-schedule 2bw, or leave the flag out"
+        )
+    if getattr(args, "synchronous_warmup_iters", 0):
+        raise ArgumentError(
+            "--synchronous-warmup-iters comes before delayed updates, and Megatron's own schedule has none: "
             "use --pipeline-schedule 2bw, or leave the flag out"
         )
 

@@ -199,11 +199,11 @@ def _writing_to(beside: Path, *, instead_of: Path) -> Iterator[None]:
 
 def _manifest(args: Any, optimizer: DelayedOptimizer, iteration: int) -> dict[str, Any]:
     """Plain values only: Megatron reads checkpoints with ``weights_only``. The same on all ranks."""
-    newest = optimizer.weights.newest
+    newest, first = optimizer.weights.newest, optimizer.weights.first
     schedule = canonical_name(args.pipeline_schedule)
     stages = args.pipeline_model_parallel_size
     most = max(build(schedule, stages=stages, microbatches=1).weight_versions)
-    alive = range(max(newest - most + 1, 0), newest + 1)
+    alive = range(max(newest - most + 1, first), newest + 1)
     return {
         "schedule": schedule,
         "stages": _stages(args),

@@ -50,6 +50,8 @@ class DelayedOptimizer:
     The loss scale of batch t is the scaler's after the batches whose updates W(t-1) contains, so
     every stage knows it without asking: ``scales``.
 
+    Where batches were computed without a delay until W(n), W(max(t-delay, n)) is used after them; see ``synchronous``.
+
     Stages whose delays differ, as PipeDream's do, never have the gradients of one batch at one time: no norm, no
     clipping, no loss scale and no tied weight spans them.
 
@@ -88,6 +90,7 @@ class DelayedOptimizer:
             _check_correction(correction, part)
         self._inner = inner
         self._model = model
+        self._correction = correction
         sources = sources_of(model)
         self._captured = CapturedGradients((source.region for source in sources), second_buffer=second_buffer)
         self.weights = _versions_of(inner, model, versions)
@@ -158,6 +161,17 @@ class DelayedOptimizer:
         self._scheduler = scheduler
         return DrivenScheduler(scheduler, self)
 
+    @contextmanager
+    def synchronous(self) -> Iterator[None]:
+        """Inside, a batch is computed with the newest weights and updated; after it, the delay begins anew."""
+        self.weights.forget_older()
+        if self._correction is not None:
+            self._correction.delayed = False
+        yield
+        if self._correction is not None:
+            self._correction.delayed = True
+        self.weights.forget_older()
+
     def know_scale(self) -> None:
         """The scaler's present loss scale is that of the newest weights: after loading, before the first batch."""
         if self._scaler is not None:
@@ -175,7 +189,7 @@ class DelayedOptimizer:
         self.samples = samples
         self._reductions.num_tokens = num_tokens
         if self.scales:
-            scale = self.scales[max(batch - 1, 0)]
+            scale = self.scales[max(batch - 1, self.weights.first)]
             self._reductions.inverse_scale = scale.double().reciprocal().float()
         if self._scheduler is not None:
             self._scheduler.step(increment=samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,9 @@ from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import PER_MICROBATCH, build, canonical_name
 from megatron_2bw.schedule.validate import validate
+
+WITHOUT_DELAY = "1f1b-flush"
+"""How 2bw runs a batch that is to have no delay."""
 
 
 class Pipeline:
@@ -136,7 +140,9 @@ class Pipeline:
         """
         return self.optimizer.drive(scheduler) if self.is_delayed else scheduler
 
-    def forward_backward(self, *, left: int | None = None, **keywords: Any) -> list[dict[str, torch.Tensor]]:
+    def forward_backward(
+        self, *, left: int | None = None, synchronous: bool = False, **keywords: Any
+    ) -> list[dict[str, torch.Tensor]]:
         """Run one batch; what Megatron-Core's forward-backward functions take and return.
 
         Under a delay, forwards of the next batch may run as well, with data from the same iterator.
@@ -144,6 +150,8 @@ class Pipeline:
         Args:
             left: batches after this one that may run ahead, as the end of training, or another number of
                 microbatches, comes after them; with 0, the pipeline is empty afterwards. None for as many as it takes.
+            synchronous: 2bw: this batch without a delay, as 1f1b-flush runs it. For the first batches of a training:
+                the delay costs most while the loss falls fast. After others, the pipeline must be empty.
             **keywords: ``forward_step_func``, ``data_iterator``, ``model``, ``num_microbatches``,
                 ``seq_length``, ``micro_batch_size``.
 
@@ -151,7 +159,8 @@ class Pipeline:
             On the last stage, what ``forward_step_func`` reported of each microbatch.
 
         Raises:
-            ValueError: evaluation; that is left to Megatron-Core's own function.
+            ValueError: evaluation, which is left to Megatron-Core's own function; or ``synchronous`` without a delay
+                of one batch.
         """
         for name in ("forward_only", "collect_non_loss_data"):
             if keywords.get(name):
@@ -159,12 +168,17 @@ class Pipeline:
                     f"{name} is set: evaluate with Megatron-Core's get_forward_backward_func(), after settle(), which "
                     "shows it the newest weights"
                 )
+        if synchronous and self.schedule_name not in TWO_BW:
+            raise ValueError(
+                f"{self.schedule_name} has no delay of one batch to leave out: use 2bw, or not synchronous"
+            )
         call = Call.of(keywords, self.schedule_name)
         if self._stage is None:
             self.start(call)
-        self._use_executor_of(call.num_microbatches)
+        self._use_executor_of(call.num_microbatches, WITHOUT_DELAY if synchronous else self.schedule_name)
         self._stage.begin(call)
-        self.executor.run(self.batch, left=left)
+        with self.optimizer.synchronous() if synchronous else contextlib.nullcontext():
+            self.executor.run(self.batch, left=0 if synchronous else left)
         if self._moe_metrics is not None:
             self._moe_metrics.end(self.batch)
         self.batch += 1
@@ -260,24 +274,25 @@ class Pipeline:
                 "the optimizer scales losses, and config.grad_scale_func is not set: set it to optimizer.scale_loss"
             )
 
-    def _use_executor_of(self, microbatches: int) -> None:
-        """Go on with this number of microbatches; the pipeline must be empty when it changes."""
+    def _use_executor_of(self, microbatches: int, name: str) -> None:
+        """Go on with this number of microbatches in this order; the pipeline must be empty when either changes."""
         if self.executor is not None:
-            present = self.executor.schedule.microbatches
-            if microbatches == present:
+            present = self.executor.schedule
+            if (microbatches, name) == (present.microbatches, present.name):
                 return
             if self.executor.is_ahead:
                 raise RuntimeError(
-                    f"batch {self.batch} (counted from the start of the run) has {microbatches} microbatches, but "
-                    f"forwards ran ahead into it as into one of {present}: the batch before it was not announced as "
-                    "the last of its size"
+                    f"batch {self.batch} (counted from the start of the run) has {microbatches} microbatches under "
+                    f"{name}, but forwards ran ahead into it as into one of {present.microbatches} under "
+                    f"{present.name}: the batch before it was not announced as the last of its kind"
                 )
-        schedule = self._lowered(microbatches)
+        schedule = self._lowered(microbatches, name)
         validate(schedule)
         self.executor = Executor(schedule, self._stage_index, self._stage, self._links, self.recorder)
 
-    def _lowered(self, microbatches: int) -> Schedule:
-        schedule = build(self.schedule_name, stages=self.stages, microbatches=microbatches, **self._options)
+    def _lowered(self, microbatches: int, name: str) -> Schedule:
+        options = self._options if name == self.schedule_name else {}
+        schedule = build(name, stages=self.stages, microbatches=microbatches, **options)
         if self.is_delayed:
             schedule = with_gradient_copy(schedule, self.optimizer.gradient_copy)
         embedding = [Reduction.EMBEDDING] if self._tied else []

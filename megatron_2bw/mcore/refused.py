@@ -66,6 +66,13 @@ REFUSED: tuple[Refused, ...] = (
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),
     Refused(
+        flag="--synchronous-warmup-iters",
+        is_set=given("synchronous_warmup_iters"),
+        schedules=FLUSHED | PIPEDREAM,
+        reason="only 2bw can begin without its delay",
+        remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
         flag="--delay-correction",
         is_set=given("delay_correction"),
         schedules=FLUSHED,

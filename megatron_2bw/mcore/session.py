@@ -94,7 +94,9 @@ class Session:
             timers("forward-backward", log_level=1).start(barrier=False)
         with get_timers().inside_call():
             losses = self.pipeline.forward_backward(
-                **keywords, left=self._batch_sizes.left(keywords["num_microbatches"], at_most=self.pipeline.stages)
+                **keywords,
+                left=self._batch_sizes.left(keywords["num_microbatches"], at_most=self.pipeline.stages),
+                synchronous=get_args().curr_iteration < get_args().synchronous_warmup_iters,
             )
         if self.monitor is not None:
             self.monitor.after(self.pipeline.executor.schedule)

@@ -43,7 +43,25 @@ class _Rule(Enum):
         raise ValueError("a lead of the moment is for Adam, SGD and Muon: correct with a lead of the whole update")
 
 
-class MomentLead:
+class _Lead:
+    """What looks some steps ahead, and one less while nothing is delayed.
+
+    Args:
+        lead: steps, above 0.
+    """
+
+    def __init__(self, lead: float) -> None:
+        self.lead = lead
+        self.delayed = True
+        """Whether the gradients of the next update are one step old."""
+
+    @property
+    def steps_ahead(self) -> float:
+        """Of the next update."""
+        return self.lead if self.delayed else max(self.lead - 1, 0.0)
+
+
+class MomentLead(_Lead):
     """Updates with ``m(t) + c*(m(t) - m(t-1))``: the average of gradients, c steps ahead of time.
 
     The difference is ``(1-beta)/beta * (g(t) - m(t))``, so nothing more has to be kept: the update uses
@@ -73,7 +91,7 @@ class MomentLead:
     """
 
     def __init__(self, lead: float) -> None:
-        self.lead = lead
+        super().__init__(lead)
         self._parts: dict[torch.optim.Optimizer, list[_Part]] = {}
         """During a step: what is corrected. Not what had no moment before, as in a first step."""
 
@@ -109,7 +127,7 @@ class MomentLead:
 
     def _share(self, decay: float) -> float:
         """k."""
-        return self.lead * (1 - decay) / decay if decay else 1.0
+        return self.steps_ahead * (1 - decay) / decay if decay else 1.0
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Change m(t-1) so that the step makes the corrected average of it."""
@@ -127,7 +145,7 @@ class MomentLead:
             torch._foreach_div_(part.moments, 1 - share)
 
 
-class UpdateLead:
+class UpdateLead(_Lead):
     """Weights ``x(t) = y(t) + c*(y(t) - y(t-1))``: those of the optimizer, c updates ahead of time.
 
     The optimizer updates y, its main weights; forward and backward compute with x. From update to update x changes by
@@ -156,7 +174,7 @@ class UpdateLead:
     """
 
     def __init__(self, lead: float) -> None:
-        self.lead = lead
+        super().__init__(lead)
         self._before: dict[torch.optim.Optimizer, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         """From a step until x has been copied: y, and y before it."""
 
@@ -173,7 +191,7 @@ class UpdateLead:
         after, before = self._before.pop(optimizer, ([], []))
         present = [weight.data for weight in after]
         if after:
-            torch._foreach_lerp_(before, present, 1 + self.lead)
+            torch._foreach_lerp_(before, present, 1 + self.steps_ahead)
         for weight, ahead in zip(after, before, strict=True):
             weight.data = ahead
         yield

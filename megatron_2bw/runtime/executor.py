@@ -24,7 +24,7 @@ class StageWorker(Protocol):
     boundary: Boundary
 
     def use_weights(self, version: int) -> None:
-        """Make the next forward or backward compute with ``W(max(version, 0))``."""
+        """Make the next forward or backward compute with ``W(version)``, or the first one if that is older."""
 
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
         """Output of the stage; ``received`` is None where the stage reads data."""

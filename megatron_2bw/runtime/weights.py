@@ -48,6 +48,8 @@ class WeightVersions:
         """The version that the parameters show."""
         self.newest = 0
         """Number of updates so far: the newest version is ``W(newest)``."""
+        self.first = 0
+        """No batch computes with an older version: one that would, computes with this one."""
 
     @property
     def slots(self) -> int:
@@ -57,15 +59,15 @@ class WeightVersions:
     @property
     def alive(self) -> int:
         """Versions that are alive now."""
-        return min(self.newest + 1, self.slots)
+        return min(self.newest + 1 - self.first, self.slots)
 
     def use(self, version: int) -> None:
-        """Point the parameters at ``W(max(version, 0))``.
+        """Point the parameters at ``W(max(version, first))``.
 
         Raises:
             RuntimeError: that version is overwritten already, or not made yet.
         """
-        version = max(version, 0)
+        version = max(version, self.first)
         if not self.newest - len(self._slots) < version <= self.newest:
             raise RuntimeError(f"W({version}) is not alive; the newest of {len(self._slots)} is W({self.newest})")
         self._point_at(version)
@@ -73,6 +75,10 @@ class WeightVersions:
     def use_newest(self) -> None:
         """Point the parameters at the newest version, for evaluation and checkpoints."""
         self._point_at(self.newest)
+
+    def forget_older(self) -> None:
+        """Let the delay begin anew at the newest version."""
+        self.first = self.newest
 
     @contextmanager
     def update(self) -> Iterator[None]:

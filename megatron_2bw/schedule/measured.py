@@ -66,7 +66,7 @@ class Run:
         forwards, backwards and delayed updates are work. In a synchronous schedule all stages reduce
         and update together, while nothing else can run: that counts as idle. The median over batches
         leaves out those with an evaluation or a checkpoint; then the mean over stages. Where batches
-        grow, only those of the last size count. 0 for fewer than five batches.
+        grow, only those of the last size count; where the first ones had no delay, those after them. 0 for fewer than five batches.
         """
         work = COMPUTE | {ActionType.UPDATE} if any(self.schedule.delay) else COMPUTE
         return fmean(
@@ -210,9 +210,14 @@ class Run:
 
     @cached_property
     def _settled(self) -> list[list[Batch]]:
-        """Per rank, in order."""
+        """Per rank, in order; without those before a delay began."""
         last = self.schedule.microbatches - 1
-        return [list(batches_of(events, last))[SETTLED] for events in self.timeline.events]
+        ranks = ([b for b in batches_of(events, last) if self._is_of_schedule(b)] for events in self.timeline.events)
+        return [batches[SETTLED] for batches in ranks]
+
+    def _is_of_schedule(self, batch: Batch) -> bool:
+        backward = batch.events[-1].action
+        return backward.version == backward.batch - self.schedule.delay[backward.stage]
 
 
 class Batch(NamedTuple):

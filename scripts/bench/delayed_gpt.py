@@ -1,6 +1,7 @@
 """A small GPT on bytes, trained in one process with gradients of the newest weights or of those before.
 
-The loop is that of the tests' oracle: W(t+1) = W(t) - lr(t) * u(grad f(W(max(t - delay, 0)))).
+The loop is that of the tests' oracle: W(t+1) = W(t) - lr(t) * u(grad f(W(max(t - delay, 0)))), or after N steps without
+a delay W(max(t - delay, N)).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from prepare_corpus import source_files
 
 from megatron_2bw.runtime.corrections import CORRECTIONS, UpdateLead
 
+PYTHON, CPP = "Python", "C++"
+"""Corpora: the sources of Python's standard library, the headers that come with torch."""
 HELD_OUT = 10
 """Every tenth document is for validation."""
 VALIDATION_BATCHES = 32
@@ -42,6 +45,7 @@ class Size:
     batch: int
     """Sequences."""
     steps: int
+    corpus: str = PYTHON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +66,10 @@ class Trial:
     """Of the delay, as in ``--delay-correction``."""
     lead: float = 0.0
     """Of the correction."""
+    synchronous: int = 0
+    """Steps without a delay, before it begins."""
     warmup: int = 100
-    """Steps."""
+    """Steps, of the learning rate."""
     seed: int = 0
 
 
@@ -96,25 +102,29 @@ class Gpt(torch.nn.Module):
 
 
 @lru_cache(maxsize=1)
-def texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Training and validation bytes: the sources of Python's standard library."""
-    documents = [path.read_bytes() for path in source_files(Path(sysconfig.get_path("stdlib")))]
+def texts(corpus: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and validation bytes, uint8."""
+    if corpus == PYTHON:
+        documents = [path.read_bytes() for path in source_files(Path(sysconfig.get_path("stdlib")))]
+    else:
+        headers = sorted((Path(torch.__file__).parent / "include").rglob("*.h"))
+        documents = [path.read_bytes() for path in headers if path.parent.name != "ops"]  # Those are generated.
     held_out = documents[::HELD_OUT]
     training = [text for number, text in enumerate(documents) if number % HELD_OUT]
     return _bytes(training), _bytes(held_out)
 
 
 def _bytes(documents: list[bytes]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8).long()
+    return torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8)
 
 
 def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]:
-    """(batch, sequence + 1), anywhere in the text."""
+    """(batch, sequence + 1), int64, anywhere in the text."""
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(size.sequence + 1)
     while True:
         starts = torch.randint(len(text) - len(window), (size.batch, 1), generator=generator)
-        yield text[starts + window]
+        yield text[starts + window].long()
 
 
 def train(trial: Trial) -> list[float]:
@@ -131,12 +141,14 @@ def train(trial: Trial) -> list[float]:
     correction = CORRECTIONS[trial.correction](trial.lead) if trial.correction != "none" else None
     for optimizer in optimizers if correction is not None else ():
         correction.attach(optimizer)
-    data = batches(texts()[0], size, seed=1 + trial.seed)
+    data = batches(texts(size.corpus)[0], size, seed=1 + trial.seed)
     newest = [weight.detach().clone() for weight in weights]
     older = [weight.detach().clone() for weight in weights]
     found = []
     for step in range(size.steps):
-        _load(weights, older if trial.delay else newest)
+        _load(weights, older if trial.delay and step > trial.synchronous else newest)
+        if correction is not None:
+            correction.delayed = step >= trial.synchronous
         loss = model(next(data))
         if not loss.isfinite():
             return found
@@ -200,7 +212,7 @@ def rate(trial: Trial, step: int) -> float:
 
 def validation_loss(model: Gpt, size: Size) -> float:
     """Mean over the same batches every time."""
-    _, held_out = texts()
+    _, held_out = texts(size.corpus)
     data = batches(held_out, size, seed=0)
     with torch.no_grad():
         return sum(float(model(next(data))) for _ in range(VALIDATION_BATCHES)) / VALIDATION_BATCHES

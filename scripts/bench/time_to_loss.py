@@ -27,13 +27,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from delayed_gpt import Size, Trial, train
+from delayed_gpt import CPP, Size, Trial, train
 from report import heading
 
 TRIALS = Path(__file__).parent / "results" / "time_to_loss.jsonl"
 SIZES = {
     "0.36M": Size(layers=3, hidden=96, sequence=64, batch=16, steps=1000),
-    "0.85M": Size(layers=4, hidden=128, sequence=128, batch=16, steps=1500),
+    "0.12M": Size(layers=2, hidden=64, sequence=64, batch=16, steps=1000, corpus=CPP),
 }
 SEEDS = (0, 1, 2)
 FINALISTS = 3
@@ -59,6 +59,8 @@ class Arm:
     nesterov: bool = True
     correction: str = "none"
     lead: float = 0.0
+    synchronous: float = 0.0
+    """Share of the steps without a delay, before it begins."""
 
     def grid(self, size: Size) -> list[Trial]:
         """Of one seed."""
@@ -72,6 +74,7 @@ class Arm:
                 nesterov=self.nesterov,
                 correction=self.correction,
                 lead=self.lead,
+                synchronous=round(self.synchronous * size.steps),
             )
             for lr, decay in itertools.product(self.rates, self.decays)
         ]
@@ -89,7 +92,7 @@ def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float], 
 
 
 def _by_muon(name: str, delay: int, beta1: float = 0.9, **rest: Any) -> Arm:
-    rates, decays = (4e-3, 8e-3, 1.6e-2, 3.2e-2), (0.8, 0.9, 0.95, 0.975)
+    rates, decays = (4e-3, 8e-3, 1.6e-2, 3.2e-2), (0.8, 0.9, 0.95)
     return Arm(
         name=f"Muon, {name}",
         baseline="Muon, no delay",
@@ -110,8 +113,10 @@ ARMS = (
     _by_muon("delay, as it is", 1),
     _by_muon("delay, lead 2", 1, beta1=0.93, nesterov=False, correction="lead", lead=2.0),
     _by_muon("delay, update-lead 1", 1, correction="update-lead", lead=1.0),
+    _by_muon("delay, lead 2, after 20%", 1, beta1=0.93, nesterov=False, correction="lead", lead=2.0, synchronous=0.2),
 )
-"""Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place."""
+"""Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
+the first fifth of the batches without a delay."""
 
 
 class Trials:
@@ -208,7 +213,7 @@ def report(trials: Trials) -> list[str]:
         lines += [
             "",
             f"{name} parameters, {size.layers} layers of {size.hidden}, {size.steps} batches of {size.batch} x "
-            f"{size.sequence} bytes ({tokens / 1e6:.1f}M), clipping at 1",
+            f"{size.sequence} bytes ({tokens / 1e6:.1f}M) of {size.corpus}, clipping at 1",
             f"{'':<27} {'grid':>6} {'finalists':>9} {'best':<26} {'loss':>6} {'95%':>6} {'gap':>6} {'95%':>6} "
             f"{'closed':>6} {'worth':>6}  of each seed",
         ]
@@ -306,6 +311,8 @@ def _by_rate(trials: Trials, size: Size) -> list[str]:
 def _settings(trial: Trial) -> str:
     by = "AdamW" if trial.momentum is None else f"Muon {trial.momentum:g}"
     corrected = "" if trial.correction == "none" else f", {trial.correction} {trial.lead:g}"
+    if trial.synchronous:
+        corrected += f" after {trial.synchronous} steps"
     return f"{by}, delay {trial.delay}{corrected}, beta1 {trial.beta1:g}, lr {trial.lr:g}, seed {trial.seed}"
 
 

@@ -17,7 +17,7 @@ from .worker import forward_step, initialize, provide, write
 
 def main(case: Case, rank: int, port: int, folder: Path) -> None:
     """Run ``case`` as ``rank``; Megatron's flags only size the model and the optimizer."""
-    args = initialize(replace(case, schedule="megatron"), rank, case.ranks, port)
+    args = initialize(replace(case, schedule="megatron", synchronous=0), rank, case.ranks, port)
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -58,6 +58,7 @@ def main(case: Case, rank: int, port: int, folder: Path) -> None:
             seq_length=SEQUENCE_LENGTH,
             micro_batch_size=MICRO_BATCH_SIZE,
             left=case.batches - 1 - batch,
+            synchronous=batch < case.synchronous,
         )
         pipeline.optimizer.step()
         scheduler.step(case.global_batch_size)
@@ -75,7 +76,7 @@ def _microbatches(case: Case, replica: int) -> Iterator[dict[str, torch.Tensor]]
 
 def refused(case: Case, rank: int, port: int, folder: Path) -> None:
     """Write what `Pipeline` says of configs that the schedule does not work with."""
-    initialize(replace(case, schedule="megatron"), rank, case.ranks, port)
+    initialize(replace(case, schedule="megatron", synchronous=0), rank, case.ranks, port)
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -83,7 +83,7 @@ class Training:
     """Main weights before the last update."""
 
     def run(self, after_update: Callable[[int], None]) -> None:
-        versions, scales = [self.compute_copy()], [self.loss_scale.value]
+        versions, scales = [self.compute_copy(0)], [self.loss_scale.value]
         rules = self.rules
         for batch in range(self.case.batches):
             delay = rules.delay if rules.delayed_batches is None or batch < rules.delayed_batches else 0
@@ -98,16 +98,20 @@ class Training:
                 versions.append(versions[-1])
             else:
                 self.update(batch, gradients)
-                versions.append(self.compute_copy())
+                versions.append(self.compute_copy(batch))
             scales.append(self.loss_scale.value)
             self.load(versions[-1])
             after_update(batch)
 
-    def compute_copy(self) -> list[torch.Tensor]:
+    def lead(self, batch: int) -> float:
+        """While nothing is delayed, one step less."""
+        return max(self.case.lead - 1, 0.0) if batch < self.case.synchronous else self.case.lead
+
+    def compute_copy(self, batch: int) -> list[torch.Tensor]:
         """With a lead of updates: of weights ``y + c*(y - y_before)``."""
         mains = [main.detach() for main in self.main]
         if self.before and self.case.correction == "update-lead":
-            mains = [torch.lerp(old, main, 1 + self.case.lead) for old, main in zip(self.before, mains, strict=True)]
+            mains = [torch.lerp(old, main, 1 + self.lead(batch)) for old, main in zip(self.before, mains, strict=True)]
         return [main.to(p.dtype, copy=True) for main, p in zip(mains, self.model.parameters(), strict=True)]
 
     def load(self, version: list[torch.Tensor]) -> None:
@@ -175,14 +179,14 @@ class Training:
         coefficient = self.case.clip / (used + 1.0e-6)
         for main, gradient in zip(dict.fromkeys(self.main), gradients, strict=True):
             main.grad = gradient * coefficient if 0.0 < coefficient < 1.0 else gradient
-        self.step()
+        self.step(batch)
         self.scheduler.step(increment=self.case.global_batch_size)
         self.record.norms.append(norm)
 
-    def step(self) -> None:
+    def step(self, batch: int) -> None:
         """With a lead, ``m`` is ``m + k*(g - m)`` while the weights change, g scaled as m is."""
         for optimizer in self.optimizers:
-            self.step_of(optimizer, lead=self.case.lead if self.case.correction == "lead" else 0.0)
+            self.step_of(optimizer, lead=self.lead(batch) if self.case.correction == "lead" else 0.0)
         self.updates += 1
 
     def step_of(self, optimizer: torch.optim.Optimizer, lead: float) -> None:

@@ -51,7 +51,7 @@ def oracle(
         pipedream_stages=case.stages if case.schedule == "pipedream" else 0,
         evaluate_every=evaluate_every,
         delayed_batches=delayed_batches,
-        ordinary_batches=ordinary_batches,
+        ordinary_batches=max(ordinary_batches, case.synchronous),
         norms=None if norms is None else tuple(norms.tolist()),
         infinite=frozenset(fault.call // case.microbatches for fault in case.faults if fault.kind == INFINITE_GRADIENT),
         two_tied_copies=case.tied and case.stages > 1,

@@ -16,6 +16,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--mixpipe-k / --mixpipe-gamma": [{"mixpipe_k": 4}, {"mixpipe_gamma": 1}],
     "--num-experts": [{"num_experts": 4}],
     "--pipeline-extra-in-flight": [{"pipeline_extra_in_flight": 1}],
+    "--synchronous-warmup-iters": [{"synchronous_warmup_iters": 5}],
     "--delay-correction": [{"delay_correction": "update-lead", "bf16": True}],
     "--delay-correction lead with lion": [
         {"delay_correction": "lead", "optimizer": "lion"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_2bw.runtime.corrections import MomentLead, UpdateLead
+from megatron_2bw.runtime.corrections import Correction, MomentLead, UpdateLead
 
 DECAY, LEAD = 0.95, 2.0
 SHARE = LEAD * (1 - DECAY) / DECAY
@@ -27,6 +27,14 @@ def test_adam_with_a_lead() -> None:
         expected -= 0.1 * (0.1 * expected + ahead / ((v / (1 - 0.99**step)).sqrt() + 1e-8))
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(optimizer.state[weight]["exp_avg"], m, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("correction", [MomentLead, UpdateLead])
+def test_one_step_less_where_nothing_is_delayed(correction: type[Correction]) -> None:
+    long, short = correction(2.0), correction(0.5)
+    assert (long.steps_ahead, short.steps_ahead) == (2.0, 0.5)
+    long.delayed = short.delayed = False
+    assert (long.steps_ahead, short.steps_ahead) == (1.0, 0.0)
 
 
 def test_sgd_with_a_lead() -> None:

@@ -48,6 +48,21 @@ def test_negative_versions_are_the_initial_weights():
     assert weight.item() == 3.0
 
 
+def test_the_delay_begins_anew():
+    weight = _parameter(0.0)
+    versions = WeightVersions([weight])
+    for _ in range(2):
+        with versions.update():
+            _increase(weight)
+    versions.forget_older()
+    versions.use(1)
+    assert (weight.item(), versions.alive) == (2.0, 1)
+    with versions.update():
+        _increase(weight)
+    versions.use(2)
+    assert (weight.item(), versions.alive) == (2.0, 2)
+
+
 def test_an_update_that_changes_nothing_repeats_the_newest_version():
     weight = _parameter(0.0)
     versions = WeightVersions([weight])

@@ -57,6 +57,22 @@ def test_options_are_read_back(schedule: str, stages: int, options: dict[str, in
     assert read_run(written(run, tmp_path)).schedule == built != build(schedule, stages=stages, microbatches=4)
 
 
+def test_batches_before_the_delay_began_are_left_out():
+    """Ten of them, and then as many of 2BW: times and bubble are those of 2BW alone."""
+    before, run = recorded("1f1b-flush", batches=10), recorded(batches=20)
+    pause_s = before.timeline.makespan_s
+    events = tuple(
+        (*first, *(Event(action.shifted(10), start_s + pause_s, end_s + pause_s) for action, start_s, end_s in later))
+        for first, later in zip(before.timeline.events, run.timeline.events, strict=True)
+    )
+    both = replace(run, timeline=replace(run.timeline, events=events))
+    both.check_long_enough()
+    assert both.batches == 30
+    assert both.bubble == pytest.approx(run.bubble)
+    assert both.replayed_bubble == pytest.approx(run.replayed_bubble)
+    assert both.causes() == pytest.approx(run.causes())
+
+
 def test_a_rank_with_two_stages(tmp_path: Path):
     """Durations are those of stages, waits those of ranks."""
     durations = Durations(forward_s=(1.0, 2.0, 1.0, 1.0), backward_s=(2.0, 2.0, 2.0, 3.0))
