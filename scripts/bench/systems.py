@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from timed_stage import BACKWARD_S, FORWARD_S, Run, measure, steady_period_s
 
 from megatron_2bw.schedule.engine import Durations
-from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.registry import PER_MICROBATCH, build
 from megatron_2bw.schedule.simulate import steady_state
 
 BATCHES = 16
-SYSTEMS = ("inter-layer", "gems", "gpipe", "1f1b-flush", "chimera", "mixpipe", "2bw")
+SYSTEMS = ("inter-layer", "gems", "gpipe", "1f1b-flush", "chimera", "mixpipe", "2bw", "pipedream")
 LIMITS = {4: 3, 8: 7}
 """By depth: activations that fit."""
 MIXPIPE = {4: (("k", 2), ("gamma", 1)), 8: (("k", 6), ("gamma", 1))}
@@ -20,7 +20,7 @@ MIXPIPE = {4: (("k", 2), ("gamma", 1)), 8: (("k", 6), ("gamma", 1))}
 
 
 def report_timed(repetitions: int) -> Iterator[str]:
-    """As many microbatches as stages, with room for all activations and with room for fewer.
+    """As many microbatches as stages, for PipeDream one per batch, with room for all activations and with less.
 
     Args:
         repetitions: whose median counts.
@@ -46,7 +46,8 @@ _HEAD = (
 def _line(name: str, stages: int, *, limit: int | None = None, repetitions: int) -> str:
     """Without a limit, all activations are kept."""
     options = MIXPIPE[stages] if name == "mixpipe" else ()
-    schedule = build(name, stages=stages, microbatches=stages, **dict(options))
+    microbatches = 1 if name in PER_MICROBATCH else stages
+    schedule = build(name, stages=stages, microbatches=microbatches, **dict(options))
     recomputes = limit is not None and max(schedule.in_flight) > limit
     backward_s = BACKWARD_S + recomputes * FORWARD_S
     units = steady_state(schedule, Durations(forward_s=1, backward_s=round(backward_s / FORWARD_S))).period_s
@@ -54,14 +55,14 @@ def _line(name: str, stages: int, *, limit: int | None = None, repetitions: int)
         schedule=name,
         options=options,
         stages=stages,
-        microbatches=stages,
-        batches=BATCHES,
+        microbatches=microbatches,
+        batches=BATCHES * stages // microbatches,
         forward_s=FORWARD_S,
         backward_s=backward_s,
     )
     measured_s = statistics.median(steady_period_s(measure(run)) for _ in range(repetitions))
     shown, ideal_s = name + "*" * recomputes, float(units) * FORWARD_S
-    line = f"{shown:<14} {stages:>2} {stages:>2} {int(units):>14} {ideal_s:>18.3f} {measured_s:>9.3f}"
+    line = f"{shown:<14} {stages:>2} {microbatches:>2} {int(units):>14} {ideal_s:>18.3f} {measured_s:>9.3f}"
     line += f" {ideal_s / measured_s:>6.3f}"
     print(line, flush=True)
     return line

@@ -68,7 +68,7 @@ class TimedStage:
         self._delayed = any(schedule.delay)
         self.ends_s: list[float] = []
         """When the backward of each microbatch ended."""
-        self._versions = WeightVersions([self._weight])
+        self._versions = WeightVersions([self._weight], max(schedule.weight_versions[rank], 2))
         self._captured = captured = CapturedGradients(whole_regions([buffer]))
         members = groups(schedule)
         # Every rank makes all groups, in the same order.
