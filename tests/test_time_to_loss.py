@@ -21,17 +21,17 @@ TINY = Size(layers=1, hidden=32, sequence=16, batch=2, steps=10)
 TRIAL = Trial(size=TINY, delay=1, lr=1e-2, warmup=4)
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_gradients_are_of_the_version_said(delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("delay", "synchronous"), [(0, 0), (1, 0), (1, 3)])
+def test_gradients_are_of_the_version_said(delay: int, synchronous: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a list of all versions, without an optimizer's state: W(t+1) = W(t) - lr(t) * clipped grad f(W(t - delay))."""
     monkeypatch.setattr(torch.optim, "AdamW", _plain)
     monkeypatch.setattr(delayed_gpt, "validation_loss", lambda model, size: float(next(iter(model.parameters())).sum()))
-    found = train(replace(TRIAL, delay=delay))
+    found = train(replace(TRIAL, delay=delay, synchronous=synchronous))
     torch.manual_seed(0)
     model, data = Gpt(TINY), batches(texts(TINY.corpus)[0], TINY, seed=1)
     versions = [[weight.detach().clone() for weight in model.parameters()]]
     for step in range(TINY.steps):
-        for weight, value in zip(model.parameters(), versions[max(step - delay, 0)], strict=True):
+        for weight, value in zip(model.parameters(), versions[max(step - delay, min(step, synchronous))], strict=True):
             weight.data.copy_(value)
         model.zero_grad()
         model(next(data)).backward()

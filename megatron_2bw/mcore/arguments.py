@@ -14,7 +14,7 @@ from typing import Any
 from megatron_2bw.mcore import cpu_backend
 from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.placement import place
-from megatron_2bw.mcore.rows import MIRRORED
+from megatron_2bw.mcore.rows import MIRRORED, TWO_BW
 from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.runtime.corrections import CORRECTIONS
@@ -173,13 +173,17 @@ def check_batches(args: Any, *, samples: int = 0, batches_done: int = 0, only_la
     except ValueError as error:
         raise ArgumentError(str(error)) from error
     name, stages = canonical_name(args.pipeline_schedule), args.pipeline_model_parallel_size
-    for phase in phases[-1:] if only_last_phase else phases:
+    ends = [*(phase.first_batch for phase in phases[1:]), math.inf]
+    delayed = [(phase, end) for phase, end in zip(phases, ends, strict=True) if end > args.synchronous_warmup_iters]
+    for phase, end in delayed[-1:] if only_last_phase else delayed:
         remedy = "raise --global-batch-size to {enough} x --micro-batch-size x data-parallel size"
         if args.step_batch_size_schedule is not None:
+            instead = f"--pipeline-schedule 1f1b-flush and load its checkpoint with {name}"
+            if name in TWO_BW and end < math.inf:
+                instead = f"--synchronous-warmup-iters {end}"
             remedy = (
                 "let --step-batch-size-schedule have {enough} x --micro-batch-size x data-parallel size samples "
-                f"per batch from sample {phase.first_sample} on, not {phase.batch_size}; or run this phase with "
-                f"--pipeline-schedule 1f1b-flush and load its checkpoint with {name}"
+                f"per batch from sample {phase.first_sample} on, not {phase.batch_size}; or run it with {instead}"
             )
         check_layout(
             name,

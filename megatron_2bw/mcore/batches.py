@@ -14,6 +14,8 @@ class Phase(NamedTuple):
 
     first_sample: int
     """Training samples consumed before the first of them."""
+    first_batch: int
+    """How many batches come before it."""
     microbatches: int
     """Per batch and replica."""
     batch_size: int
@@ -57,7 +59,7 @@ class BatchSizes:
         """
         before = 0
         while True:
-            phase = self._phase_at(samples, before)
+            phase = self._phase_at(samples, batches_done, before)
             yield phase
             remaining = self._batches_left(phase, batches_done)
             # Megatron's sizes only grow, so the first batch of another size can be searched for.
@@ -74,7 +76,7 @@ class BatchSizes:
             return self._args.train_iters - batches_done
         return -((phase.first_sample - (self._args.train_samples or 0)) // phase.batch_size)
 
-    def _phase_at(self, samples: int, microbatches_before: int) -> Phase:
+    def _phase_at(self, samples: int, batches_done: int, microbatches_before: int) -> Phase:
         try:
             self._calculator.update(samples, consistency_check=True)
         except AssertionError as error:  # Megatron would find it when training gets there.
@@ -85,7 +87,7 @@ class BatchSizes:
                 f"--step-batch-size-schedule makes batches smaller after {samples} samples; Megatron stops there: "
                 "let them grow only"
             )
-        return Phase(samples, microbatches, microbatches * self._samples_per_microbatch)
+        return Phase(samples, batches_done, microbatches, microbatches * self._samples_per_microbatch)
 
     def _differs_after(self, phase: Phase) -> Callable[[int], bool]:
         return lambda batches: self.microbatches(phase.first_sample + batches * phase.batch_size) != phase.microbatches

@@ -80,7 +80,7 @@ class Checkpoints:
         if not args.finetune and not args.no_load_optim:
             if _distances(args, self._found):
                 _restore(model, optimizer, self._found)
-            elif result[0] > 0:
+            elif result[0] > args.synchronous_warmup_iters:
                 print_rank_0(
                     f"megatron_2bw: the checkpoint holds one weight version that --pipeline-schedule "
                     f"{args.pipeline_schedule} can use here, so the next batches use the same one, as at the start"

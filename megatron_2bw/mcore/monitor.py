@@ -51,6 +51,7 @@ class PipelineMonitor:
         self._group = create_host_group(parallel_state.get_pipeline_model_parallel_group(), timeout, "2bw monitor")
         self._background = Background(torch.device("cpu"), "2bw monitor", timeout.total_seconds())
         self._last: Future | None = None
+        self._schedule: Schedule | None = None
         self._newest: dict[str, float] = {}
         self.interrupted = False
         """An evaluation or a save came after the last batch: how long the next one takes tells nothing."""
@@ -58,7 +59,9 @@ class PipelineMonitor:
     def after(self, schedule: Schedule) -> None:
         """A call has ended."""
         take = self._recorder.newest(16 * schedule.microbatches + 64, len(Reduction) * _BATCHES)
-        interrupted, self.interrupted = self.interrupted, False
+        # The first batch after a change begins in one that ran in another order.
+        interrupted, self.interrupted = self.interrupted or schedule is not self._schedule, False
+        self._schedule = schedule
         self._last = self._background.submit(lambda: self._gather(take, schedule, interrupted=interrupted))
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class Pipeline:
         """The next one; counted from the start of the run."""
         self.batches_run = 0
         self.executor: Executor | None = None
-        """Of the present number of microbatches; the next one begins when this one has drained."""
+        """Of the present number of microbatches and their order; the next one begins when this one has drained."""
         self.recorder: Recorder | None = None
         """Told what this rank does, if it is there before the first batch."""
         self.transfers: groups.TransferGroups | None = None
@@ -151,7 +151,8 @@ class Pipeline:
             left: batches after this one that may run ahead, as the end of training, or another number of
                 microbatches, comes after them; with 0, the pipeline is empty afterwards. None for as many as it takes.
             synchronous: 2bw: this batch without a delay, as 1f1b-flush runs it. For the first batches of a training:
-                the delay costs most while the loss falls fast. After others, the pipeline must be empty.
+                the delay costs most while the loss falls fast. After others, the pipeline must be empty. Its update
+                is done when the call returns, and ``step`` after the next delayed batch has none to report.
             **keywords: ``forward_step_func``, ``data_iterator``, ``model``, ``num_microbatches``,
                 ``seq_length``, ``micro_batch_size``.
 

@@ -53,7 +53,7 @@ class _Lead:
     def __init__(self, lead: float) -> None:
         self.lead = lead
         self.delayed = True
-        """Whether the gradients of the next update are one step old."""
+        """Whether the next update is one of delayed training."""
 
     @property
     def steps_ahead(self) -> float:

@@ -74,10 +74,10 @@ class Run:
             for batches in self._settled
         )
 
-    @cached_property
+    @property
     def batches(self) -> int:
-        """How many were recorded or ran before."""
-        return 1 + max((event.action.batch for event in self.timeline.events[0]), default=-1)
+        """How many were recorded that count: with those that fill and drain the pipeline."""
+        return 1 + min(map(len, self._ended))
 
     @property
     def flush_bubble(self) -> float:
@@ -89,9 +89,10 @@ class Run:
         """Raises:
         ScheduleError: too few batches to say what is usual.
         """
-        if self.batches < _LEAST_BATCHES or not all(self._settled):
+        if self.batches < _LEAST_BATCHES:
             raise ScheduleError(
-                f"the trace holds {self.batches} batches, too few to leave out those that fill and drain the pipeline; "
+                f"the trace holds {self.batches} batches of {self.schedule.name} with "
+                f"{self.schedule.microbatches} microbatches, too few to leave out those that fill and drain the pipeline; "
                 f"record at least {_LEAST_BATCHES}"
             )
 
@@ -210,10 +211,14 @@ class Run:
 
     @cached_property
     def _settled(self) -> list[list[Batch]]:
-        """Per rank, in order; without those before a delay began."""
+        """Per rank, in order, without those that fill and drain the pipeline."""
+        return [batches[SETTLED] for batches in self._ended]
+
+    @cached_property
+    def _ended(self) -> list[list[Batch]]:
+        """Per rank, in order, from the second one on; without those before a delay began."""
         last = self.schedule.microbatches - 1
-        ranks = ([b for b in batches_of(events, last) if self._is_of_schedule(b)] for events in self.timeline.events)
-        return [batches[SETTLED] for batches in ranks]
+        return [[b for b in batches_of(events, last) if self._is_of_schedule(b)] for events in self.timeline.events]
 
     def _is_of_schedule(self, batch: Batch) -> bool:
         backward = batch.events[-1].action

@@ -147,7 +147,7 @@ class Trials:
     def missing(self) -> Iterator[Trial]:
         """In the order in which they are to be tried, as far as it is known now."""
         baselines = [arm for arm in reversed(ARMS) if arm.name == arm.baseline]  # Muon's before AdamW's.
-        for size, baseline in itertools.product(SIZES.values(), baselines):
+        for baseline, size in itertools.product(baselines, SIZES.values()):
             arms = [arm for arm in ARMS if arm.baseline == baseline.name]
             in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
             yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)

@@ -111,6 +111,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         answer("gpipe", {}, {}, correction=MomentLead(2.0)),
         answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(forward_only=True)),
         answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
+        answer("gpipe", {}, {}, lambda pipeline: pipeline.forward_backward(synchronous=True)),
         answer("2bw", {}, {}, lambda pipeline: None),
         answer("chimera", {}, {}),
     ]

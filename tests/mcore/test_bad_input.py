@@ -59,6 +59,10 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         replace(TWO_BW, schedule="megatron", flags=("--log-pipeline",)),
         ["--log-pipeline", "--pipeline-schedule 1f1b-flush"],
     ),
+    "no delay to wait with": (
+        replace(TWO_BW, schedule="megatron", flags=("--synchronous-warmup-iters", "3")),
+        ["--synchronous-warmup-iters", "--pipeline-schedule 2bw"],
+    ),
     "symbol that is gone": (
         _without_symbol("missing symbol", "megatron.training.training.evaluate"),
         ["megatron.training.training.evaluate", "missing", "0.18.2 and 0.19.2"],

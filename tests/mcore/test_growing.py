@@ -34,6 +34,21 @@ def test_equal_to_the_loop_to_the_last_bit_untied_without_clipping(case: Growing
     assert [name for name, tensor in expected.final.items() if not torch.equal(found.final[name], tensor)] == []
 
 
+@pytest.mark.parametrize(
+    ("case", "from_batch"),
+    [
+        # Two of the first five are skipped.
+        (replace(SKIPPING, synchronous=5), 3),
+        (GrowingCase(schedule="2bw", stages=4, tied=False, steps=((3, 1), (4, 4)), synchronous=3), 3),
+    ],
+    ids=["skipping", "too few microbatches for a delay"],
+)
+def test_the_first_ones_without_a_delay(case: GrowingCase, from_batch: int) -> None:
+    found, expected = grown(case), grown_oracle(case, delay=1, from_batch=from_batch)
+    assert torch.equal(found.losses, expected.losses)
+    assert [name for name, tensor in expected.final.items() if not torch.equal(found.final[name], tensor)] == []
+
+
 @pytest.mark.parametrize("case", GROWING, ids=ids)
 def test_tied_and_clipped_no_further_off_than_rounding(case: GrowingCase) -> None:
     case = replace(case, tied=True, clip=1.0)

@@ -44,6 +44,7 @@ RELATIVE = 1e-6
             id="no experts on the last stage",
         ),
         pytest.param(GROWING, 3, id="growing, one skipped"),
+        pytest.param(replace(CASE, microbatches=2, synchronous=3), 1, id="begins without a delay"),
     ],
 )
 def test_every_line_is_megatrons(case: Case, interval: int) -> None:

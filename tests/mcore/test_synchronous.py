@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from . import custom_loop
 from .case import Case, Fault
@@ -43,6 +44,32 @@ def test_clipped_and_skipped_updates() -> None:
     case = replace(CASE, precision="fp16", clip=1.0, tied=True, record_gradients=True, faults=overflows)
     assert compared(case).problems() == []
     assert run(case).norms.isnan().nonzero().flatten().tolist() == [1, 4, 5, 8]
+
+
+def test_their_order_is_that_of_a_flush() -> None:
+    first, *_ = run(replace(CASE, record_actions=True)).actions
+    order = [text for text, *_ in first if text.startswith(("0F", "0B", "0UPDATE"))]
+    assert order[:10] == "0F0v0 0F1v0 0B0v0 0B1v0 0UPDATE 0F0@1v1 0F1@1v1 0B0@1v1 0B1@1v1 0UPDATE@1".split()
+    after = order[5 * CASE.synchronous :]
+    assert after[:5] == "0F0@5v4 0F1@5v4 0B0@5v4 0UPDATE@4 0F0@6v5".split(), "that update was done before"
+
+
+def test_evaluation_changes_no_number() -> None:
+    evaluating = ("--eval-interval", "2", "--eval-iters", "2")
+    assert differing(run(replace(CASE, flags=evaluating)), run(CASE)) == []
+
+
+def test_after_batches_with_a_delay(tmp_path: Path) -> None:
+    """From a checkpoint with two versions, each with a loss scale of its own: those of the newest one count."""
+    overflow = (Fault(kind=INFINITE_GRADIENT, rank=0, call=2 * 5),)
+    delayed = save(replace(CASE, precision="fp16", synchronous=0, faults=overflow), tmp_path, "torch_dist", 6)
+    found, expected = (
+        delayed.resumed(6, replace(CASE, precision="fp16", **changes))
+        for changes in ({"synchronous": 9}, {"synchronous": 0, "schedule": "1f1b-flush"})
+    )
+    assert torch.equal(found.losses[:, :4], expected.losses[:, :4])
+    assert torch.equal(found.norms[:3], expected.norms[:3])
+    assert not torch.equal(found.losses, expected.losses)
 
 
 def test_it_changes_the_training() -> None:

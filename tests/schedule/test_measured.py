@@ -67,10 +67,20 @@ def test_batches_before_the_delay_began_are_left_out():
     )
     both = replace(run, timeline=replace(run.timeline, events=events))
     both.check_long_enough()
-    assert both.batches == 30
+    assert both.batches == 21, "the first one begins where another ends"
     assert both.bubble == pytest.approx(run.bubble)
     assert both.replayed_bubble == pytest.approx(run.replayed_bubble)
     assert both.causes() == pytest.approx(run.causes())
+
+
+def test_too_few_batches_after_the_delay_began():
+    before, run = recorded("1f1b-flush", batches=20), recorded(batches=5)
+    events = tuple(
+        (*first, *(event._replace(action=event.action.shifted(20)) for event in later))
+        for first, later in zip(before.timeline.events, run.timeline.events, strict=True)
+    )
+    with pytest.raises(ScheduleError, match="holds 6 batches of 2bw with 4 microbatches, too few"):
+        replace(run, timeline=replace(run.timeline, events=events)).check_long_enough()
 
 
 def test_a_rank_with_two_stages(tmp_path: Path):
@@ -194,7 +204,7 @@ def test_the_shortest_run_that_is_explained(tmp_path: Path):
     """Too short a replay would count transfers as something else."""
     durations, cause_s = CAUSES["rest"]
     runs = [recorded(durations=durations, stages=2, batches=batches) for batches in (11, 12)]
-    with pytest.raises(ScheduleError, match="holds 11 batches, too few"):
+    with pytest.raises(ScheduleError, match="holds 11 batches of 2bw with 4 microbatches, too few"):
         runs[0].check_long_enough()
     runs[1].check_long_enough()
     causes = runs[1].causes()
@@ -227,7 +237,7 @@ def test_times_of_a_simulation_say_nothing_of_a_run(tmp_path: Path, capsys: pyte
         ("{", "is no file that --pipeline-trace wrote"),
         ("{}", "is no file that --pipeline-trace wrote: KeyError"),
         ('{"otherData": {"schedule": "x", "stages": 2, "microbatches": 2, "options": {}}}', "unknown schedule"),
-        (json.dumps(trace_of(recorded(batches=2))), "holds 2 batches, too few"),
+        (json.dumps(trace_of(recorded(batches=2))), "holds 2 batches of 2bw with 4 microbatches, too few"),
     ],
 )
 def test_bad_files(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
