@@ -66,7 +66,8 @@ class Run:
         forwards, backwards and delayed updates are work. In a synchronous schedule all stages reduce
         and update together, while nothing else can run: that counts as idle. The median over batches
         leaves out those with an evaluation or a checkpoint; then the mean over stages. Where batches
-        grow, only those of the last size count; where the first ones had no delay, those after them. 0 for fewer than five batches.
+        grow, only those of the last size count; where the first ones had no delay, those after them.
+        0 for fewer than five batches.
         """
         work = COMPUTE | {ActionType.UPDATE} if any(self.schedule.delay) else COMPUTE
         return fmean(
