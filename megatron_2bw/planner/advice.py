@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from megatron_2bw.planner.efficiency import EXACT
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.search import Choice, Plan, loss_time_s
+from megatron_2bw.planner.search import Choice, Plan
 from megatron_2bw.planner.table import percent
 
 MANY = 8
@@ -63,28 +64,21 @@ def _how_far_off(plan: Plan) -> Iterator[str]:
     off = [choice.iteration.time_s / choice.measured_s - 1 for choice in ran]
     worst, furthest = max(zip(off, ran, strict=True), key=lambda pair: abs(pair[0]))
     yield (
-        f"{len(ran)} of these layouts ran on this machine, which ranks them {_ranked(plan, ran)}: the prediction was "
+        f"{len(ran)} of these layouts ran on this machine, which ranks them {_ranked(ran)}: the prediction was "
         f"off by {percent(median(map(abs, off)))} (median), at most {worst:+.1%} ({name(furthest.layout)})."
     )
 
 
-def _ranked(plan: Plan, ran: list[Choice]) -> str:
+def _ranked(ran: list[Choice]) -> str:
     """How the measured order agrees with the predicted one; times that overlap have no order."""
 
-    def to_loss_s(choice: Choice, time_s: float) -> float:
-        return loss_time_s(choice.layout, time_s, plan.efficiency)
-
-    swapped = [
-        (faster, slower)
-        for faster, slower in combinations(ran, 2)
-        if to_loss_s(faster, faster.iteration.time_s) > to_loss_s(slower, slower.iteration.time_s)
-    ]
+    swapped = [(faster, slower) for faster, slower in combinations(ran, 2) if faster.loss_time_s > slower.loss_time_s]
     if not swapped:
         return "as predicted"
     wrong = [
         f"{name(faster.layout)} before {name(slower.layout)}"
         for faster, slower in swapped
-        if to_loss_s(faster, faster.measured_range_s[1]) < to_loss_s(slower, slower.measured_range_s[0])
+        if faster.to_loss_s(faster.measured_range_s[1]) < slower.to_loss_s(slower.measured_range_s[0])
     ]
     if not wrong:
         return "as predicted, but for times that overlap"
@@ -99,24 +93,28 @@ def _time_ratio(one: Choice, other: Choice) -> float:
 
 
 def _against_flush(plan: Plan, delayed: Choice, flushed: Choice) -> Iterator[str]:
-    break_even = _time_ratio(delayed, flushed)
+    efficiency = plan.progress.efficiency
+    slowed = delayed.loss_time_s * efficiency / delayed.iteration.time_s  # By batches without a delay.
+    break_even = slowed * _time_ratio(delayed, flushed)
     other, more = name(flushed.layout), percent(1 / break_even - 1)
     if break_even >= 1:
-        yield f"Do not use 2bw here: {other} takes {percent(1 - 1 / break_even)} less time per batch, without a delay."
-    elif plan.efficiency == 1:
+        over = " over the whole run" if plan.progress.synchronous else ""
+        less = percent(1 - 1 / break_even)
+        yield f"Do not use 2bw here: {other} takes {less} less time per batch{over}, without a delay."
+    elif plan.progress == EXACT:
         yield (
             f"It reaches a loss before {other} as long as it needs less than {more} more samples for it; "
             f"say how many with --sample-efficiency (break-even {break_even:.3f})."
         )
-    elif break_even < plan.efficiency:
-        earlier = percent(1 - break_even / plan.efficiency)
+    elif break_even < efficiency:
+        earlier = percent(1 - break_even / efficiency)
         yield (
-            f"At sample efficiency {plan.efficiency:g} it reaches a loss {earlier} earlier than {other} "
+            f"At sample efficiency {efficiency:g} it reaches a loss {earlier} earlier than {other} "
             f"(break-even {break_even:.3f})."
         )
     else:
-        earlier = percent(1 - plan.efficiency / break_even)
+        earlier = percent(1 - efficiency / break_even)
         yield (
-            f"At sample efficiency {plan.efficiency:g} a flush reaches the loss {earlier} earlier: "
+            f"At sample efficiency {efficiency:g} a flush reaches the loss {earlier} earlier: "
             f"use {other} (break-even {break_even:.3f})."
         )

@@ -1,21 +1,92 @@
-"""Progress with gradients one step old, as measured: ``plan --sample-efficiency auto``."""
+"""Progress with gradients one step old, given or as measured: ``plan --sample-efficiency``."""
 
 from __future__ import annotations
 
-AUTO = "auto"
-MEASURED = 0.8
-"""Share of the batches after which the same optimizer has the same loss without a delay.
+import math
+from dataclasses import dataclass, replace
 
-Of Muon with the lead that the README recommends, on a GPT of 0.36M parameters: ``worth`` in
-``scripts/bench/results/time_to_loss.txt``, rounded down to a multiple of 0.05.
+from megatron_2bw.planner import costs
+from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.rules import delay_of
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Of a run with gradients one step old, beside synchronous training.
+
+    Raises:
+        PlanError: an efficiency of 0 or less, or a share outside of [0, 1).
+    """
+
+    efficiency: float = 1.0
+    """Progress per sample, over the whole run, where 1 is that of synchronous training."""
+    synchronous: float = 0.0
+    """Share of the batches that 2bw first trains without its delay: ``--synchronous-warmup-iters``."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.efficiency < math.inf:
+            raise PlanError(f"sample_efficiency {self.efficiency}: give a number above 0, such as 0.9")
+        if not 0 <= self.synchronous < 1:
+            raise PlanError(f"synchronous_warmup_fraction {self.synchronous}: give a share below 1, such as 0.2")
+
+    def loss_time_s(self, model: Model, layout: Layout, cluster: Cluster, time_s: float) -> float:
+        """Time of the batches that make as much progress as one batch of synchronous training.
+
+        pipedream, whose gradients are older than 2bw's, makes no more progress than it.
+
+        Args:
+            model: to train.
+            layout: of it.
+            cluster: to train on.
+            time_s: of a batch in ``layout``.
+        """
+        if not delay_of(layout):
+            return time_s
+        if self.synchronous and layout.schedule == "2bw":
+            flush_s = costs.iteration(model, _flushed(layout), cluster).time_s
+            time_s += self.synchronous * (flush_s - time_s)
+        return time_s / self.efficiency
+
+    def least_loss_time_s(self, layout: Layout, time_s: float) -> float:
+        """The same if a flush took no longer: a bound."""
+        return time_s / self.efficiency if delay_of(layout) else time_s
+
+
+EXACT = Progress()
+"""A delay costs nothing."""
+
+
+def _flushed(layout: Layout) -> Layout:
+    """What 2bw runs on its stages before its delay begins."""
+    return replace(layout, schedule="1f1b-flush", extra_in_flight=0, gradient_buffers=2, overlap_gradients=False)
+
+
+MEASURED = (Progress(efficiency=0.8), Progress(efficiency=0.95, synchronous=0.2))
+"""Of Muon with the lead that the README recommends, alone and after a fifth of the batches without a delay.
+
+``worth`` in ``scripts/bench/results/time_to_loss.txt``, the lower of both models, rounded down to a multiple of 0.05.
 """
 RECOMMENDED = (
     "--optimizer muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --adam-beta1 0.93 --delay-correction lead "
     "--delay-lead 2"
 )
 """Flags to train like that."""
-ASSUMPTION = (
-    f"A sample efficiency of {MEASURED:g} is that of a small GPT with {RECOMMENDED}, beside Muon without a delay; with "
-    "AdamW it is lower, and about 1 with --synchronous-warmup-iters for a fifth of the run, which this plan does not "
-    "price. Say yours with --sample-efficiency."
-)
+
+
+def assumption(progress: Progress) -> str:
+    """What one of ``MEASURED`` rests on."""
+    begun = (
+        f" and --synchronous-warmup-iters for the first {progress.synchronous:.0%} of the batches, whose bubble is "
+        "priced in"
+        if progress.synchronous
+        else ""
+    )
+    return (
+        f"A sample efficiency of {progress.efficiency:g} is that of small GPTs with {RECOMMENDED}{begun}, beside Muon "
+        "without a delay; with AdamW it is lower. Say yours with --sample-efficiency."
+    )

@@ -19,7 +19,7 @@ def explain(plan: Plan, space: Space, text: str) -> Iterator[str]:
     """
     narrowed = within(space, text)
     try:
-        other = search(plan.model, plan.cluster, plan.global_batch, narrowed, efficiency=plan.efficiency, keep=1).best
+        other = search(plan.model, plan.cluster, plan.global_batch, narrowed, progress=plan.progress, keep=1).best
     except PlanError as error:
         yield f"{text}: {error}"
         return

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_2bw.planner import memory
 from megatron_2bw.planner.advice import advice
 from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.efficiency import EXACT
 from megatron_2bw.planner.flags import layout_flags, model_flags
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
@@ -83,7 +84,7 @@ def _heading(model: Model, cluster: Cluster, global_batch: int) -> Iterator[str]
 
 def _row_head(plan: Plan) -> tuple[str, ...]:
     measured = ("measured",) if plan.best.measured_s else ()
-    return (*_HEAD, *measured, "to loss") if plan.efficiency != 1 else (*_HEAD, *measured)
+    return (*_HEAD, *measured, "to loss") if plan.progress != EXACT else (*_HEAD, *measured)
 
 
 def _row(plan: Plan, choice: Choice) -> list[str]:
@@ -101,7 +102,7 @@ def _row(plan: Plan, choice: Choice) -> list[str]:
     ]
     if plan.best.measured_s:
         cells.append(seconds(choice.measured_s) if choice.measured_s else "")
-    return [*cells, seconds(choice.loss_time_s)] if plan.efficiency != 1 else cells
+    return [*cells, seconds(choice.loss_time_s)] if plan.progress != EXACT else cells
 
 
 def stage_totals(stages: Sequence[StageMemory]) -> Iterator[str]:
@@ -178,7 +179,8 @@ def plan_json(plan: Plan, top: int) -> dict[str, Any]:
         "cluster": dataclasses.asdict(dataclasses.replace(plan.cluster, profile=None)),
         "profiled": plan.cluster.profile is not None,
         "global_batch": plan.global_batch,
-        "sample_efficiency": plan.efficiency,
+        "sample_efficiency": plan.progress.efficiency,
+        "synchronous_warmup_fraction": plan.progress.synchronous,
         "choices": [choice_json(plan.model, choice) for choice in shown(plan, top)],
         "advice": [*_narrow(plan), *advice(plan)],
         "rejected": [dataclasses.asdict(rejection) for rejection in plan.rejected],

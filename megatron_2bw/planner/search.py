@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from megatron_2bw.planner import costs, memory
 from megatron_2bw.planner.candidates import Candidates, Rejection, Saving
 from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.efficiency import EXACT, Progress
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
@@ -43,11 +44,15 @@ class Choice:
     headroom_bytes: float
     """That this stage leaves free."""
     loss_time_s: float
-    """Time for the progress of one synchronous batch: time / sample efficiency for delayed gradients."""
+    """Time for the progress of one synchronous batch."""
     measured_s: float | None = None
     """Time of a batch where it ran, the median: ``--verify-top``."""
     measured_range_s: tuple[float, float] | None = None
     """The shortest and the longest."""
+
+    def to_loss_s(self, time_s: float) -> float:
+        """The same if a batch takes ``time_s``, not what is predicted."""
+        return time_s * self.loss_time_s / self.iteration.time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +62,15 @@ class Plan:
     model: Model
     cluster: Cluster
     global_batch: int
-    efficiency: float
+    progress: Progress
+    """With gradients one step old."""
     choices: tuple[Choice, ...]
     """The best ones, and the best one of every schedule; the best of all first."""
     rejected: tuple[Rejection, ...]
     layouts: int
     """Decided on: rejected, beaten or priced."""
     assumption: str = ""
-    """What the efficiency rests on, if it was not given."""
+    """What the progress rests on, if it was not given."""
 
     @property
     def best(self) -> Choice:
@@ -84,7 +90,7 @@ def search(
     global_batch: int,
     space: Space | None = None,
     *,
-    efficiency: float = 1.0,
+    progress: Progress = EXACT,
     keep: int = 20,
 ) -> Plan:
     """Find the layouts with the shortest time to a loss.
@@ -94,7 +100,7 @@ def search(
         cluster: all of its GPUs are used.
         global_batch: samples B = b * w * m.
         space: limits of the search.
-        efficiency: progress per sample with gradients one step old, relative to synchronous training; above 0.
+        progress: with gradients one step old.
         keep: how many layouts to return, beside the best one of every schedule.
 
     Raises:
@@ -102,8 +108,6 @@ def search(
     """
     if global_batch < 1:
         raise PlanError(f"global_batch {global_batch}: give a whole number of at least 1")
-    if not 0 < efficiency < math.inf:
-        raise PlanError(f"sample_efficiency {efficiency}: give a number above 0, such as 0.9")
     if model.num_layers > MOST_LAYERS:
         raise PlanError(f"num_layers {model.num_layers}: the search handles at most {MOST_LAYERS}; use {MOST_LAYERS}")
     space = space or Space()
@@ -111,7 +115,7 @@ def search(
     if refused:
         raise PlanError(refused)
     candidates = Candidates(model=model, cluster=cluster, global_batch=global_batch, space=space)
-    found = _Search(candidates=candidates, efficiency=efficiency)
+    found = _Search(candidates=candidates, progress=progress)
     choices = found.best(keep)
     if not choices:
         raise PlanError(found.why_none())
@@ -119,14 +123,14 @@ def search(
         model=model,
         cluster=cluster,
         global_batch=global_batch,
-        efficiency=efficiency,
+        progress=progress,
         choices=tuple(choices),
         rejected=tuple(sorted(candidates.rejected.values(), key=lambda rejection: -rejection.count)),
         layouts=candidates.layouts,
     )
 
 
-def price(model: Model, layout: Layout, cluster: Cluster, *, efficiency: float = 1.0) -> Choice:
+def price(model: Model, layout: Layout, cluster: Cluster, *, progress: Progress = EXACT) -> Choice:
     """Time and memory of ``layout``, whether it fits or not."""
     iteration, fullest = costs.iteration(model, layout, cluster), memory.largest(model, layout)
     return Choice(
@@ -134,7 +138,7 @@ def price(model: Model, layout: Layout, cluster: Cluster, *, efficiency: float =
         iteration=iteration,
         memory=fullest,
         headroom_bytes=cluster.memory_bytes - fullest.total_bytes,
-        loss_time_s=loss_time_s(layout, iteration.time_s, efficiency),
+        loss_time_s=progress.loss_time_s(model, layout, cluster, iteration.time_s),
     )
 
 
@@ -144,20 +148,12 @@ def parts_of(stage: StageMemory) -> dict[str, float]:
     return {name.removesuffix("_bytes").replace("_", " "): getattr(stage, name) for name in names}
 
 
-def loss_time_s(layout: Layout, time_s: float, efficiency: float) -> float:
-    """Time of the batches that make as much progress as one batch of synchronous training.
-
-    pipedream, whose gradients are older than 2bw's, makes no more progress than it.
-    """
-    return time_s / efficiency if delay_of(layout) else time_s
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
     """Prices candidates, best first."""
 
     candidates: Candidates
-    efficiency: float
+    progress: Progress
 
     def best(self, keep: int) -> list[Choice]:
         """The best ``keep``, and the best of every schedule."""
@@ -180,7 +176,7 @@ class _Search:
     def _bound_s(self, base: Layout) -> float:
         """What no layout on ``base`` is faster than."""
         time_s = costs.least_s(self.candidates.model, base, self.candidates.cluster)
-        return loss_time_s(base, time_s, self.efficiency)
+        return self.progress.least_loss_time_s(base, time_s)
 
     def _fitting(self, base: Layout) -> Iterator[Choice]:
         """What fits of ``base``, without layouts that save more memory than they have to."""
@@ -188,7 +184,7 @@ class _Search:
         for saving in candidates.savings(base):
             needed, layout = self._first_that_fits(saving)
             if needed <= candidates.capacity_bytes:
-                yield price(candidates.model, layout, candidates.cluster, efficiency=self.efficiency)
+                yield price(candidates.model, layout, candidates.cluster, progress=self.progress)
                 if layout == base:
                     return
             smallest = min(smallest, (needed, layout), key=lambda pair: pair[0])
@@ -251,7 +247,7 @@ class _Search:
                 global_batch=candidates.global_batch * factor,
                 space=candidates.space,
             )
-            trial = _Search(candidates=more, efficiency=self.efficiency)
+            trial = _Search(candidates=more, progress=self.progress)
             if any(True for base in more.bases() for _ in trial._fitting(base)):
                 return f"use {more.cluster.gpus} GPUs and a global_batch of {more.global_batch}"
         return "use GPUs with more memory"

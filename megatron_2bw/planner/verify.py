@@ -13,7 +13,7 @@ from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Kind
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report import flags_of, shown
-from megatron_2bw.planner.search import Choice, Plan, loss_time_s
+from megatron_2bw.planner.search import Choice, Plan
 from megatron_2bw.planner.table import seconds
 from megatron_2bw.planner.torchrun import LOGGED, lines_of, random_data
 
@@ -69,7 +69,7 @@ def measured(
     if len(problems) == len(choices):
         raise PlanError(f"none of the layouts ran; {problems[choices[-1].layout]}")
     ran = [_with_times(choice, times_s[choice.layout]) for choice in choices if choice.layout not in problems]
-    ran.sort(key=lambda choice: loss_time_s(choice.layout, choice.measured_s, plan.efficiency))
+    ran.sort(key=lambda choice: choice.to_loss_s(choice.measured_s))
     failed = [choice for choice in choices if choice.layout in problems]
     rest = [choice for choice in plan.choices if choice not in choices]
     return replace(plan, choices=(*ran, *rest, *failed))

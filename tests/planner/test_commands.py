@@ -91,11 +91,33 @@ def test_sample_efficiency(capsys: pytest.CaptureFixture[str]):
 
 
 def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
-    _, measured, _ = run(capsys, f"{PLAN} --sample-efficiency auto")
-    _, given, _ = run(capsys, f"{PLAN} --sample-efficiency {efficiency.MEASURED}")
-    assert measured.splitlines()[:12] == given.splitlines()[:12]
-    assert efficiency.RECOMMENDED in words_of(measured)
-    assert efficiency.RECOMMENDED not in words_of(given)
+    """The better of both ways, with the flags of the one that is taken."""
+    plans = []
+    for way in efficiency.MEASURED:
+        options = f"--sample-efficiency {way.efficiency} --synchronous-warmup-fraction {way.synchronous}"
+        plans.append(json.loads(run(capsys, f"{PLAN} {options} --json")[1]))
+    to_loss = [next(c["time_to_loss_s"] for c in plan["choices"] if c["delay"]) for plan in plans]
+    assert to_loss[0] != to_loss[1]
+    better = plans[to_loss.index(min(to_loss))]
+    measured = json.loads(run(capsys, f"{PLAN} --sample-efficiency auto --json")[1])
+    assert measured["choices"] == better["choices"]
+    assert measured["synchronous_warmup_fraction"] == better["synchronous_warmup_fraction"]
+    assert efficiency.RECOMMENDED in " ".join(measured["advice"])
+    assert efficiency.RECOMMENDED not in " ".join(better["advice"])
+    begins = bool(better["synchronous_warmup_fraction"])
+    assert ("--synchronous-warmup-iters" in " ".join(measured["advice"])) == begins
+
+
+def test_a_beginning_without_a_delay_is_priced(capsys: pytest.CaptureFixture[str]):
+    """As a flush on the same stages; break-even is the efficiency that both need then."""
+    layout = "--pipeline-model-parallel-size 8 --pipeline-schedule 2bw,1f1b-flush --micro-batch-size 4"
+    plan = f"plan --model gpt-2.2b --cluster dgx-a100 --global-batch-size 64 {layout} --tensor-model-parallel-size 1"
+    later = json.loads(run(capsys, f"{plan} --synchronous-warmup-fraction 0.25 --json")[1])
+    delayed, flushed = (next(c for c in later["choices"] if c["delay"] == delay) for delay in (1, 0))
+    assert flushed["time_to_loss_s"] == flushed["time_s"]
+    ratio = delayed["time_to_loss_s"] / flushed["time_s"]
+    assert ratio == pytest.approx(0.75 * delayed["time_s"] / flushed["time_s"] + 0.25, rel=0.02)
+    assert f"(break-even {ratio:.3f})" in " ".join(later["advice"])
 
 
 def test_when_not_to_use_2bw(capsys: pytest.CaptureFixture[str]):
@@ -238,6 +260,9 @@ BAD = {
     f"{PLAN} stray": "stray is neither an option of this command nor a flag",
     f"{PLAN} --sample-efficiency 0": "sample_efficiency 0.0: give a number above 0",
     f"{PLAN} --sample-efficiency nan": "sample_efficiency nan: give a number above 0",
+    f"{PLAN} --synchronous-warmup-fraction 1": "synchronous_warmup_fraction 1.0: give a share below 1",
+    f"{PLAN} --synchronous-warmup-fraction 0.1 --sample-efficiency auto": "auto chooses the share; leave one out",
+    f"{PLAN} --cost-model paper --sample-efficiency 0.9": "--cost-model paper has no sample-efficiency; leave it out",
     f"{PLAN} --cost-model paper --plot a.svg": "--cost-model paper has no plot; leave it out",
     f"{PLAN} --cost-model other": "argument --cost-model: invalid choice: 'other'",
     f"{PLAN} --top 0": "--top 0: give a whole number of at least 1",

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_2bw.planner import costs, memory, mixpipe
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.efficiency import Progress
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
@@ -128,19 +129,31 @@ def within_limits(layout: Layout, space: Space) -> bool:
     return all(space.allows(dimension, (value,)) for dimension, value in pairs.items())
 
 
+@cache
+def flush_s(case: str, delayed: Layout) -> float:
+    """Seconds of a batch of 1f1b-flush on the stages of 2bw, whose gradients nothing overlaps."""
+    flushed = dataclasses.replace(delayed, schedule="1f1b-flush", gradient_buffers=2, extra_in_flight=0)
+    assert not flushed.overlap_gradients
+    return costs.iteration(MODEL, flushed, CASES[case][0]).time_s
+
+
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("efficiency", [1.0, 0.8])
-def test_nothing_beats_the_best(case: str, efficiency: float, space: str):
+@pytest.mark.parametrize(("efficiency", "synchronous"), [(1.0, 0.0), (0.8, 0.0), (0.9, 0.3)])
+def test_nothing_beats_the_best(case: str, efficiency: float, synchronous: float, space: str):
     machine, batch = CASES[case]
     best: dict[str, float] = {}
     for layout, time_s, needed in priced(case):
         if needed <= machine.memory_bytes and within_limits(layout, SPACES[space]):
-            loss_time_s = time_s / efficiency if layout.schedule in DELAYED else time_s
+            loss_time_s = time_s
+            if layout.schedule in DELAYED:
+                first_s = flush_s(case, layout) if synchronous else 0.0
+                loss_time_s = (synchronous * first_s + (1 - synchronous) * time_s) / efficiency
             best[layout.schedule] = min(loss_time_s, best.get(layout.schedule, math.inf))
     ours: dict[str, float] = {}
     if best:
-        for choice in search(MODEL, machine, batch, SPACES[space], efficiency=efficiency).choices:
+        progress = Progress(efficiency=efficiency, synchronous=synchronous)
+        for choice in search(MODEL, machine, batch, SPACES[space], progress=progress).choices:
             ours.setdefault(choice.layout.schedule, choice.loss_time_s)
     else:
         with pytest.raises(PlanError):
@@ -209,7 +222,8 @@ def test_2bw_needs_d_microbatches_unless_asked_for_fewer():
 
 def test_efficiency_turns_the_choice():
     machine, batch = cluster(8, 80), 16
-    eager, careful = (search(MODELS["gpt-7.5b"], machine, batch, efficiency=value) for value in (1.0, 0.5))
+    halves = (Progress(efficiency=value) for value in (1.0, 0.5))
+    eager, careful = (search(MODELS["gpt-7.5b"], machine, batch, progress=progress) for progress in halves)
     delayed = careful.best_of(delayed=True)
     assert careful.best.layout.schedule not in DELAYED
     assert delayed.loss_time_s == pytest.approx(2 * delayed.iteration.time_s)

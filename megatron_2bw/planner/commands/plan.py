@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,10 +60,15 @@ def add(commands: Any) -> None:
     plan.add_argument("--global-batch-size", type=int, required=True, metavar="B", help="samples; B = b * w * m")
     plan.add_argument(
         "--sample-efficiency",
-        default="1",
         metavar="E",
         help="progress per sample with gradients one batch old, where 1 is that of a flush; auto: as measured with the "
-        "recommended correction (default: 1)",
+        "recommended correction, with or without a beginning without a delay, whichever is faster (default: 1)",
+    )
+    plan.add_argument(
+        "--synchronous-warmup-fraction",
+        type=float,
+        metavar="F",
+        help="share of the run for which --synchronous-warmup-iters keeps 2bw from its delay (default: 0)",
     )
     _add_limits(plan)
     plan.add_argument(
@@ -96,10 +102,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_2bw.planner.efficiency import ASSUMPTION, AUTO, MEASURED
     from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.report import flags_of, plan_json, plan_lines
-    from megatron_2bw.planner.search import search
 
     for flag, count in (("--top", args.top), ("--verify-top", args.verify_top)):
         if count is not None and count < 1:
@@ -118,11 +122,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     if cluster.profile is not None:
         space = cluster.profile.limited(space)
     keep = max(args.top, _KEPT_FOR_VERIFYING * (args.verify_top or 0), 200 if args.plot else 20)
-    is_measured = args.sample_efficiency == AUTO
-    efficiency = MEASURED if is_measured else _number(args.sample_efficiency)
-    plan = search(model, cluster, args.global_batch_size, space, efficiency=efficiency, keep=keep)
-    if is_measured:
-        plan = replace(plan, assumption=ASSUMPTION)
+    plan = _searched(args, model, cluster, space, keep)
     if args.verify_top:
         from megatron_2bw.planner.verify import verified
 
@@ -142,6 +142,31 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
+def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: Space, keep: int) -> Plan:
+    """By the progress that is given, or with the better of those that were measured."""
+    from megatron_2bw.planner.efficiency import AUTO, MEASURED, Progress, assumption
+    from megatron_2bw.planner.search import search
+
+    share = args.synchronous_warmup_fraction
+    if args.sample_efficiency != AUTO:
+        progress = Progress(efficiency=_number(args.sample_efficiency or "1"), synchronous=share or 0.0)
+        return search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep)
+    if share is not None:
+        raise PlanError(
+            f"--synchronous-warmup-fraction {share:g}: --sample-efficiency auto chooses the share; leave one out"
+        )
+
+    def to_loss_s(plan: Plan) -> float:
+        delayed = plan.best_of(delayed=True)
+        return math.inf if delayed is None else delayed.loss_time_s
+
+    plans = [
+        search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep) for progress in MEASURED
+    ]
+    best = min(plans, key=to_loss_s)
+    return replace(best, assumption=assumption(best.progress))
+
+
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -152,7 +177,15 @@ def _number(text: str) -> float:
 def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> int:
     from megatron_2bw.planner.papers import paper_flags, paper_json, paper_lines
 
-    for option in ("verify_top", "explain", "plot", "profile", *(dimension for dimension, _ in _LIMITS.values())):
+    for option in (
+        "sample_efficiency",
+        "synchronous_warmup_fraction",
+        "verify_top",
+        "explain",
+        "plot",
+        "profile",
+        *(dimension for dimension, _ in _LIMITS.values()),
+    ):
         if getattr(args, option) is not None:
             raise PlanError(
                 f"--cost-model {args.cost_model} has no {option.replace('_', '-')}; leave it out, or use default"
