@@ -129,15 +129,12 @@ def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
     try:
         notices = cpu_backend.adapt_arguments(args) if cpu_backend.needed() else []
         schedule = getattr(args, "pipeline_schedule", MEGATRON)
-        if schedule == MEGATRON:
-            _refuse_flags_of_ours(args)
-        else:
-            _refuse(args, canonical_name(schedule))
-            notices += _map(args, canonical_name(schedule))
-        _print_once(notices)
+        name = MEGATRON if schedule == MEGATRON else canonical_name(schedule)
+        _refuse(args, name)
+        _print_once([*notices, *_map(args, name)])
         result = megatron_validation()
-        if schedule != MEGATRON:
-            _refuse(args, canonical_name(schedule))  # Again: Megatron derives some values from others.
+        if name != MEGATRON:
+            _refuse(args, name)  # Again: Megatron derives some values from others.
             _check_trace(args)
             if args.mixpipe_k == AUTO:
                 _print_once([_automatic(args)])
@@ -299,30 +296,6 @@ def _check_trace(args: Any) -> None:
         file.touch()
     except OSError as error:
         raise ArgumentError(f"--pipeline-trace {args.pipeline_trace} cannot be written: {error.strerror}") from error
-
-
-def _refuse_flags_of_ours(args: Any) -> None:
-    if getattr(args, "mixpipe_k", None) is not None or getattr(args, "mixpipe_gamma", None) is not None:
-        raise ArgumentError(
-            "--mixpipe-k and --mixpipe-gamma say how many forwards mixpipe keeps in flight: use "
-            "--pipeline-schedule mixpipe, or leave the flags out"
-        )
-    for name, flag in (("pipeline_trace", "--pipeline-trace"), ("log_pipeline", "--log-pipeline")):
-        if getattr(args, name, None):
-            raise ArgumentError(
-                f"{flag} records the schedules of megatron_2bw, not Megatron's own: "
-                "choose one, for example --pipeline-schedule 1f1b-flush"
-            )
-    if getattr(args, "delay_correction", "none") != "none":
-        raise ArgumentError(
-            "--delay-correction corrects delayed updates, and Megatron's own schedule has none: "
-            "use --pipeline-schedule 2bw, or leave the flag out"
-        )
-    if getattr(args, "synchronous_warmup_iters", 0):
-        raise ArgumentError(
-            "--synchronous-warmup-iters comes before delayed updates, and Megatron's own schedule has none: "
-            "use --pipeline-schedule 2bw, or leave the flag out"
-        )
 
 
 def _print_once(notices: list[str]) -> None:

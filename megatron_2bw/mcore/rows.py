@@ -13,6 +13,8 @@ PIPEDREAM = frozenset({"pipedream"})
 DELAYED = TWO_BW | PIPEDREAM
 FLUSHED = frozenset({"1f1b-flush", "gpipe", "inter-layer"}) | MIRRORED
 OURS = DELAYED | FLUSHED
+STOCK = frozenset({"megatron"})
+"""Megatron's own loop: only what would do nothing there is refused."""
 
 USE_FLUSH = "use --pipeline-schedule 1f1b-flush, or leave the flag out"
 USE_MEGATRON = "use --pipeline-schedule megatron, or leave the flag out"

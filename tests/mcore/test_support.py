@@ -8,6 +8,7 @@ from copy import copy
 import pytest
 
 from megatron_2bw.mcore.arguments import ArgumentError, _map, _refuse, add_arguments
+from megatron_2bw.mcore.rows import STOCK
 from megatron_2bw.mcore.support import MAPPED, OURS, REFUSED, SLOWED
 from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.schedule.registry import SCHEDULES
@@ -18,6 +19,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--pipeline-extra-in-flight": [{"pipeline_extra_in_flight": 1}],
     "--synchronous-warmup-iters": [{"synchronous_warmup_iters": 5}],
     "--delay-correction": [{"delay_correction": "update-lead", "bf16": True}],
+    "--pipeline-trace / --log-pipeline": [{"pipeline_trace": "file"}, {"log_pipeline": True}],
     "--delay-correction lead with lion": [
         {"delay_correction": "lead", "optimizer": "lion"},
         {"delay_correction": "lead", "optimizer": "muon", "muon_scalar_optimizer": "lion", "muon_momentum": 0.95},
@@ -163,7 +165,7 @@ def test_every_schedule_trains() -> None:
     assert set(SCHEDULES) == OURS
 
 
-@pytest.mark.parametrize("schedule", sorted(OURS))
+@pytest.mark.parametrize("schedule", sorted(OURS | STOCK))
 def test_defaults_pass_without_a_word(defaults: argparse.Namespace, schedule: str) -> None:
     args = _with(defaults, schedule, {})
     before = copy(vars(args))
@@ -175,7 +177,7 @@ def test_defaults_pass_without_a_word(defaults: argparse.Namespace, schedule: st
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.flag} {min(row.schedules)}")
 def test_refused_with_flag_reason_and_remedy(defaults: argparse.Namespace, row) -> None:
     for settings in SETTINGS[row.flag]:
-        for schedule in OURS:
+        for schedule in OURS | STOCK:
             args = _with(defaults, schedule, settings)
             if schedule in row.schedules:
                 with pytest.raises(ArgumentError) as refusal:
