@@ -4,9 +4,10 @@
     python scripts/bench/time_to_loss.py report [--output scripts/bench/results/time_to_loss.txt]
 
 ``train`` goes on where it was stopped; each finished trial is a line of the file ``--trials``. For one optimizer
-after the other, every arm tries its grid with one seed, then its three best with more of them: near the limit of
-stability, seeds differ by more than arms do. An arm whose best is at the edge of its grid says so in the report. Last,
-what trains without delay is cut to fewer batches: what ends with the loss of 90% of them needs 1/0.9 as many.
+after the other, every arm tries its grid with one seed, the best of it with other warm-ups, then its three best with
+two more seeds, for near the limit of stability seeds differ by more than arms do, then the best of those with another
+three. Grids are as large for each, and where its best is inside; an arm for which it is not says so in the report.
+Last, what trains without delay is cut to fewer batches: what ends with the loss of 90% of them needs 1/0.9 as many.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ SIZES = {
     "0.36M": Size(layers=3, hidden=96, sequence=64, batch=16, steps=1000),
     "0.12M": Size(layers=2, hidden=64, sequence=64, batch=16, steps=1000, corpus=CPP),
 }
-SEEDS = (0, 1, 2)
-FINALISTS = 3
+SEEDS = (0, 1, 2, 3, 4, 5)
+FINALISTS, FINALIST_SEEDS = 3, 3
+"""So many of an arm's grid get so many seeds; the best of them gets all."""
+WARMUPS = (50, 200, 400)
+"""Of the learning rate, in batches, around the 100 of the grid."""
 CUTS = (0.9, 0.8, 0.7)
 """Shares of the batches."""
-T_95 = 4.30
-"""Student's t for a two-sided 95% and three seeds."""
+STAGES, CHUNKS, RATIOS = 8, 4, (1, 2, 4, 8)
+"""Of the pipelines whose times to a loss are compared: d, chunks of the interleaved schedule, and m/d."""
+T_95 = {3: 4.303, 6: 2.571}
+"""Student's t for a two-sided 95%, by seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +69,7 @@ class Arm:
     """Share of the steps without a delay, before it begins."""
 
     def grid(self, size: Size) -> list[Trial]:
-        """Of one seed."""
+        """Of one seed and one warm-up."""
         return [
             Trial(
                 size=size,
@@ -83,7 +89,9 @@ class Arm:
         """Whether the best may be outside of what was tried."""
         decay = trial.beta1 if trial.momentum is None else trial.momentum
         outer = (self.decays[0], self.decays[-1]) if len(self.decays) > 2 else ()
-        return trial.lr in (self.rates[0], self.rates[-1]) or decay in outer
+        return (
+            trial.lr in (self.rates[0], self.rates[-1]) or decay in outer or trial.warmup in (WARMUPS[0], WARMUPS[-1])
+        )
 
 
 def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float], **correction: Any) -> Arm:
@@ -91,29 +99,31 @@ def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float], 
     return Arm(name=f"AdamW, {name}", baseline="AdamW, no delay", delay=delay, rates=rates, decays=decays, **correction)
 
 
-def _by_muon(name: str, delay: int, beta1: float = 0.9, **rest: Any) -> Arm:
-    rates, decays = (4e-3, 8e-3, 1.6e-2, 3.2e-2), (0.8, 0.9, 0.95)
+def _by_muon(name: str, delay: int, first: float, decays: tuple[float, ...], beta1: float = 0.9, **rest: Any) -> Arm:
     return Arm(
         name=f"Muon, {name}",
         baseline="Muon, no delay",
         delay=delay,
-        rates=rates,
+        rates=tuple(first * 2**power for power in range(4)),
         decays=decays,
         muon_beta1=beta1,
         **rest,
     )
 
 
+SHORTER, LONGER = (0.7, 0.8, 0.9), (0.8, 0.9, 0.95)
+"""Memory of Muon's momentum: its decays."""
+LEAD: dict[str, Any] = {"beta1": 0.93, "nesterov": False, "correction": "lead", "lead": 2.0}
 ARMS = (
     _by_adamw("no delay", 0, 5e-4, (0.9, 0.95)),
     _by_adamw("delay, as it is", 1, 2.5e-4, (0.8, 0.9)),
     _by_adamw("delay, lead 2", 1, 2.5e-4, (0.9, 0.93), correction="lead", lead=2.0),
     _by_adamw("delay, update-lead 2", 1, 2.5e-4, (0.93, 0.95), correction="update-lead", lead=2.0),
-    _by_muon("no delay", 0),
-    _by_muon("delay, as it is", 1),
-    _by_muon("delay, lead 2", 1, beta1=0.93, nesterov=False, correction="lead", lead=2.0),
-    _by_muon("delay, update-lead 1", 1, correction="update-lead", lead=1.0),
-    _by_muon("delay, lead 2, after 20%", 1, beta1=0.93, nesterov=False, correction="lead", lead=2.0, synchronous=0.2),
+    _by_muon("no delay", 0, 8e-3, SHORTER),
+    _by_muon("delay, as it is", 1, 4e-3, LONGER),
+    _by_muon("delay, lead 2", 1, 4e-3, LONGER, **LEAD),
+    _by_muon("delay, update-lead 1", 1, 4e-3, SHORTER, correction="update-lead", lead=1.0),
+    _by_muon("delay, lead 2, after 20%", 1, 4e-3, LONGER, **LEAD, synchronous=0.2),
 )
 """Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
 the first fifth of the batches without a delay."""
@@ -151,8 +161,11 @@ class Trials:
             arms = [arm for arm in ARMS if arm.baseline == baseline.name]
             in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
             yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)
+            for arm in arms:
+                yield from (trial for trial in self.warmups(arm, size) if self.loss(trial) is None)
             for arm, seed in itertools.product(arms, SEEDS):
-                with_seed = (replace(trial, seed=seed) for trial in self.finalists(arm, size))
+                seeded = self.finalists(arm, size) if seed < FINALIST_SEEDS else [self.best(arm, size)]
+                with_seed = (replace(trial, seed=seed) for trial in seeded if trial is not None)
                 yield from (trial for trial in with_seed if self.loss(trial) is None)
             for trial, seed in itertools.product(self.cuts(baseline, size), SEEDS):
                 if self.loss(replace(trial, seed=seed)) is None:
@@ -165,20 +178,30 @@ class Trials:
             return []
         return [replace(best, size=replace(size, steps=round(share * size.steps))) for share in CUTS]
 
+    def warmups(self, arm: Arm, size: Size) -> list[Trial]:
+        """The best of the grid with other warm-ups; none while some of the grid has not been tried."""
+        losses = {trial: self.loss(trial) for trial in arm.grid(size)}
+        if None in losses.values():
+            return []
+        best = min(losses, key=lambda trial: losses[trial])
+        return [replace(best, warmup=warmup) for warmup in WARMUPS]
+
     def finalists(self, arm: Arm, size: Size) -> list[Trial]:
-        """Of the arm's grid, the best with the first seed; none while some of it is missing."""
-        found = {trial: self.loss(trial) for trial in arm.grid(size)}
+        """The best with the first seed; none while something has not been tried."""
+        found = {trial: self.loss(trial) for trial in [*arm.grid(size), *self.warmups(arm, size)]}
         return [] if None in found.values() else sorted(found, key=lambda trial: found[trial])[:FINALISTS]
 
     def losses(self, trial: Trial) -> list[float]:
-        """Of all seeds that have been tried."""
-        losses = (self.loss(replace(trial, seed=seed)) for seed in SEEDS)
-        return [loss for loss in losses if loss is not None]
+        """Of all seeds, if all have been tried, or else of those of a finalist, as far as they have been."""
+        losses = [self.loss(replace(trial, seed=seed)) for seed in SEEDS]
+        return [loss for loss in losses[:FINALIST_SEEDS] if loss is not None] if None in losses else losses
 
     def best(self, arm: Arm, size: Size) -> Trial | None:
-        """The finalist with the lowest mean over all seeds; None while none has been tried with all of them."""
-        complete = [trial for trial in self.finalists(arm, size) if len(self.losses(trial)) == len(SEEDS)]
-        return min(complete, key=lambda trial: statistics.mean(self.losses(trial)), default=None)
+        """The finalist with the lowest mean over the seeds of finalists; None while some have not been tried."""
+        finalists = self.finalists(arm, size)
+        if any(len(self.losses(trial)) < FINALIST_SEEDS for trial in finalists):
+            return None
+        return min(finalists, key=lambda trial: statistics.mean(self.losses(trial)[:FINALIST_SEEDS]), default=None)
 
 
 def _key(trial: dict[str, Any]) -> str:
@@ -225,51 +248,61 @@ def report(trials: Trials) -> list[str]:
             for trial in trials.cuts(arm, size)
             if len(trials.losses(trial)) == len(SEEDS)
         ]
-        lines += ["", *_by_rate(trials, size)]
+        lines += ["", *_by_rate(trials, size), "", *_by_depth(trials, size)]
     lines += [
         "",
         "gap: loss minus that of the same optimizer without delay, seed by seed; closed: share of the gap of the delay",
-        "as it is; worth: share of the batches after which training without delay has that loss. (edge): the best of",
-        "the grid is at its edge. 95%: interval of the three seeds; the first has also chosen the three finalists, so",
-        "that its losses are a little low, in all arms alike. Validation loss in nats per byte.",
+        "as it is; worth: share of the batches after which training without delay has that loss. best: learning",
+        "rate, decay of the first moment, and warm-up if it is not 100 batches; (edge): at the edge of what was tried.",
+        "95%: Student's interval of the seeds; the first has chosen the finalists, and the first three the best of",
+        "them, so that their losses are a little low, in all arms alike. Validation loss in nats per byte. time to",
+        "loss: batches until the loss of training without a delay, each as long as the schedule's bubble makes it in",
+        "theory, over the time that the stages work without one; what a schedule really takes is in schedules.txt.",
     ]
     return lines
 
 
 def _line(trials: Trials, arm: Arm, size: Size) -> str:
-    best, grid = trials.best(arm, size), arm.grid(size)
-    done = sum(trials.loss(trial) is not None for trial in grid)
-    finalists = sum(len(trials.losses(trial)) == len(SEEDS) for trial in trials.finalists(arm, size))
-    counts = f"{arm.name:<27} {f'{done}/{len(grid)}':>6} {f'{finalists}/{FINALISTS}':>9}"
+    best, tried = trials.best(arm, size), [*arm.grid(size), *trials.warmups(arm, size)]
+    done = sum(trials.loss(trial) is not None for trial in tried)
+    finalists = sum(len(trials.losses(trial)) >= FINALIST_SEEDS for trial in trials.finalists(arm, size))
+    counts = f"{arm.name:<27} {f'{done}/{len(arm.grid(size)) + len(WARMUPS)}':>6} {f'{finalists}/{FINALISTS}':>9}"
     if best is None:
         return counts
     losses = trials.losses(best)
     edge = " (edge)" if arm.is_at_edge(best) else ""
     decay = best.beta1 if best.momentum is None else best.momentum
-    settings = f"lr {best.lr:g}, decay {decay:g}{edge}"
+    warmup = f", {best.warmup}" if best.warmup in WARMUPS else ""
+    settings = f"lr {best.lr:g}, decay {decay:g}{warmup}{edge}"
     seeds = " ".join(f"{loss:.3f}" for loss in losses)
-    gap, worth = _gap(trials, arm, size, losses), _worth(trials, arm, size, losses)
+    gap = _gap(trials, arm, size, losses)
+    worth = "" if arm.name == arm.baseline else _worth_text(_worth(trials, arm, size, losses))
     return f"{counts} {settings:<26} {_interval(losses)} {gap} {worth:>6}  {seeds}"
 
 
-def _worth(trials: Trials, arm: Arm, size: Size, losses: list[float]) -> str:
-    """Between the cuts of the baseline, on a line."""
-    if arm.name == arm.baseline:
-        return ""
+def _worth(trials: Trials, arm: Arm, size: Size, losses: list[float]) -> float | None:
+    """Share of the batches after which training without a delay has the same loss: between the cuts, on a line.
+
+    At most 1, and 0 below the last cut; None while there are no cuts.
+    """
     (baseline,) = (other for other in ARMS if other.name == arm.baseline)
     best, loss = trials.best(baseline, size), statistics.mean(losses)
-    known = [] if best is None else [(1.0, statistics.mean(trials.losses(best)))]
-    known += [
-        (share, statistics.mean(trials.losses(cut)))
-        for share, cut in zip(CUTS, trials.cuts(baseline, size), strict=False)
-        if len(trials.losses(cut)) == len(SEEDS)
-    ]
-    if known and loss <= known[0][1]:
-        return ">=100%"
+    cuts = [cut for cut in trials.cuts(baseline, size) if len(trials.losses(cut)) == len(SEEDS)]
+    if best is None or not cuts:
+        return None
+    known = [(cut.size.steps / size.steps, statistics.mean(trials.losses(cut))) for cut in (best, *cuts)]
+    if loss <= known[0][1]:
+        return 1.0
     for (more, lower), (fewer, higher) in itertools.pairwise(known):
         if lower < loss <= higher:
-            return f"{more - (more - fewer) * (loss - lower) / (higher - lower):.0%}"
-    return f"<{known[-1][0]:.0%}" if len(known) > 1 else ""
+            return more - (more - fewer) * (loss - lower) / (higher - lower)
+    return 0.0
+
+
+def _worth_text(worth: float | None) -> str:
+    if worth is None:
+        return ""
+    return ">=100%" if worth == 1 else f"{worth:.0%}" if worth else f"<{CUTS[-1]:.0%}"
 
 
 def _cut(trials: Trials, trial: Trial, size: Size) -> str:
@@ -279,7 +312,7 @@ def _cut(trials: Trials, trial: Trial, size: Size) -> str:
 
 
 def _interval(values: list[float]) -> str:
-    half = T_95 * statistics.stdev(values) / math.sqrt(len(values))
+    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
     return f"{statistics.mean(values):>6.3f} {half:>6.3f}"
 
 
@@ -290,7 +323,7 @@ def _gap(trials: Trials, arm: Arm, size: Size, losses: list[float]) -> str:
     plain = next((best for name, best in by_name.items() if name.endswith("as it is")), None)
     if without is None or arm.name == arm.baseline:
         return f"{'':>20}"
-    gaps = [loss - other for loss, other in zip(losses, trials.losses(without), strict=True)]
+    gaps = [loss - other for loss, other in zip(losses, trials.losses(without), strict=False)]
     if plain is None or arm.correction == "none":
         return f"{_interval(gaps)} {'':>6}"
     whole = statistics.mean(trials.losses(plain)) - statistics.mean(trials.losses(without))
@@ -305,6 +338,24 @@ def _by_rate(trials: Trials, size: Size) -> list[str]:
         losses = [[trials.loss(t) for t in arm.grid(size) if t.lr == lr] for lr in rates]
         cells = [min((loss for loss in of_rate if loss is not None), default=None) for of_rate in losses]
         lines.append(f"{arm.name:<27}" + "".join(f"{'' if cell is None else f'{cell:.3f}':>8}" for cell in cells))
+    return lines
+
+
+def _by_depth(trials: Trials, size: Size) -> list[str]:
+    """Time to the loss of training without a delay, where its pipeline idles (d-1)/m longer than it works."""
+    bubbles = [(STAGES - 1) / (STAGES * ratio) for ratio in RATIOS]
+    rows = {
+        "1F1B": [1 + bubble for bubble in bubbles],
+        f"interleaved, {CHUNKS} chunks": [1 + bubble / CHUNKS for bubble in bubbles],
+    }
+    for arm in (arm for arm in ARMS if arm.delay):
+        best = trials.best(arm, size)
+        worth = _worth(trials, arm, size, trials.losses(best)) if best is not None else None
+        if worth:
+            rows[f"2bw, {arm.name}"] = [(1 + arm.synchronous * bubble) / worth for bubble in bubbles]
+    lines = [f"{f'time to loss, d = {STAGES}, m/d':<33}" + "".join(f"{ratio:>7}" for ratio in RATIOS)]
+    for name, times in rows.items():
+        lines.append(f"{name:<33}" + "".join(f"{time:>7.2f}" for time in times))
     return lines
 
 

@@ -1,80 +1,180 @@
 """Seconds of training until the loss that Megatron's schedules end with: 2BW against them, on two ranks, end to end.
 
-    scripts/quickstart.sh && python scripts/bench/time_to_loss_ranks.py [--output scripts/bench/results/FILE]
+    python scripts/bench/time_to_loss_ranks.py train [--minutes 60]
+    python scripts/bench/time_to_loss_ranks.py report [--output scripts/bench/results/time_to_loss_ranks.txt]
 
-The same GPT on the text of the quick start, m = d = 2, Muon with the same settings: Megatron's 1F1B, its interleaved
-schedule, 2BW with the correction that the README recommends, which gets a fifth more batches, and the same after a
-fifth of the batches without a delay, which gets a twentieth more. One job after the other; evaluation, the start and
-the saving of checkpoints are left out of the times.
+A GPT on the bytes that time_to_loss.py trains with, m = d = 2, under Muon: Megatron's 1F1B, its interleaved schedule,
+2BW with the lead that the README recommends, and the same after a fifth of the batches without a delay. ``train`` goes
+on where it was stopped; each finished job is a line of the file ``--trials``. Every arm tries the same learning rates
+with one seed, but for 1F1B, which computes what the interleaved schedule does and takes its rate; then each runs its
+best with all seeds, one arm after the other in turn, so that jobs that are compared run side by side in time. 2BW gets
+more batches, to see when it has the loss that the others end with. Starting, evaluating and the writing of checkpoints
+are left out of the times.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from delayed_gpt import PYTHON, texts
 from report import heading
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES, MICROBATCHES, MICROBATCH = 2, 2, 4
-BATCHES = 600
-EVALUATED_EVERY = 25
-LOGGED_EVERY = 5
+TRIALS = Path(__file__).parent / "results" / "time_to_loss_ranks.jsonl"
+STAGES, MICROBATCHES, MICROBATCH = 2, 2, 16
+LAYERS, HIDDEN, SEQUENCE = 4, 128, 64
+BATCHES = 1000
+EVALUATIONS = 10
+"""In a run: they use the same samples in all arms, each its own."""
+SEEDS = (1, 2, 3)
+RATES = (8e-3, 1.6e-2, 3.2e-2)
 COMMON = (
-    *"--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128".split(),
-    *"--max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local".split(),
-    *"--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion".split(),
-    *f"--pipeline-model-parallel-size {STAGES} --micro-batch-size {MICROBATCH}".split(),
-    *f"--global-batch-size {MICROBATCHES * MICROBATCH} --seed 1234 --distributed-backend gloo".split(),
-    *"--lr 1.6e-2 --min-lr 1.6e-3 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1".split(),
-    *"--optimizer muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high".split(),
-    *f"--adam-beta2 0.95 --clip-grad 1.0 --log-interval {LOGGED_EVERY} --eval-interval {EVALUATED_EVERY}".split(),
-    *"--eval-iters 10 --split 90,10,0 --tokenizer-type GPTSentencePieceTokenizer --num-workers 0".split(),
-    "--no-create-attention-mask-in-dataloader",
+    *f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}".split(),
+    *f"--max-position-embeddings {SEQUENCE} --attention-dropout 0 --hidden-dropout 0".split(),
+    *"--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion".split(),
+    *f"--no-masked-softmax-fusion --pipeline-model-parallel-size {STAGES} --micro-batch-size {MICROBATCH}".split(),
+    *f"--global-batch-size {MICROBATCHES * MICROBATCH} --distributed-backend gloo --lr-decay-style cosine".split(),
+    *"--lr-warmup-fraction 0.1 --weight-decay 0.1 --optimizer muon --muon-momentum 0.9 --adam-beta2 0.95".split(),
+    *"--muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high --clip-grad 1.0 --log-interval 10".split(),
+    *"--eval-iters 20 --tokenizer-type NullTokenizer --vocab-size 256 --make-vocab-size-divisible-by 256".split(),
+    *"--num-workers 0 --no-create-attention-mask-in-dataloader".split(),
 )
 WITH_LEAD = ("--pipeline-schedule", "2bw", "--delay-correction", "lead", "--adam-beta1", "0.93")
-ARMS = {
-    "1F1B": (BATCHES, ("--muon-nesterov",)),
-    "interleaved, 2 chunks": (BATCHES, ("--muon-nesterov", "--num-virtual-stages-per-pipeline-rank", "2")),
-    "2bw, lead 2": (BATCHES * 6 // 5, WITH_LEAD),
-    "2bw, lead 2, after 20%": (BATCHES * 21 // 20, (*WITH_LEAD, "--synchronous-warmup-iters", str(BATCHES // 5))),
-}
-"""Batches, and the flags that differ."""
+TUNED_AS = {"1F1B": "interleaved, 2 chunks"}
+"""Arms that compute the same."""
 _ITERATION = re.compile(r"iteration +(\d+)/ +\d+ .*elapsed time per iteration \(ms\): ([\d.]+)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A way to train."""
+
+    batches: int
+    flags: tuple[str, ...]
+    is_synchronous: bool = False
+
+
+ARMS = {
+    "1F1B": Arm(batches=BATCHES, flags=("--muon-nesterov",), is_synchronous=True),
+    "interleaved, 2 chunks": Arm(
+        batches=BATCHES,
+        flags=("--muon-nesterov", "--num-virtual-stages-per-pipeline-rank", "2"),
+        is_synchronous=True,
+    ),
+    "2bw, lead 2": Arm(batches=BATCHES * 6 // 5, flags=WITH_LEAD),
+    "2bw, lead 2, after 20%": Arm(
+        batches=BATCHES * 21 // 20, flags=(*WITH_LEAD, "--synchronous-warmup-iters", str(BATCHES // 5))
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run."""
+
+    arm: str
+    lr: float
+    seed: int
+    batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """One job."""
+    """What came of it."""
 
     seconds: dict[int, float]
-    """Of training, up to each logged batch."""
+    """Of training, up to each evaluation."""
     losses: dict[int, float]
     """On validation data, after so many batches."""
 
-    def until(self, loss: float) -> tuple[int, float] | None:
-        """Batches and seconds to the first evaluation that is as good; None if none is."""
-        return next(((batch, self.seconds[batch]) for batch, found in self.losses.items() if found <= loss), None)
+    @property
+    def end(self) -> float:
+        """The last loss."""
+        return list(self.losses.values())[-1]
 
 
-def train(batches: int, flags: tuple[str, ...], data: Path) -> Trained:
-    """Run one job to its end."""
-    files = ("--data-path", str(data / "gpt_document"), "--tokenizer-model", str(data / "gpt.model"))
-    cache = ("--data-cache-path", str(data / "cache"), "--train-iters", str(batches))
+class Jobs:
+    """What has been trained, in a file.
+
+    Args:
+        path: one JSON object per line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._trained = {Job(**row["job"]): _trained(row) for row in map(json.loads, lines)}
+
+    def add(self, job: Job, trained: Trained) -> None:
+        """Keep a finished job."""
+        self._trained[job] = trained
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"job": asdict(job), **asdict(trained)}) + "\n")
+
+    def missing(self) -> Iterator[Job]:
+        """In the order in which they are to be run, as far as it is known now."""
+        tuned = (self.job(name, rate, SEEDS[0]) for rate in RATES for name in ARMS if name not in TUNED_AS)
+        yield from (job for job in tuned if job not in self._trained)
+        best = [(name, self.best(name)) for name in ARMS]
+        more = (self.job(name, rate, seed) for seed in SEEDS for name, rate in best if rate is not None)
+        yield from (job for job in more if job not in self._trained)
+
+    def job(self, arm: str, rate: float, seed: int) -> Job:
+        """Of an arm."""
+        return Job(arm=arm, lr=rate, seed=seed, batches=ARMS[arm].batches)
+
+    def best(self, arm: str) -> float | None:
+        """Its best learning rate with the first seed; None while one has not been tried."""
+        tried = {rate: self._trained.get(self.job(TUNED_AS.get(arm, arm), rate, SEEDS[0])) for rate in RATES}
+        return None if None in tried.values() else min(tried, key=lambda rate: tried[rate].end)
+
+    def trained(self, arm: str, rate: float) -> list[Trained]:
+        """By all seeds that have been tried."""
+        found = (self._trained.get(self.job(arm, rate, seed)) for seed in SEEDS)
+        return [trained for trained in found if trained is not None]
+
+
+def _trained(row: dict) -> Trained:
+    return Trained(
+        **{name: {int(batch): value for batch, value in row[name].items()} for name in ("seconds", "losses")}
+    )
+
+
+def write_data(folder: Path) -> None:
+    """The bytes of time_to_loss.py's corpus as tokens, in Megatron's format: ``training`` and ``validation``."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    for name, text in zip(("training", "validation"), texts(PYTHON), strict=True):
+        builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=DType.optimal_dtype(256))
+        builder.add_document(text.numpy(), [len(text)])
+        builder.finalize(str(folder / f"{name}.idx"))
+
+
+def train(job: Job, data: Path) -> Trained:
+    """Run it to its end."""
+    files = ("--train-data-path", str(data / "training"), "--valid-data-path", str(data / "validation"))
+    numbers = f"--train-iters {job.batches} --eval-interval {job.batches // EVALUATIONS} --seed {job.seed}".split()
+    rates = f"--lr {job.lr} --min-lr {job.lr / 10}".split()
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(STAGES))
     script = ("-m", "megatron_2bw", str(ROOT / "examples" / "pretrain_gpt.py"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [*launcher, *script, *COMMON, *files, *cache, *flags],
-        env=environment,
+        [*launcher, *script, *COMMON, *files, "--data-cache-path", str(data), *numbers, *rates, *ARMS[job.arm].flags],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -90,36 +190,68 @@ def read(output: str) -> Trained:
     for batch, ms in ((int(found[1]), float(found[2])) for found in _ITERATION.finditer(output)):
         total_s += (batch - before) * ms / 1000
         seconds[batch], before = total_s, batch
-    return Trained(seconds=seconds, losses={int(found[1]): float(found[2]) for found in _VALIDATION.finditer(output)})
+    losses = {int(found[1]): float(found[2]) for found in _VALIDATION.finditer(output)}
+    return Trained(seconds={batch: seconds[batch] for batch in losses}, losses=losses)
 
 
-def report(trained: dict[str, Trained]) -> list[str]:
-    """A table; the loss to reach is the best that a schedule of Megatron's ends with."""
-    ends = {name: list(job.losses.values())[-1] for name, job in trained.items()}
-    target = min(ends["1F1B"], ends["interleaved, 2 chunks"])
+def report(jobs: Jobs) -> list[str]:
+    """A table; the loss to reach is the best mean that a schedule of Megatron's ends with."""
+    best = {name: jobs.best(name) for name in ARMS}
+    found = {name: jobs.trained(name, rate) for name, rate in best.items() if rate is not None}
+    ends = {name: statistics.mean(trained.end for trained in of_arm) for name, of_arm in found.items()}
+    target = min((end for name, end in ends.items() if ARMS[name].is_synchronous), default=0.0)
     lines = [
-        f"{'':<24} {'batches':>7} {'s per batch':>11} {'loss at end':>11} {'batches to ' + f'{target:.3f}':>17} "
-        f"{'seconds':>8}"
+        f"{'':<24} {'lr':>6} {'batches':>7} {'s per batch':>11} {'loss at end':>11} {f'batches to {target:.3f}':>16} "
+        f"{'seconds':>8}  loss at end by seed",
     ]
-    for name, job in trained.items():
-        batches, total_s = list(job.seconds.items())[-1]
-        reached = job.until(target)
-        found = f"{'-':>17} {'-':>8}" if reached is None else f"{reached[0]:>17} {reached[1]:>8.1f}"
-        lines.append(f"{name:<24} {batches:>7} {total_s / batches:>11.3f} {ends[name]:>11.3f} {found}")
+    for name, of_arm in found.items():
+        s_per_batch = statistics.median(list(t.seconds.values())[-1] / ARMS[name].batches for t in of_arm)
+        reached = _reached(of_arm, target)
+        when = f"{'-':>16} {'-':>8}" if reached is None else f"{reached[0]:>16} {reached[1]:>8.1f}"
+        edge = "*" if best[name] in (RATES[0], RATES[-1]) else ""
+        lines.append(
+            f"{name:<24} {f'{best[name]:g}{edge}':>6} {ARMS[name].batches:>7} {s_per_batch:>11.3f} {ends[name]:>11.3f} "
+            f"{when}  {' '.join(f'{trained.end:.3f}' for trained in of_arm)}"
+        )
+    lines += ["", "Loss at end by learning rate, first seed; * above: the best of them is at their edge."]
+    for name in (name for name in ARMS if name not in TUNED_AS):
+        tried = [jobs.trained(name, rate)[:1] for rate in RATES]
+        cells = (f"{rate:g}: {t[0].end:.3f}" for rate, t in zip(RATES, tried, strict=True) if t)
+        lines.append(f"{name:<24} {', '.join(cells)}")
     return lines
+
+
+def _reached(of_arm: Sequence[Trained], target: float) -> tuple[int, float] | None:
+    """Batches and mean seconds until the mean loss is as good, and stays so; None if it does not."""
+    batches = list(of_arm[0].losses)
+    means = [statistics.mean(trained.losses[batch] for trained in of_arm) for batch in batches]
+    good = list(itertools.takewhile(lambda pair: pair[1] <= target, reversed(list(zip(batches, means, strict=True)))))
+    if not good:
+        return None
+    batch = good[-1][0]
+    return batch, statistics.mean(trained.seconds[batch] for trained in of_arm)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=ROOT / "quickstart" / "data")
+    parser.add_argument("command", choices=["train", "report"])
+    parser.add_argument("--trials", type=Path, default=TRIALS)
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no job later")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    trained = {}
-    for name, (batches, flags) in ARMS.items():
-        trained[name] = train(batches, flags, options.data)
-        print(f"{name}: done", flush=True)
-    lines = [*heading(), "", f"GPT, 8 layers of 128, sequences of 128, {MICROBATCHES} microbatches of {MICROBATCH}"]
-    text = "\n".join([*lines, *report(trained), ""])
+    jobs = Jobs(options.trials)
+    if options.command == "train":
+        end_s = time.monotonic() + 60 * options.minutes
+        with tempfile.TemporaryDirectory() as data:
+            write_data(Path(data))
+            while time.monotonic() < end_s and (job := next(jobs.missing(), None)) is not None:
+                trained = train(job, Path(data))
+                jobs.add(job, trained)
+                print(f"{job.arm}, lr {job.lr:g}, seed {job.seed}: {trained.end:.3f}", flush=True)
+        return
+    layers = f"GPT, {LAYERS} layers of {HIDDEN}, sequences of {SEQUENCE} bytes of {PYTHON}"
+    lines = [*heading(), "", f"{layers}, {MICROBATCHES} microbatches of {MICROBATCH}, {len(SEEDS)} seeds"]
+    text = "\n".join([*lines, *report(jobs), ""])
     print(text)
     if options.output is not None:
         options.output.write_text(text)
