@@ -4,12 +4,12 @@
     python scripts/bench/time_to_loss_ranks.py report [--output scripts/bench/results/time_to_loss_ranks.txt]
 
 A GPT on the bytes that time_to_loss.py trains with, m = d = 2, under Muon: Megatron's 1F1B, its interleaved schedule,
-2BW with the lead that the README recommends, and the same after a fifth of the batches without a delay. ``train`` goes
-on where it was stopped; each finished job is a line of the file ``--trials``. Every arm tries the same learning rates
-with one seed, but for 1F1B, which computes what the interleaved schedule does and takes its rate; then each runs its
-best with all seeds, one arm after the other in turn, so that jobs that are compared run side by side in time. 2BW gets
-more batches, to see when it has the loss that the others end with. Starting, evaluating and the writing of checkpoints
-are left out of the times.
+and 2BW as the README recommends it, with a lead, after a fifth of the batches without a delay. ``train`` goes on where
+it was stopped; each finished job is a line of the file ``--trials``. Every arm tries the same learning rates with one
+seed, but for 1F1B, which computes what the interleaved schedule does and takes its rate; then each runs its best with
+all seeds, one arm after the other in turn, so that jobs that are compared run side by side in time. 2BW gets a
+twentieth more batches, to see when it has the loss that the others end with. Starting, evaluating and the writing of
+checkpoints are left out of the times.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ COMMON = (
     *"--eval-iters 20 --tokenizer-type NullTokenizer --vocab-size 256 --make-vocab-size-divisible-by 256".split(),
     *"--num-workers 0 --no-create-attention-mask-in-dataloader".split(),
 )
-WITH_LEAD = ("--pipeline-schedule", "2bw", "--delay-correction", "lead", "--adam-beta1", "0.93")
 TUNED_AS = {"1F1B": "interleaved, 2 chunks"}
 """Arms that compute the same."""
 _ITERATION = re.compile(r"iteration +(\d+)/ +\d+ .*elapsed time per iteration \(ms\): ([\d.]+)")
@@ -76,9 +75,12 @@ ARMS = {
         flags=("--muon-nesterov", "--num-virtual-stages-per-pipeline-rank", "2"),
         is_synchronous=True,
     ),
-    "2bw, lead 2": Arm(batches=BATCHES * 6 // 5, flags=WITH_LEAD),
     "2bw, lead 2, after 20%": Arm(
-        batches=BATCHES * 21 // 20, flags=(*WITH_LEAD, "--synchronous-warmup-iters", str(BATCHES // 5))
+        batches=BATCHES * 21 // 20,
+        flags=(
+            *"--pipeline-schedule 2bw --delay-correction lead --delay-lead 2 --adam-beta1 0.93".split(),
+            *f"--synchronous-warmup-iters {BATCHES // 5}".split(),
+        ),
     ),
 }
 
