@@ -13,9 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import delayed_gpt
-import time_to_loss
+import loss_report
+import loss_trials
 from delayed_gpt import Gpt, Size, Trial, batches, rate, texts, train
-from time_to_loss import ARMS, FINALIST_SEEDS, SEEDS, WARMUPS, Trials
+from loss_trials import ARMS, CHOOSING, SEEDS, WARMUPS, Arm, Trials
 
 TINY = Size(layers=1, hidden=32, sequence=16, batch=2, steps=10)
 TRIAL = Trial(size=TINY, delay=1, lr=1e-2, warmup=4)
@@ -45,18 +46,27 @@ def _plain(groups, lr, **_) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": group["params"]} for group in groups], lr=lr)
 
 
+def _only(monkeypatch: pytest.MonkeyPatch, *arms: Arm) -> None:
+    for module in (loss_trials, loss_report):
+        monkeypatch.setattr(module, "ARMS", arms)
+        monkeypatch.setattr(module, "SIZES", {"tiny": TINY})
+
+
+def _ending(loss: float) -> list[float]:
+    return [3.0, 2.0, 1.9, 1.8, loss]
+
+
 def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First the grids, an arm after the other in turn; then warm-ups, seeds of the three best, seeds of the best."""
+    """First the grids, an arm after the other in turn; then warm-ups, seeds of the three best, others of the best."""
     arms = (ARMS[0], replace(ARMS[1], rates=ARMS[0].rates))
-    monkeypatch.setattr(time_to_loss, "SIZES", {"tiny": TINY})
-    monkeypatch.setattr(time_to_loss, "ARMS", arms)
+    _only(monkeypatch, *arms)
     trials = Trials(tmp_path / "trials.jsonl")
     missing = list(trials.missing())
     assert len(missing) == sum(len(arm.grid(TINY)) for arm in arms)
     assert [trial.delay for trial in missing[:2]] == [0, 1]
     for trial in missing:
         diverges = trial.lr == arms[0].rates[-1]
-        trials.add(trial, [2.0] * 2 if diverges else [3.0, 2.0, 1.9, 1.8, 1.7 + abs(math.log(trial.lr / 2e-3))])
+        trials.add(trial, [2.0] * 2 if diverges else _ending(1.7 + abs(math.log(trial.lr / 2e-3))))
     trials = Trials(tmp_path / "trials.jsonl")
     warmups = list(trials.missing())
     assert [(trial.delay, trial.lr, trial.warmup) for trial in warmups] == [
@@ -64,49 +74,64 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
     assert not trials.finalists(arms[0], TINY)
     for trial in warmups:
-        trials.add(trial, [3.0, 2.0, 1.9, 1.8, 2.6 if trial.delay == 0 else 1.6])
+        trials.add(trial, _ending(2.6 if trial.delay == 0 else 1.6))
     more = list(trials.missing())
-    finalist_seeds = SEEDS[1:FINALIST_SEEDS]
-    assert [trial.seed for trial in more] == [seed for _ in arms for seed in finalist_seeds for _ in range(3)]
+    assert [trial.seed for trial in more] == [seed for _ in arms for seed in CHOOSING[1:] for _ in range(3)]
     assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 0} == {(2e-3, 100), (1e-3, 100)}, "of equals"
     assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 1} == {(2e-3, warmup) for warmup in WARMUPS}
     assert [trials.best(arm, TINY) for arm in arms] == [None] * len(arms)
+    lucky = trials.finalists(arms[0], TINY)[0]
     for trial in more:
-        lucky_before = trial.lr == 2e-3 and trial.beta1 == trials.finalists(arms[0], TINY)[0].beta1
-        trials.add(trial, [3.0, 2.0, 1.9, 1.8, 2.6 if lucky_before and trial.delay == 0 else 1.8])
+        trials.add(trial, _ending(2.6 if replace(trial, seed=0) == lucky else 1.8))
     assert trials.best(arms[0], TINY) == trials.finalists(arms[0], TINY)[1]
     last = list(trials.missing())
-    seeded = [(arm.delay, seed) for arm in arms for seed in SEEDS[FINALIST_SEEDS:]]
-    cut = [(0, seed) for _ in (9, 8, 7) for seed in SEEDS]
-    assert [(trial.delay, trial.seed) for trial in last] == seeded + cut
-    assert [trial.size.steps for trial in last] == [10] * len(seeded) + [9] * 6 + [8] * 6 + [7] * 6
+    assert [(trial.delay, trial.seed) for trial in last] == [
+        (delay, seed) for delay in (0, 1, 0, 0, 0) for seed in SEEDS
+    ]
+    assert [trial.size.steps for trial in last[12::6]] == [9, 8, 7]
+    assert [trial.warmup for trial in last[12::6]] == [90, 80, 70]
     for trial in last:
-        trials.add(trial, [3.0, 2.0, 1.9, 1.8, 2.8 - 0.1 * trial.size.steps])
+        trials.add(trial, _ending(2.8 - 0.1 * trial.size.steps))
     assert not list(trials.missing())
-    text = "\n".join(time_to_loss.report(trials))
-    assert "AdamW, no delay              15/15       3/3 lr 0.002, decay 0.95" in text
-    assert "1.700 1.800 1.800 1.800 1.800 1.800" in text
+    text = "\n".join(loss_report.report(trials))
+    assert "AdamW, no delay                15/15       3/3 lr 0.002, decay 0.95 " in text
+    assert "1.800 1.800 1.800 1.800 1.800 1.800" in text
     assert "AdamW, 90% of the batches" in text
-    assert "decay 0.95 (edge)" not in text
     assert "lr 0.002, decay 0.8, 50 (edge)" in text
-    assert "1F1B                                1.88   1.44   1.22   1.11" in text
-    assert "2bw, AdamW, delay, as it is         1.00   1.00   1.00   1.00" in text
+    assert "1F1B                                   1.88   1.44   1.22   1.11" in text
+    assert "2bw, AdamW, delay, as it is            1.00   1.00   1.00   1.00" in text
 
 
 def test_what_a_loss_is_worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In batches without delay: between those of the cuts, on a line."""
-    monkeypatch.setattr(time_to_loss, "FINALISTS", 1)
-    size = replace(TINY, steps=10)
+    """In batches without delay, between those of the cuts, on a line; of the gap, also at the end of its interval."""
     without, delayed = (replace(arm, rates=(1e-3,), decays=(0.9,)) for arm in ARMS[:2])
-    monkeypatch.setattr(time_to_loss, "ARMS", (without, delayed))
+    _only(monkeypatch, without, delayed)
+    monkeypatch.setattr(loss_trials, "FINALISTS", 1)
     trials = Trials(tmp_path / "trials.jsonl")
-    for seed in SEEDS:
-        (trial,) = without.grid(size)
-        for warmup in WARMUPS:
-            trials.add(replace(trial, warmup=warmup), [3.0, 2.0, 1.9, 1.8, 1.7])
-        for steps in (10, 9, 8, 7):
-            cut = replace(trial, size=replace(size, steps=steps), seed=seed)
-            trials.add(cut, [3.0, 2.0, 1.9, 1.8, 2.0 - 0.1 * steps])
-    worth = [time_to_loss._worth(trials, delayed, size, [loss] * 3) for loss in (0.9, 1.0, 1.05, 1.22, 1.4)]
+
+    def end(trial: Trial) -> float:
+        if trial.warmup in WARMUPS:
+            return 1.7
+        late = 0.1 + 0.02 * (trial.seed % 2) if trial.delay else 0.0
+        return 2.0 - 0.1 * trial.size.steps + late
+
+    while (trial := next(trials.missing(), None)) is not None:
+        trials.add(trial, _ending(end(trial)))
+    worth = [loss_report.worth_of(trials, delayed, TINY, loss) for loss in (0.9, 1.0, 1.05, 1.22, 1.4)]
     assert worth == pytest.approx([1.0, 1.0, 0.95, 0.78, 0.0])
-    assert [time_to_loss._worth_text(share) for share in worth] == [">=100%", ">=100%", "95%", "78%", "<70%"]
+    assert [loss_report._share(share) for share in worth] == [">=100%", ">=100%", "95%", "78%", "<70%"]
+    assert loss_report.gaps_of(trials, delayed, TINY) == pytest.approx([0.12, 0.1] * 3)
+    line = loss_report._line(trials, delayed, TINY)
+    half = loss_report.T_95 * (0.0001 * 6 / 5) ** 0.5 / 6**0.5
+    assert f"  1.110 {half:>6.3f}  0.110 {half:>6.3f} " in line
+    assert f"    89% {round(89 - 1000 * half / 10):>7}%  1.120 1.100" in line
+
+
+def test_a_seed_that_diverges_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without, delayed = (replace(arm, rates=(1e-3,), decays=(0.9,)) for arm in ARMS[:2])
+    _only(monkeypatch, without, delayed)
+    trials = Trials(tmp_path / "trials.jsonl")
+    while (trial := next(trials.missing(), None)) is not None:
+        trials.add(trial, [2.0] if trial.delay and trial.seed == SEEDS[1] else _ending(2.0 - 0.1 * trial.size.steps))
+    assert "inf" in loss_report._line(trials, delayed, TINY)
+    assert "<70%" in loss_report._line(trials, delayed, TINY)

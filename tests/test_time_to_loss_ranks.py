@@ -12,9 +12,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import time_to_loss_ranks as ranks
-from time_to_loss_ranks import ARMS, RATES, SEEDS, TUNED_AS, Job, Jobs, Trained
+from time_to_loss_ranks import ARMS, SEEDS, TUNED_AS, Job, Jobs, Trained
 
 LOG = """
+ [2026-01-01 00:00:00] iteration        1/      40 | consumed samples: 32 | elapsed time per iteration (ms): 900.0 |
  [2026-01-01 00:00:00] iteration       10/      40 | consumed samples: 320 | elapsed time per iteration (ms): 200.0 |
  [2026-01-01 00:00:00] iteration       20/      40 | consumed samples: 640 | elapsed time per iteration (ms): 100.5 |
  validation loss at iteration 20 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 |
@@ -46,12 +47,16 @@ def test_it_goes_on_where_it_was(tmp_path: Path):
     jobs = Jobs(path)
     tuned = [name for name in ARMS if name not in TUNED_AS]
     missing = list(jobs.missing())
-    assert [(job.arm, job.lr, job.seed) for job in missing] == [(arm, lr, SEEDS[0]) for lr in RATES for arm in tuned]
+    assert [(job.arm, job.lr, job.seed) for job in missing] == [
+        (arm, rate, SEEDS[0]) for arm in tuned for rate in ARMS[arm].rates
+    ]
     for job in missing:
-        jobs.add(job, ended(job, 2.0 + abs(math.log(job.lr / RATES[1]))))
+        diverges = job.lr == ARMS[job.arm].rates[0]
+        jobs.add(job, ended(job, math.nan if diverges else 2.0 + abs(math.log(job.lr / ARMS[job.arm].rates[1]))))
     jobs = Jobs(path)
     more = list(jobs.missing())
-    assert {job.lr for job in more} == {RATES[1]}
+    assert {(job.arm, job.lr) for job in more} == {(name, arm.rates[1]) for name, arm in ARMS.items()}
+    assert len(ranks.report(jobs)) == 1 + len(tuned) + 2 + len(tuned), "1F1B has not run"
     assert [(job.arm, job.seed) for job in more] == [
         (arm, seed) for seed in SEEDS for arm in ARMS if seed != SEEDS[0] or arm in TUNED_AS
     ]
@@ -62,13 +67,14 @@ def test_it_goes_on_where_it_was(tmp_path: Path):
 
 def test_a_loss_is_reached_where_the_mean_is_and_stays_as_good(tmp_path: Path):
     jobs = Jobs(tmp_path / "jobs.jsonl")
+    ends = {"1F1B": 2.1, "interleaved, 2 chunks": 1.9}
     while job := next(jobs.missing(), None):
-        is_ours = not ARMS[job.arm].is_synchronous
-        jobs.add(job, ended(job, 1.7 if is_ours else 2.0))
+        jobs.add(job, ended(job, ends.get(job.arm, 1.7)))
     head, *rows = ranks.report(jobs)[: len(ARMS) + 1]
-    (delayed,) = (arm for arm in ARMS.values() if not arm.is_synchronous)
-    batches = delayed.batches * 3 // 4
     assert "batches to 2.000" in head
+    for row in rows[:2]:
+        assert f" {ranks.BATCHES}    {ranks.BATCHES / 10:.1f} " in row, "what sets it has it at its end"
+    batches = ARMS[list(ARMS)[-1]].batches * 3 // 4
     assert f" {batches} " in rows[-1]
     assert f" {batches / 10:.1f} " in rows[-1]
     touched = Trained(seconds={1: 1.0, 2: 2.0, 3: 3.0}, losses={1: 1.9, 2: 2.1, 3: 2.0})

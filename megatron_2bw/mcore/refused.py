@@ -1,4 +1,4 @@
-"""Flags that our schedules refuse before training."""
+"""Flags that are refused before training, by schedule."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ DELAYED = TWO_BW | PIPEDREAM
 FLUSHED = frozenset({"1f1b-flush", "gpipe", "inter-layer"}) | MIRRORED
 OURS = DELAYED | FLUSHED
 STOCK = frozenset({"megatron"})
-"""Megatron's own loop: only what would do nothing there is refused."""
+"""Megatron's own loop, which is refused only what it cannot do of our flags."""
 
 USE_FLUSH = "use --pipeline-schedule 1f1b-flush, or leave the flag out"
 USE_MEGATRON = "use --pipeline-schedule megatron, or leave the flag out"

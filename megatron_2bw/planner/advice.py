@@ -28,16 +28,23 @@ def advice(plan: Plan) -> Iterator[str]:
     if flushed is None:
         yield "No layout without a delay fits."
         return
+    share = plan.progress.synchronous
+    if share:
+        yield (
+            f"The first {share:.0%} of the batches are priced without the delay, as a flush on the same stages: train "
+            "with as many --synchronous-warmup-iters."
+        )
     yield from _against_flush(plan, delayed, flushed)
     if plan.assumption:
         yield plan.assumption
     yield from _tie(delayed, flushed)
-    faster = _time_ratio(delayed, flushed) < 1
+    faster = _break_even(plan, delayed, flushed) < 1
     if faster and layout.microbatches >= MANY * layout.pipeline:
-        bound = (layout.pipeline - 1) / layout.microbatches
+        bound = (1 - share) * (layout.pipeline - 1) / layout.microbatches
+        times = f"{1 - share:g} x " if share else ""
         yield (
-            f"m >= {MANY}d: all that 2bw saves of a flush on the same stages is its bubble, (d-1)/m = {percent(bound)} "
-            f"of the time (12% at m = {MANY}d). "
+            f"m >= {MANY}d: all that 2bw saves of a flush on the same stages is its bubble, {times}(d-1)/m = "
+            f"{percent(bound)} of the time ({(1 - share) / MANY:.0%} at m = {MANY}d). "
             f"Prefer {name(flushed.layout)}, whose gradients are exact, unless that gain is worth a delay."
         )
 
@@ -92,10 +99,14 @@ def _time_ratio(one: Choice, other: Choice) -> float:
     return one.iteration.time_s / other.iteration.time_s
 
 
+def _break_even(plan: Plan, delayed: Choice, flushed: Choice) -> float:
+    """The sample efficiency at which both reach a loss at once."""
+    slowed = delayed.loss_time_s * plan.progress.efficiency / delayed.iteration.time_s  # By batches without a delay.
+    return slowed * _time_ratio(delayed, flushed)
+
+
 def _against_flush(plan: Plan, delayed: Choice, flushed: Choice) -> Iterator[str]:
-    efficiency = plan.progress.efficiency
-    slowed = delayed.loss_time_s * efficiency / delayed.iteration.time_s  # By batches without a delay.
-    break_even = slowed * _time_ratio(delayed, flushed)
+    efficiency, break_even = plan.progress.efficiency, _break_even(plan, delayed, flushed)
     other, more = name(flushed.layout), percent(1 / break_even - 1)
     if break_even >= 1:
         over = " over the whole run" if plan.progress.synchronous else ""

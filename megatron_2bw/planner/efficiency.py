@@ -32,12 +32,15 @@ class Progress:
         if not 0 < self.efficiency < math.inf:
             raise PlanError(f"sample_efficiency {self.efficiency}: give a number above 0, such as 0.9")
         if not 0 <= self.synchronous < 1:
-            raise PlanError(f"synchronous_warmup_fraction {self.synchronous}: give a share below 1, such as 0.2")
+            raise PlanError(
+                f"synchronous_warmup_fraction {self.synchronous}: give a share from 0 to below 1, such as 0.2"
+            )
 
     def loss_time_s(self, model: Model, layout: Layout, cluster: Cluster, time_s: float) -> float:
         """Time of the batches that make as much progress as one batch of synchronous training.
 
-        pipedream, whose gradients are older than 2bw's, makes no more progress than it.
+        pipedream, whose gradients are older than 2bw's, makes no more progress than it, and is priced with the same
+        beginning, though only 2bw can begin like that.
 
         Args:
             model: to train.
@@ -47,7 +50,7 @@ class Progress:
         """
         if not delay_of(layout):
             return time_s
-        if self.synchronous and layout.schedule == "2bw":
+        if self.synchronous:
             flush_s = costs.iteration(model, _flushed(layout), cluster).time_s
             time_s += self.synchronous * (flush_s - time_s)
         return time_s / self.efficiency
@@ -62,7 +65,7 @@ EXACT = Progress()
 
 
 def _flushed(layout: Layout) -> Layout:
-    """What 2bw runs on its stages before its delay begins."""
+    """What runs on the same stages before the delay begins."""
     return replace(layout, schedule="1f1b-flush", extra_in_flight=0, gradient_buffers=2, overlap_gradients=False)
 
 
@@ -80,13 +83,8 @@ RECOMMENDED = (
 
 def assumption(progress: Progress) -> str:
     """What one of ``MEASURED`` rests on."""
-    begun = (
-        f" and --synchronous-warmup-iters for the first {progress.synchronous:.0%} of the batches, whose bubble is "
-        "priced in"
-        if progress.synchronous
-        else ""
-    )
+    begun = " and such a beginning" if progress.synchronous else ""
     return (
         f"A sample efficiency of {progress.efficiency:g} is that of small GPTs with {RECOMMENDED}{begun}, beside Muon "
-        "without a delay; with AdamW it is lower. Say yours with --sample-efficiency."
+        "without a delay; AdamW loses more. Say yours with --sample-efficiency."
     )

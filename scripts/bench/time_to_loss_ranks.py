@@ -5,11 +5,11 @@
 
 A GPT on the bytes that time_to_loss.py trains with, m = d = 2, under Muon: Megatron's 1F1B, its interleaved schedule,
 and 2BW as the README recommends it, with a lead, after a fifth of the batches without a delay. ``train`` goes on where
-it was stopped; each finished job is a line of the file ``--trials``. Every arm tries the same learning rates with one
-seed, but for 1F1B, which computes what the interleaved schedule does and takes its rate; then each runs its best with
-all seeds, one arm after the other in turn, so that jobs that are compared run side by side in time. 2BW gets a
-twentieth more batches, to see when it has the loss that the others end with. Starting, evaluating and the writing of
-checkpoints are left out of the times.
+it was stopped; each finished job is a line of the file ``--trials``. Every arm has the momentum that was best in
+time_to_loss.py and tries three learning rates around its best one there, with one seed; 1F1B computes what the
+interleaved schedule does, takes its rate, and both together set the loss to reach. Then each runs its best with all
+seeds, the arms in turn. 2BW gets a twentieth more batches. Starting, evaluating and the writing of checkpoints are left
+out of the times.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import statistics
@@ -41,20 +42,19 @@ BATCHES = 1000
 EVALUATIONS = 10
 """In a run: they use the same samples in all arms, each its own."""
 SEEDS = (1, 2, 3)
-RATES = (8e-3, 1.6e-2, 3.2e-2)
 COMMON = (
     *f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}".split(),
     *f"--max-position-embeddings {SEQUENCE} --attention-dropout 0 --hidden-dropout 0".split(),
     *"--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion".split(),
     *f"--no-masked-softmax-fusion --pipeline-model-parallel-size {STAGES} --micro-batch-size {MICROBATCH}".split(),
     *f"--global-batch-size {MICROBATCHES * MICROBATCH} --distributed-backend gloo --lr-decay-style cosine".split(),
-    *"--lr-warmup-fraction 0.1 --weight-decay 0.1 --optimizer muon --muon-momentum 0.9 --adam-beta2 0.95".split(),
-    *"--muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high --clip-grad 1.0 --log-interval 10".split(),
+    *"--lr-warmup-fraction 0.1 --weight-decay 0.1 --optimizer muon --adam-beta2 0.95".split(),
+    *"--muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high --clip-grad 1.0".split(),
     *"--eval-iters 20 --tokenizer-type NullTokenizer --vocab-size 256 --make-vocab-size-divisible-by 256".split(),
-    *"--num-workers 0 --no-create-attention-mask-in-dataloader".split(),
+    *"--num-workers 0 --no-create-attention-mask-in-dataloader --no-check-for-nan-in-loss-and-grad".split(),
 )
 TUNED_AS = {"1F1B": "interleaved, 2 chunks"}
-"""Arms that compute the same."""
+"""Arms that compute the same: what Megatron's schedules end with."""
 _ITERATION = re.compile(r"iteration +(\d+)/ +\d+ .*elapsed time per iteration \(ms\): ([\d.]+)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
 
@@ -64,22 +64,24 @@ class Arm:
     """A way to train."""
 
     batches: int
+    rates: tuple[float, ...]
     flags: tuple[str, ...]
-    is_synchronous: bool = False
 
 
+SYNCHRONOUS = ("--muon-momentum", "0.8", "--muon-nesterov")
 ARMS = {
-    "1F1B": Arm(batches=BATCHES, flags=("--muon-nesterov",), is_synchronous=True),
+    "1F1B": Arm(batches=BATCHES, rates=(1.6e-2, 3.2e-2, 6.4e-2), flags=SYNCHRONOUS),
     "interleaved, 2 chunks": Arm(
         batches=BATCHES,
-        flags=("--muon-nesterov", "--num-virtual-stages-per-pipeline-rank", "2"),
-        is_synchronous=True,
+        rates=(1.6e-2, 3.2e-2, 6.4e-2),
+        flags=(*SYNCHRONOUS, "--num-virtual-stages-per-pipeline-rank", "2"),
     ),
     "2bw, lead 2, after 20%": Arm(
         batches=BATCHES * 21 // 20,
+        rates=(8e-3, 1.6e-2, 3.2e-2),
         flags=(
-            *"--pipeline-schedule 2bw --delay-correction lead --delay-lead 2 --adam-beta1 0.93".split(),
-            *f"--synchronous-warmup-iters {BATCHES // 5}".split(),
+            *"--muon-momentum 0.9 --adam-beta1 0.93 --delay-correction lead --delay-lead 2".split(),
+            *f"--pipeline-schedule 2bw --synchronous-warmup-iters {BATCHES // 5}".split(),
         ),
     ),
 }
@@ -130,8 +132,9 @@ class Jobs:
 
     def missing(self) -> Iterator[Job]:
         """In the order in which they are to be run, as far as it is known now."""
-        tuned = (self.job(name, rate, SEEDS[0]) for rate in RATES for name in ARMS if name not in TUNED_AS)
-        yield from (job for job in tuned if job not in self._trained)
+        tuned = ((name, arm) for name, arm in ARMS.items() if name not in TUNED_AS)
+        first = (self.job(name, rate, SEEDS[0]) for name, arm in tuned for rate in arm.rates)
+        yield from (job for job in first if job not in self._trained)
         best = [(name, self.best(name)) for name in ARMS]
         more = (self.job(name, rate, seed) for seed in SEEDS for name, rate in best if rate is not None)
         yield from (job for job in more if job not in self._trained)
@@ -142,8 +145,10 @@ class Jobs:
 
     def best(self, arm: str) -> float | None:
         """Its best learning rate with the first seed; None while one has not been tried."""
-        tried = {rate: self._trained.get(self.job(TUNED_AS.get(arm, arm), rate, SEEDS[0])) for rate in RATES}
-        return None if None in tried.values() else min(tried, key=lambda rate: tried[rate].end)
+        tried = {rate: self._trained.get(self.job(TUNED_AS.get(arm, arm), rate, SEEDS[0])) for rate in ARMS[arm].rates}
+        if None in tried.values():
+            return None
+        return min(tried, key=lambda rate: (math.isnan(tried[rate].end), tried[rate].end))
 
     def trained(self, arm: str, rate: float) -> list[Trained]:
         """By all seeds that have been tried."""
@@ -170,7 +175,8 @@ def write_data(folder: Path) -> None:
 def train(job: Job, data: Path) -> Trained:
     """Run it to its end."""
     files = ("--train-data-path", str(data / "training"), "--valid-data-path", str(data / "validation"))
-    numbers = f"--train-iters {job.batches} --eval-interval {job.batches // EVALUATIONS} --seed {job.seed}".split()
+    every = job.batches // EVALUATIONS
+    numbers = f"--train-iters {job.batches} --eval-interval {every} --log-interval {every} --seed {job.seed}".split()
     rates = f"--lr {job.lr} --min-lr {job.lr / 10}".split()
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(STAGES))
     script = ("-m", "megatron_2bw", str(ROOT / "examples" / "pretrain_gpt.py"))
@@ -190,6 +196,8 @@ def read(output: str) -> Trained:
     """From what Megatron logs."""
     seconds, total_s, before = {}, 0.0, 0
     for batch, ms in ((int(found[1]), float(found[2])) for found in _ITERATION.finditer(output)):
+        if batch == 1:  # The next line's mean has it, too.
+            continue
         total_s += (batch - before) * ms / 1000
         seconds[batch], before = total_s, batch
     losses = {int(found[1]): float(found[2]) for found in _VALIDATION.finditer(output)}
@@ -197,28 +205,33 @@ def read(output: str) -> Trained:
 
 
 def report(jobs: Jobs) -> list[str]:
-    """A table; the loss to reach is the best mean that a schedule of Megatron's ends with."""
+    """A table; the loss to reach is the mean that Megatron's schedules end with."""
     best = {name: jobs.best(name) for name in ARMS}
     found = {name: jobs.trained(name, rate) for name, rate in best.items() if rate is not None}
-    ends = {name: statistics.mean(trained.end for trained in of_arm) for name, of_arm in found.items()}
-    target = min((end for name, end in ends.items() if ARMS[name].is_synchronous), default=0.0)
+    found = {name: of_arm for name, of_arm in found.items() if of_arm}
+    synchronous = {*TUNED_AS, *TUNED_AS.values()}
+    ends = [trained.end for name in synchronous for trained in found.get(name, [])]
+    target = statistics.mean(ends) if ends else -math.inf
     lines = [
-        f"{'':<24} {'lr':>6} {'batches':>7} {'s per batch':>11} {'loss at end':>11} {f'batches to {target:.3f}':>16} "
+        f"{'':<24} {'lr':>7} {'batches':>7} {'s per batch':>11} {'loss at end':>11} {f'batches to {target:.3f}':>16} "
         f"{'seconds':>8}  loss at end by seed",
     ]
     for name, of_arm in found.items():
-        s_per_batch = statistics.median(list(t.seconds.values())[-1] / ARMS[name].batches for t in of_arm)
-        reached = _reached(of_arm, target)
+        arm, rate = ARMS[name], best[name]
+        s_per_batch = statistics.median(trained.seconds[arm.batches] / arm.batches for trained in of_arm)
+        whole = (arm.batches, statistics.mean(trained.seconds[arm.batches] for trained in of_arm))
+        reached = whole if name in synchronous else _reached(of_arm, target)
         when = f"{'-':>16} {'-':>8}" if reached is None else f"{reached[0]:>16} {reached[1]:>8.1f}"
-        edge = "*" if best[name] in (RATES[0], RATES[-1]) else ""
+        edge = "*" if rate in (arm.rates[0], arm.rates[-1]) else ""
         lines.append(
-            f"{name:<24} {f'{best[name]:g}{edge}':>6} {ARMS[name].batches:>7} {s_per_batch:>11.3f} {ends[name]:>11.3f} "
-            f"{when}  {' '.join(f'{trained.end:.3f}' for trained in of_arm)}"
+            f"{name:<24} {f'{rate:g}{edge}':>7} {arm.batches:>7} {s_per_batch:>11.3f} "
+            f"{statistics.mean(trained.end for trained in of_arm):>11.3f} {when}  "
+            f"{' '.join(f'{trained.end:.3f}' for trained in of_arm)}"
         )
     lines += ["", "Loss at end by learning rate, first seed; * above: the best of them is at their edge."]
-    for name in (name for name in ARMS if name not in TUNED_AS):
-        tried = [jobs.trained(name, rate)[:1] for rate in RATES]
-        cells = (f"{rate:g}: {t[0].end:.3f}" for rate, t in zip(RATES, tried, strict=True) if t)
+    for name, arm in ((name, arm) for name, arm in ARMS.items() if name not in TUNED_AS):
+        tried = [jobs.trained(name, rate)[:1] for rate in arm.rates]
+        cells = (f"{rate:g}: {t[0].end:.3f}" for rate, t in zip(arm.rates, tried, strict=True) if t)
         lines.append(f"{name:<24} {', '.join(cells)}")
     return lines
 
@@ -252,7 +265,7 @@ def main() -> None:
                 print(f"{job.arm}, lr {job.lr:g}, seed {job.seed}: {trained.end:.3f}", flush=True)
         return
     layers = f"GPT, {LAYERS} layers of {HIDDEN}, sequences of {SEQUENCE} bytes of {PYTHON}"
-    lines = [*heading(), "", f"{layers}, {MICROBATCHES} microbatches of {MICROBATCH}, {len(SEEDS)} seeds"]
+    lines = [*heading(), "", f"{layers}, {MICROBATCHES} microbatches of {MICROBATCH}"]
     text = "\n".join([*lines, *report(jobs), ""])
     print(text)
     if options.output is not None:

@@ -104,8 +104,8 @@ def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
     assert measured["synchronous_warmup_fraction"] == better["synchronous_warmup_fraction"]
     assert efficiency.RECOMMENDED in " ".join(measured["advice"])
     assert efficiency.RECOMMENDED not in " ".join(better["advice"])
-    begins = bool(better["synchronous_warmup_fraction"])
-    assert ("--synchronous-warmup-iters" in " ".join(measured["advice"])) == begins
+    assert "--synchronous-warmup-iters" in " ".join(plans[1]["advice"])
+    assert "--synchronous-warmup-iters" not in " ".join(plans[0]["advice"])
 
 
 def test_a_beginning_without_a_delay_is_priced(capsys: pytest.CaptureFixture[str]):
@@ -118,6 +118,9 @@ def test_a_beginning_without_a_delay_is_priced(capsys: pytest.CaptureFixture[str
     ratio = delayed["time_to_loss_s"] / flushed["time_s"]
     assert ratio == pytest.approx(0.75 * delayed["time_s"] / flushed["time_s"] + 0.25, rel=0.02)
     assert f"(break-even {ratio:.3f})" in " ".join(later["advice"])
+    assert "The first 25% of the batches are priced without the delay" in " ".join(later["advice"])
+    many = run(capsys, f"{plan.replace('64', '2048', 1)} --micro-batch-size 1 --synchronous-warmup-fraction 0.25")[1]
+    assert "its bubble, 0.75 x (d-1)/m = " in words_of(many)
 
 
 def test_when_not_to_use_2bw(capsys: pytest.CaptureFixture[str]):
@@ -260,7 +263,7 @@ BAD = {
     f"{PLAN} stray": "stray is neither an option of this command nor a flag",
     f"{PLAN} --sample-efficiency 0": "sample_efficiency 0.0: give a number above 0",
     f"{PLAN} --sample-efficiency nan": "sample_efficiency nan: give a number above 0",
-    f"{PLAN} --synchronous-warmup-fraction 1": "synchronous_warmup_fraction 1.0: give a share below 1",
+    f"{PLAN} --synchronous-warmup-fraction 1": "synchronous_warmup_fraction 1.0: give a share from 0 to below 1",
     f"{PLAN} --synchronous-warmup-fraction 0.1 --sample-efficiency auto": "auto chooses the share; leave one out",
     f"{PLAN} --cost-model paper --sample-efficiency 0.9": "--cost-model paper has no sample-efficiency; leave it out",
     f"{PLAN} --cost-model paper --plot a.svg": "--cost-model paper has no plot; leave it out",

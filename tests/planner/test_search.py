@@ -230,6 +230,17 @@ def test_efficiency_turns_the_choice():
     assert eager.best_of(delayed=True).loss_time_s == eager.best_of(delayed=True).iteration.time_s
 
 
+def test_pipedream_pays_for_a_beginning_that_it_gains_by():
+    layout = Layout(schedule="pipedream", pipeline=2, data=2, microbatch=2, global_batch=4)
+    machine = cluster(4, 80)
+    alone, begun = (
+        Progress(efficiency=0.5, synchronous=share).loss_time_s(MODEL, layout, machine, 1.0) for share in (0.0, 0.5)
+    )
+    flush = dataclasses.replace(layout, schedule="1f1b-flush")
+    flush_s = costs.iteration(MODEL, flush, machine).time_s
+    assert (alone, begun) == pytest.approx((2.0, 1.0 + flush_s))
+
+
 def test_rules_are_counted_with_an_example():
     plan = search(MODEL, cluster(6, 3), 24)
     rules = {rejection.rule: rejection for rejection in plan.rejected}

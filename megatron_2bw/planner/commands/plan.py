@@ -149,7 +149,10 @@ def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: S
 
     share = args.synchronous_warmup_fraction
     if args.sample_efficiency != AUTO:
-        progress = Progress(efficiency=_number(args.sample_efficiency or "1"), synchronous=share or 0.0)
+        progress = Progress(
+            efficiency=1.0 if args.sample_efficiency is None else _number(args.sample_efficiency),
+            synchronous=share or 0.0,
+        )
         return search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep)
     if share is not None:
         raise PlanError(

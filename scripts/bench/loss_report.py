@@ -1,0 +1,161 @@
+"""Tables of what time_to_loss.py has tried."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+from delayed_gpt import Size, Trial
+from loss_trials import ARMS, CHOOSING, CUTS, FINALISTS, SIZES, WARMUPS, Arm, Trials
+
+T_95 = 2.571
+"""Student's t for a two-sided 95% and six seeds."""
+STAGES, CHUNKS, RATIOS = 8, 4, (1, 2, 4, 8)
+"""Of the pipelines whose times to a loss are compared: d, chunks of the interleaved schedule, and m/d."""
+_NOTES = (
+    "grid: tried with one seed; finalists: the best three of that, with three seeds, which choose the best. best:",
+    "learning rate, decay of the first moment, and warm-up if it is not 100 batches; (edge): at the edge of what was",
+    "tried. loss: on validation data, in nats per byte, of six other seeds, and 95%: half of Student's interval. gap:",
+    "that minus the loss of the same optimizer without a delay, seed by seed; closed: share of the gap of the delay as",
+    "it is. worth: share of the batches after which training without a delay, its warm-up as much shorter, has that",
+    "loss, and that of the upper end of the gap's interval. Time to loss: batches until the loss of the same optimizer",
+    "without a delay, each as long as the schedule's bubble makes it in theory, over the time that the stages work",
+    "without one; what a schedule really takes is in schedules.txt.",
+)
+
+
+def report(trials: Trials) -> list[str]:
+    """Tables for every size of which something has been tried."""
+    lines: list[str] = []
+    for name, size in SIZES.items():
+        if all(trials.loss(trial) is None for arm in ARMS for trial in arm.grid(size)):
+            continue
+        tokens = size.steps * size.batch * size.sequence
+        lines += [
+            "",
+            f"{name} parameters, {size.layers} layers of {size.hidden}, {size.steps} batches of {size.batch} x "
+            f"{size.sequence} bytes ({tokens / 1e6:.1f}M) of {size.corpus}, clipping at 1",
+            f"{'':<30} {'grid':>5} {'finalists':>9} {'best':<31} {'loss':>6} {'95%':>6} {'gap':>6} {'95%':>6} "
+            f"{'closed':>6} {'worth':>6} {'at least':>8}  of each seed",
+        ]
+        lines += [_line(trials, arm, size) for arm in ARMS]
+        baselines = [arm for arm in ARMS if arm.name == arm.baseline]
+        lines += [_cut(trials, cut, size) for arm in baselines for cut in trials.cuts(arm, size) if trials.losses(cut)]
+        lines += ["", *_by_rate(trials, size), "", *_by_depth(trials, size)]
+    return [*lines, "", *_NOTES]
+
+
+def _line(trials: Trials, arm: Arm, size: Size) -> str:
+    best, tried = trials.best(arm, size), [*arm.grid(size), *trials.warmups(arm, size)]
+    done = sum(trials.loss(trial) is not None for trial in tried)
+    finalists = sum(len(trials.chose(trial)) == len(CHOOSING) for trial in trials.finalists(arm, size))
+    counts = f"{arm.name:<30} {f'{done}/{len(arm.grid(size)) + len(WARMUPS)}':>5} {f'{finalists}/{FINALISTS}':>9}"
+    losses = trials.losses(best)
+    if not losses:
+        return counts
+    edge = " (edge)" if arm.is_at_edge(best) else ""
+    decay = best.beta1 if best.momentum is None else best.momentum
+    warmup = f", {best.warmup}" if best.warmup in WARMUPS else ""
+    settings = f"lr {best.lr:g}, decay {decay:g}{warmup}{edge}"
+    return f"{counts} {settings:<31} {_interval(losses)} {_gap(trials, arm, size)}  {_seeds(losses)}"
+
+
+def _cut(trials: Trials, trial: Trial, size: Size) -> str:
+    name = f"{'AdamW' if trial.momentum is None else 'Muon'}, {trial.size.steps / size.steps:.0%} of the batches"
+    losses = trials.losses(trial)
+    return f"{name:<78} {_interval(losses)} {'':>36}  {_seeds(losses)}"
+
+
+def _seeds(losses: list[float]) -> str:
+    return " ".join(f"{loss:.3f}" for loss in losses)
+
+
+def _interval(values: list[float]) -> str:
+    return f"{statistics.mean(values):>6.3f} {_half(values):>6.3f}"
+
+
+def _half(values: list[float]) -> float:
+    if not all(map(math.isfinite, values)):  # Some seed has diverged.
+        return math.inf
+    return T_95 * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def baseline_of(arm: Arm) -> Arm:
+    """The same optimizer without a delay."""
+    (baseline,) = (other for other in ARMS if other.name == arm.baseline)
+    return baseline
+
+
+def _gap(trials: Trials, arm: Arm, size: Size) -> str:
+    """To the baseline, how much of the plain delay's it leaves, and what the arm's batches are worth."""
+    without, gaps = trials.losses(trials.best(baseline_of(arm), size)), gaps_of(trials, arm, size)
+    if arm.name == arm.baseline or not gaps:
+        return f"{'':>36}"
+    closed = ""
+    for plain in ARMS:
+        whole = gaps_of(trials, plain, size)
+        if (plain.baseline, plain.correction) == (arm.baseline, "none") and plain.delay and arm is not plain and whole:
+            closed = f"{1 - statistics.mean(gaps) / statistics.mean(whole):.0%}"
+    mean = statistics.mean(without) + statistics.mean(gaps)
+    worth, least = (_share(worth_of(trials, arm, size, loss)) for loss in (mean, mean + _half(gaps)))
+    return f"{_interval(gaps)} {closed:>6} {worth:>6} {least:>8}"
+
+
+def gaps_of(trials: Trials, arm: Arm, size: Size) -> list[float]:
+    """Losses minus those of the baseline, seed by seed; none while some are missing."""
+    found, without = (trials.losses(trials.best(one, size)) for one in (arm, baseline_of(arm)))
+    return [loss - other for loss, other in zip(found, without, strict=True)] if found and without else []
+
+
+def worth_of(trials: Trials, arm: Arm, size: Size, loss: float) -> float | None:
+    """Share of the batches after which the arm's baseline has ``loss``: between the cuts, on a line.
+
+    At most 1, and 0 if even the last cut is better; None while there are no cuts.
+    """
+    baseline = baseline_of(arm)
+    cuts = [cut for cut in trials.cuts(baseline, size) if trials.losses(cut)]
+    best = trials.best(baseline, size)
+    if not cuts or not trials.losses(best):
+        return None
+    known = [(trial.size.steps / size.steps, statistics.mean(trials.losses(trial))) for trial in (best, *cuts)]
+    if loss <= known[0][1]:
+        return 1.0
+    for (more, lower), (fewer, higher) in itertools.pairwise(known):
+        if lower < loss <= higher:
+            return more - (more - fewer) * (loss - lower) / (higher - lower)
+    return 0.0
+
+
+def _share(worth: float | None) -> str:
+    if worth is None:
+        return ""
+    return ">=100%" if worth == 1 else f"{worth:.0%}" if worth else f"<{CUTS[-1]:.0%}"
+
+
+def _by_rate(trials: Trials, size: Size) -> list[str]:
+    """The best over decays for every learning rate, first seed."""
+    rates = sorted({lr for arm in ARMS for lr in arm.rates})
+    lines = [f"{'lr':<30}" + "".join(f"{lr:>8g}" for lr in rates)]
+    for arm in ARMS:
+        losses = [[trials.loss(t) for t in arm.grid(size) if t.lr == lr] for lr in rates]
+        cells = [min((loss for loss in of_rate if loss is not None), default=None) for of_rate in losses]
+        lines.append(f"{arm.name:<30}" + "".join(f"{'' if cell is None else f'{cell:.3f}':>8}" for cell in cells))
+    return lines
+
+
+def _by_depth(trials: Trials, size: Size) -> list[str]:
+    """Time to the loss of training without a delay, where its pipeline idles (d-1)/m longer than it works."""
+    bubbles = [(STAGES - 1) / (STAGES * ratio) for ratio in RATIOS]
+    rows = {
+        "1F1B": [f"{1 + bubble:.2f}" for bubble in bubbles],
+        f"interleaved, {CHUNKS} chunks": [f"{1 + bubble / CHUNKS:.2f}" for bubble in bubbles],
+    }
+    for arm in (arm for arm in ARMS if arm.delay):
+        losses = trials.losses(trials.best(arm, size))
+        worth = worth_of(trials, arm, size, statistics.mean(losses)) if losses else None
+        if worth is not None:
+            sign, share = ("", worth) if worth else (">", CUTS[-1])
+            rows[f"2bw, {arm.name}"] = [f"{sign}{(1 + arm.synchronous * bubble) / share:.2f}" for bubble in bubbles]
+    lines = [f"{f'time to loss, d = {STAGES}, m/d':<36}" + "".join(f"{ratio:>7}" for ratio in RATIOS)]
+    return lines + [f"{name:<36}" + "".join(f"{time:>7}" for time in times) for name, times in rows.items()]

@@ -1,0 +1,197 @@
+"""The ways to train that time_to_loss.py compares, and what has been tried of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from delayed_gpt import CPP, Size, Trial
+
+SIZES = {
+    "0.36M": Size(layers=3, hidden=96, sequence=64, batch=16, steps=1000),
+    "0.12M": Size(layers=2, hidden=64, sequence=64, batch=16, steps=1000, corpus=CPP),
+}
+FINALISTS, CHOOSING = 3, (0, 1, 2)
+"""So many of what an arm has tried with the first seed get these seeds, which choose the best of them."""
+SEEDS = (3, 4, 5, 6, 7, 8)
+"""Of the best: nothing has been chosen by them."""
+WARMUPS = (50, 200, 400)
+"""Of the learning rate, in batches, around the 100 of the grid."""
+CUTS = (0.9, 0.8, 0.7)
+"""Shares of the batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A way to train, and what is tried for it: as many combinations for each."""
+
+    name: str
+    baseline: str
+    """The arm without delay that it is compared with."""
+    delay: int
+    rates: tuple[float, ...]
+    decays: tuple[float, ...]
+    """Of the first moment: beta1 of AdamW, momentum of Muon."""
+    muon_beta1: float | None = None
+    """Beside Muon, beta1 of AdamW for what Muon leaves to it; None for AdamW alone."""
+    nesterov: bool = True
+    correction: str = "none"
+    lead: float = 0.0
+    synchronous: float = 0.0
+    """Share of the steps without a delay, before it begins."""
+
+    def grid(self, size: Size) -> list[Trial]:
+        """Of one seed and one warm-up."""
+        return [
+            Trial(
+                size=size,
+                delay=self.delay,
+                lr=lr,
+                beta1=decay if self.muon_beta1 is None else self.muon_beta1,
+                momentum=None if self.muon_beta1 is None else decay,
+                nesterov=self.nesterov,
+                correction=self.correction,
+                lead=self.lead,
+                synchronous=round(self.synchronous * size.steps),
+            )
+            for lr, decay in itertools.product(self.rates, self.decays)
+        ]
+
+    def is_at_edge(self, trial: Trial) -> bool:
+        """Whether the best may be outside of what was tried."""
+        decay = trial.beta1 if trial.momentum is None else trial.momentum
+        outer = (self.decays[0], self.decays[-1]) if len(self.decays) > 2 else ()
+        return (
+            trial.lr in (self.rates[0], self.rates[-1]) or decay in outer or trial.warmup in (WARMUPS[0], WARMUPS[-1])
+        )
+
+
+def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float], **correction: Any) -> Arm:
+    rates = tuple(first * 2**power for power in range(6))
+    return Arm(name=f"AdamW, {name}", baseline="AdamW, no delay", delay=delay, rates=rates, decays=decays, **correction)
+
+
+def _by_muon(name: str, delay: int, first: float, decays: tuple[float, ...], beta1: float = 0.9, **rest: Any) -> Arm:
+    return Arm(
+        name=f"Muon, {name}",
+        baseline="Muon, no delay",
+        delay=delay,
+        rates=tuple(first * 2**power for power in range(4)),
+        decays=decays,
+        muon_beta1=beta1,
+        **rest,
+    )
+
+
+SHORTER, LONGER = (0.7, 0.8, 0.9), (0.8, 0.9, 0.95)
+"""Memory of Muon's momentum: its decays."""
+LEAD: dict[str, Any] = {"beta1": 0.93, "nesterov": False, "correction": "lead", "lead": 2.0}
+ARMS = (
+    _by_adamw("no delay", 0, 5e-4, (0.9, 0.95)),
+    _by_adamw("delay, as it is", 1, 2.5e-4, (0.8, 0.9)),
+    _by_adamw("delay, lead 2", 1, 2.5e-4, (0.9, 0.93), correction="lead", lead=2.0),
+    _by_adamw("delay, update-lead 2", 1, 2.5e-4, (0.93, 0.95), correction="update-lead", lead=2.0),
+    _by_muon("no delay", 0, 8e-3, SHORTER),
+    _by_muon("delay, as it is", 1, 4e-3, LONGER),
+    _by_muon("delay, lead 2", 1, 4e-3, LONGER, **LEAD),
+    _by_muon("delay, update-lead 1", 1, 4e-3, SHORTER, correction="update-lead", lead=1.0),
+    _by_muon("delay, lead 2, after 20%", 1, 4e-3, LONGER, **LEAD, synchronous=0.2),
+)
+"""Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
+the first fifth of the batches without a delay."""
+
+
+class Trials:
+    """What has been tried, in a file.
+
+    Args:
+        path: one JSON object per line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._losses = {_key(row["trial"]): row["losses"] for row in map(json.loads, lines)}
+
+    def add(self, trial: Trial, losses: list[float]) -> None:
+        """Keep a finished trial."""
+        self._losses[_key(asdict(trial))] = losses
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"trial": asdict(trial), "losses": losses}) + "\n")
+
+    def loss(self, trial: Trial) -> float | None:
+        """At the end: infinite for a run that diverged, None for one that has not been tried."""
+        losses = self._losses.get(_key(asdict(trial)))
+        if losses is None:
+            return None
+        return losses[-1] if len(losses) == 5 else math.inf
+
+    def missing(self) -> Iterator[Trial]:
+        """In the order in which they are to be tried, as far as it is known now."""
+        baselines = [arm for arm in reversed(ARMS) if arm.name == arm.baseline]  # Muon's before AdamW's.
+        for baseline, size in itertools.product(baselines, SIZES.values()):
+            arms = [arm for arm in ARMS if arm.baseline == baseline.name]
+            in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
+            yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)
+            for arm in arms:
+                yield from (trial for trial in self.warmups(arm, size) if self.loss(trial) is None)
+            for arm, seed in itertools.product(arms, CHOOSING):
+                yield from self._untried(self.finalists(arm, size), [seed])
+            for arm in arms:
+                best = self.best(arm, size)
+                yield from self._untried([best] if best is not None else [], SEEDS)
+            yield from self._untried(self.cuts(baseline, size), SEEDS)
+
+    def _untried(self, trials: list[Trial], seeds: Sequence[int]) -> Iterator[Trial]:
+        with_seeds = (replace(trial, seed=seed) for trial in trials for seed in seeds)
+        return (trial for trial in with_seeds if self.loss(trial) is None)
+
+    def cuts(self, arm: Arm, size: Size) -> list[Trial]:
+        """Its best with fewer batches, and as much less warm-up; none before that is known."""
+        best = self.best(arm, size)
+        if best is None:
+            return []
+        return [
+            replace(best, size=replace(size, steps=round(share * size.steps)), warmup=round(share * best.warmup))
+            for share in CUTS
+        ]
+
+    def warmups(self, arm: Arm, size: Size) -> list[Trial]:
+        """The best of the grid with other warm-ups; none while some of the grid has not been tried."""
+        losses = {trial: self.loss(trial) for trial in arm.grid(size)}
+        if None in losses.values():
+            return []
+        best = min(losses, key=lambda trial: losses[trial])
+        return [replace(best, warmup=warmup) for warmup in WARMUPS]
+
+    def finalists(self, arm: Arm, size: Size) -> list[Trial]:
+        """The best with the first seed; none while something has not been tried."""
+        found = {trial: self.loss(trial) for trial in [*arm.grid(size), *self.warmups(arm, size)]}
+        return [] if None in found.values() else sorted(found, key=lambda trial: found[trial])[:FINALISTS]
+
+    def chose(self, trial: Trial) -> list[float]:
+        """Losses of the seeds that choose, as far as they have been tried."""
+        losses = (self.loss(replace(trial, seed=seed)) for seed in CHOOSING)
+        return [loss for loss in losses if loss is not None]
+
+    def losses(self, trial: Trial | None) -> list[float]:
+        """Of the other seeds; none while some have not been tried."""
+        losses = [] if trial is None else [self.loss(replace(trial, seed=seed)) for seed in SEEDS]
+        return [] if None in losses else losses
+
+    def best(self, arm: Arm, size: Size) -> Trial | None:
+        """The finalist with the lowest mean over the seeds that choose; None while some have not been tried."""
+        finalists = self.finalists(arm, size)
+        if any(len(self.chose(trial)) < len(CHOOSING) for trial in finalists):
+            return None
+        return min(finalists, key=lambda trial: statistics.mean(self.chose(trial)), default=None)
+
+
+def _key(trial: dict[str, Any]) -> str:
+    return json.dumps(trial, sort_keys=True)
