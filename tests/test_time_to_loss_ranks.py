@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import time_to_loss_ranks as ranks
-from time_to_loss_ranks import ARMS, SEEDS, TUNED_AS, Job, Jobs, Trained
+from time_to_loss_ranks import ARMS, RATES, SEEDS, TUNED_AS, Job, Jobs, Trained
 
 LOG = """
  [2026-01-01 00:00:00] iteration        1/      40 | consumed samples: 32 | elapsed time per iteration (ms): 900.0 |
@@ -48,14 +48,14 @@ def test_it_goes_on_where_it_was(tmp_path: Path):
     tuned = [name for name in ARMS if name not in TUNED_AS]
     missing = list(jobs.missing())
     assert [(job.arm, job.lr, job.seed) for job in missing] == [
-        (arm, rate, SEEDS[0]) for arm in tuned for rate in ARMS[arm].rates
+        (arm, rate, SEEDS[0]) for arm in tuned for rate in RATES
     ]
     for job in missing:
-        diverges = job.lr == ARMS[job.arm].rates[0]
-        jobs.add(job, ended(job, math.nan if diverges else 2.0 + abs(math.log(job.lr / ARMS[job.arm].rates[1]))))
+        diverges = job.lr == RATES[0]
+        jobs.add(job, ended(job, math.nan if diverges else 2.0 + abs(math.log(job.lr / RATES[1]))))
     jobs = Jobs(path)
     more = list(jobs.missing())
-    assert {(job.arm, job.lr) for job in more} == {(name, arm.rates[1]) for name, arm in ARMS.items()}
+    assert {(job.arm, job.lr) for job in more} == {(name, RATES[1]) for name in ARMS}
     assert len(ranks.report(jobs)) == 1 + len(tuned) + 2 + len(tuned), "1F1B has not run"
     assert [(job.arm, job.seed) for job in more] == [
         (arm, seed) for seed in SEEDS for arm in ARMS if seed != SEEDS[0] or arm in TUNED_AS

@@ -100,7 +100,7 @@ ARMS = (
     _by_muon("no delay", 0, 8e-3, SHORTER),
     _by_muon("delay, as it is", 1, 4e-3, LONGER),
     _by_muon("delay, lead 2", 1, 4e-3, LONGER, **LEAD),
-    _by_muon("delay, update-lead 1", 1, 4e-3, SHORTER, correction="update-lead", lead=1.0),
+    _by_muon("delay, update-lead 1", 1, 4e-3, LONGER, correction="update-lead", lead=1.0),
     _by_muon("delay, lead 2, after 20%", 1, 4e-3, LONGER, **LEAD, synchronous=0.2),
 )
 """Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
@@ -135,18 +135,23 @@ class Trials:
     def missing(self) -> Iterator[Trial]:
         """In the order in which they are to be tried, as far as it is known now."""
         baselines = [arm for arm in reversed(ARMS) if arm.name == arm.baseline]  # Muon's before AdamW's.
-        for baseline, size in itertools.product(baselines, SIZES.values()):
+        for baseline in baselines:
             arms = [arm for arm in ARMS if arm.baseline == baseline.name]
-            in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
-            yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)
-            for arm in arms:
-                yield from (trial for trial in self.warmups(arm, size) if self.loss(trial) is None)
-            for arm, seed in itertools.product(arms, CHOOSING):
-                yield from self._untried(self.finalists(arm, size), [seed])
-            for arm in arms:
-                best = self.best(arm, size)
-                yield from self._untried([best] if best is not None else [], SEEDS)
-            yield from self._untried(self.cuts(baseline, size), SEEDS)
+            for size in SIZES.values():
+                yield from self._missing_of(arms, size)
+            for size in SIZES.values():
+                yield from self._untried(self.cuts(baseline, size), SEEDS)
+
+    def _missing_of(self, arms: list[Arm], size: Size) -> Iterator[Trial]:
+        in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
+        yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)
+        for arm in arms:
+            yield from (trial for trial in self.warmups(arm, size) if self.loss(trial) is None)
+        for arm, seed in itertools.product(arms, CHOOSING):
+            yield from self._untried(self.finalists(arm, size), [seed])
+        for arm in arms:
+            best = self.best(arm, size)
+            yield from self._untried([best] if best is not None else [], SEEDS)
 
     def _untried(self, trials: list[Trial], seeds: Sequence[int]) -> Iterator[Trial]:
         with_seeds = (replace(trial, seed=seed) for trial in trials for seed in seeds)

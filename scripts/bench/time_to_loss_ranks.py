@@ -6,8 +6,8 @@
 A GPT on the bytes that time_to_loss.py trains with, m = d = 2, under Muon: Megatron's 1F1B, its interleaved schedule,
 and 2BW as the README recommends it, with a lead, after a fifth of the batches without a delay. ``train`` goes on where
 it was stopped; each finished job is a line of the file ``--trials``. Every arm has the momentum that was best in
-time_to_loss.py and tries three learning rates around its best one there, with one seed; 1F1B computes what the
-interleaved schedule does, takes its rate, and both together set the loss to reach. Then each runs its best with all
+time_to_loss.py and tries the same learning rates with one seed; 1F1B computes what the interleaved schedule does, takes
+its rate, and both together set the loss to reach. Then each runs its best with all
 seeds, the arms in turn. 2BW gets a twentieth more batches. Starting, evaluating and the writing of checkpoints are left
 out of the times.
 """
@@ -42,6 +42,7 @@ BATCHES = 1000
 EVALUATIONS = 10
 """In a run: they use the same samples in all arms, each its own."""
 SEEDS = (1, 2, 3)
+RATES = (8e-3, 1.6e-2, 3.2e-2)
 COMMON = (
     *f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}".split(),
     *f"--max-position-embeddings {SEQUENCE} --attention-dropout 0 --hidden-dropout 0".split(),
@@ -64,21 +65,18 @@ class Arm:
     """A way to train."""
 
     batches: int
-    rates: tuple[float, ...]
     flags: tuple[str, ...]
 
 
 SYNCHRONOUS = ("--muon-momentum", "0.8", "--muon-nesterov")
 ARMS = {
-    "1F1B": Arm(batches=BATCHES, rates=(1.6e-2, 3.2e-2, 6.4e-2), flags=SYNCHRONOUS),
+    "1F1B": Arm(batches=BATCHES, flags=SYNCHRONOUS),
     "interleaved, 2 chunks": Arm(
         batches=BATCHES,
-        rates=(1.6e-2, 3.2e-2, 6.4e-2),
         flags=(*SYNCHRONOUS, "--num-virtual-stages-per-pipeline-rank", "2"),
     ),
     "2bw, lead 2, after 20%": Arm(
         batches=BATCHES * 21 // 20,
-        rates=(8e-3, 1.6e-2, 3.2e-2),
         flags=(
             *"--muon-momentum 0.9 --adam-beta1 0.93 --delay-correction lead --delay-lead 2".split(),
             *f"--pipeline-schedule 2bw --synchronous-warmup-iters {BATCHES // 5}".split(),
@@ -132,8 +130,7 @@ class Jobs:
 
     def missing(self) -> Iterator[Job]:
         """In the order in which they are to be run, as far as it is known now."""
-        tuned = ((name, arm) for name, arm in ARMS.items() if name not in TUNED_AS)
-        first = (self.job(name, rate, SEEDS[0]) for name, arm in tuned for rate in arm.rates)
+        first = (self.job(name, rate, SEEDS[0]) for name in ARMS if name not in TUNED_AS for rate in RATES)
         yield from (job for job in first if job not in self._trained)
         best = [(name, self.best(name)) for name in ARMS]
         more = (self.job(name, rate, seed) for seed in SEEDS for name, rate in best if rate is not None)
@@ -145,7 +142,7 @@ class Jobs:
 
     def best(self, arm: str) -> float | None:
         """Its best learning rate with the first seed; None while one has not been tried."""
-        tried = {rate: self._trained.get(self.job(TUNED_AS.get(arm, arm), rate, SEEDS[0])) for rate in ARMS[arm].rates}
+        tried = {rate: self._trained.get(self.job(TUNED_AS.get(arm, arm), rate, SEEDS[0])) for rate in RATES}
         if None in tried.values():
             return None
         return min(tried, key=lambda rate: (math.isnan(tried[rate].end), tried[rate].end))
@@ -222,16 +219,16 @@ def report(jobs: Jobs) -> list[str]:
         whole = (arm.batches, statistics.mean(trained.seconds[arm.batches] for trained in of_arm))
         reached = whole if name in synchronous else _reached(of_arm, target)
         when = f"{'-':>16} {'-':>8}" if reached is None else f"{reached[0]:>16} {reached[1]:>8.1f}"
-        edge = "*" if rate in (arm.rates[0], arm.rates[-1]) else ""
+        edge = "*" if rate in (RATES[0], RATES[-1]) else ""
         lines.append(
             f"{name:<24} {f'{rate:g}{edge}':>7} {arm.batches:>7} {s_per_batch:>11.3f} "
             f"{statistics.mean(trained.end for trained in of_arm):>11.3f} {when}  "
             f"{' '.join(f'{trained.end:.3f}' for trained in of_arm)}"
         )
     lines += ["", "Loss at end by learning rate, first seed; * above: the best of them is at their edge."]
-    for name, arm in ((name, arm) for name, arm in ARMS.items() if name not in TUNED_AS):
-        tried = [jobs.trained(name, rate)[:1] for rate in arm.rates]
-        cells = (f"{rate:g}: {t[0].end:.3f}" for rate, t in zip(arm.rates, tried, strict=True) if t)
+    for name in (name for name in ARMS if name not in TUNED_AS):
+        tried = [jobs.trained(name, rate)[:1] for rate in RATES]
+        cells = (f"{rate:g}: {t[0].end:.3f}" for rate, t in zip(RATES, tried, strict=True) if t)
         lines.append(f"{name:<24} {', '.join(cells)}")
     return lines
 
