@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
-import delayed_gpt
+import delayed_training
+import downstream
+import language_models
 import loss_report
 import loss_trials
-from delayed_gpt import Gpt, Size, Trial, batches, rate, texts, train
+from delayed_training import Result, Trial, rate, train
+from language_models import BERT, Size, Transformer, batches, texts
 from loss_trials import ARMS, CHOOSING, SEEDS, WARMUPS, Arm, Trials
 
 TINY = Size(layers=1, hidden=32, sequence=16, batch=2, steps=10)
@@ -26,20 +30,24 @@ TRIAL = Trial(size=TINY, delay=1, lr=1e-2, warmup=4)
 def test_gradients_are_of_the_version_said(delay: int, synchronous: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a list of all versions, without an optimizer's state: W(t+1) = W(t) - lr(t) * clipped grad f(W(t - delay))."""
     monkeypatch.setattr(torch.optim, "AdamW", _plain)
-    monkeypatch.setattr(delayed_gpt, "validation_loss", lambda model, size: float(next(iter(model.parameters())).sum()))
+    monkeypatch.setattr(delayed_training, "validation_loss", lambda model, size: _sum(next(iter(model.parameters()))))
     found = train(replace(TRIAL, delay=delay, synchronous=synchronous))
     torch.manual_seed(0)
-    model, data = Gpt(TINY), batches(texts(TINY.corpus)[0], TINY, seed=1)
+    model, data = Transformer(TINY), batches(texts(TINY.corpus)[0], TINY, seed=1)
     versions = [[weight.detach().clone() for weight in model.parameters()]]
     for step in range(TINY.steps):
         for weight, value in zip(model.parameters(), versions[max(step - delay, min(step, synchronous))], strict=True):
             weight.data.copy_(value)
         model.zero_grad()
-        model(next(data)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), delayed_gpt.CLIP)
+        model(*next(data)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), delayed_training.CLIP)
         lr = rate(TRIAL, step)
         versions.append([value - lr * w.grad for value, w in zip(versions[-1], model.parameters(), strict=True)])
-    assert found == pytest.approx([float(version[0].sum()) for version in versions[2::2]], rel=1e-6)
+    assert found.losses == pytest.approx([float(version[0].sum()) for version in versions[2::2]], rel=1e-6)
+
+
+def _sum(weight: torch.Tensor) -> float:
+    return float(weight.detach().sum())
 
 
 def _plain(groups, lr, **_) -> torch.optim.Optimizer:
@@ -52,8 +60,8 @@ def _only(monkeypatch: pytest.MonkeyPatch, *arms: Arm) -> None:
         monkeypatch.setattr(module, "SIZES", {"tiny": TINY})
 
 
-def _ending(loss: float) -> list[float]:
-    return [3.0, 2.0, 1.9, 1.8, loss]
+def _ending(loss: float) -> Result:
+    return Result(losses=[3.0, 2.0, 1.9, 1.8, loss])
 
 
 def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +74,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [trial.delay for trial in missing[:2]] == [0, 1]
     for trial in missing:
         diverges = trial.lr == arms[0].rates[-1]
-        trials.add(trial, [2.0] * 2 if diverges else _ending(1.7 + abs(math.log(trial.lr / 2e-3))))
+        trials.add(trial, Result(losses=[2.0]) if diverges else _ending(1.7 + abs(math.log(trial.lr / 2e-3))))
     trials = Trials(tmp_path / "trials.jsonl")
     warmups = list(trials.missing())
     assert [(trial.delay, trial.lr, trial.warmup) for trial in warmups] == [
@@ -78,7 +86,9 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     more = list(trials.missing())
     assert [trial.seed for trial in more] == [seed for _ in arms for seed in CHOOSING[1:] for _ in range(3)]
     assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 0} == {(2e-3, 100), (1e-3, 100)}, "of equals"
-    assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 1} == {(2e-3, warmup) for warmup in WARMUPS}
+    assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 1} == {
+        (2e-3, warmup) for warmup in WARMUPS[:3]
+    }
     assert [trials.best(arm, TINY) for arm in arms] == [None] * len(arms)
     lucky = trials.finalists(arms[0], TINY)[0]
     for trial in more:
@@ -94,10 +104,10 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         trials.add(trial, _ending(2.8 - 0.1 * trial.size.steps))
     assert not list(trials.missing())
     text = "\n".join(loss_report.report(trials))
-    assert "AdamW, no delay                15/15       3/3 lr 0.002, decay 0.95 " in text
+    assert "AdamW, no delay                16/16       3/3 lr 0.002, decay 0.95 " in text
     assert "1.800 1.800 1.800 1.800 1.800 1.800" in text
     assert "AdamW, 90% of the batches" in text
-    assert "lr 0.002, decay 0.8, 50 (edge)" in text
+    assert "lr 0.002, decay 0.8, 25 (edge)" in text
     assert "1F1B                                   1.88   1.44   1.22   1.11" in text
     assert "2bw, AdamW, delay, as it is            1.00   1.00   1.00   1.00" in text
 
@@ -132,6 +142,58 @@ def test_a_seed_that_diverges_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     _only(monkeypatch, without, delayed)
     trials = Trials(tmp_path / "trials.jsonl")
     while (trial := next(trials.missing(), None)) is not None:
-        trials.add(trial, [2.0] if trial.delay and trial.seed == SEEDS[1] else _ending(2.0 - 0.1 * trial.size.steps))
+        trials.add(
+            trial,
+            Result(losses=[2.0]) if trial.delay and trial.seed == SEEDS[1] else _ending(2.0 - 0.1 * trial.size.steps),
+        )
     assert "inf" in loss_report._line(trials, delayed, TINY)
     assert "<70%" in loss_report._line(trials, delayed, TINY)
+
+
+def test_what_bert_is_to_predict() -> None:
+    found = torch.randint(1, 256, (400, 100))
+    inputs, labels = language_models.masked(found, torch.Generator().manual_seed(0))
+    chosen = labels != language_models.UNSEEN
+    assert torch.equal(labels[chosen], found[chosen])
+    assert torch.equal(inputs[~chosen], found[~chosen])
+    shares = [float(part.float().mean()) for part in (chosen, inputs[chosen] == 0, inputs[chosen] == found[chosen])]
+    assert shares == pytest.approx([0.15, 0.8, 0.1], abs=0.02)
+    size = replace(TINY, kind=BERT)
+    model, (inputs, labels) = Transformer(size), next(batches(texts(size.corpus)[0], size, seed=1))
+    changed, causal = inputs.clone(), Transformer(TINY)
+    changed[:, -1] = 65
+    assert not torch.equal(model.hidden(inputs)[:, 0], model.hidden(changed)[:, 0]), "it reads what comes later"
+    assert torch.equal(causal.hidden(inputs)[:, 0], causal.hidden(changed)[:, 0])
+    loss, more = model(inputs, labels), labels.clone()
+    more[labels == language_models.UNSEEN] = 65
+    assert loss != model(inputs, more), "the others do not count"
+
+
+def test_bert_is_fine_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a task that it can learn: each package has a byte of its own."""
+    size = replace(TINY, kind=BERT, steps=5)
+    own = [torch.full((100,), 40 + number, dtype=torch.uint8) for number in range(len(language_models.PACKAGES))]
+    monkeypatch.setattr(downstream, "packages", lambda: (own, own))
+    monkeypatch.setattr(downstream, "STEPS", 60)
+    monkeypatch.setattr(downstream, "LR", 1e-2)
+    monkeypatch.setattr(delayed_training, "VALIDATION_BATCHES", {BERT: 1})
+    result = train(replace(TRIAL, size=size))
+    assert result.accuracy == 1.0
+    trials = Trials(tmp_path / "trials.jsonl")
+    for seed in SEEDS:
+        trials.add(replace(TRIAL, size=size, seed=seed), replace(result, accuracy=0.1 * seed))
+    found = Trials(tmp_path / "trials.jsonl").accuracies(replace(TRIAL, size=size))
+    assert found == pytest.approx([0.1 * seed for seed in SEEDS])
+
+
+def test_rows_from_before_there_was_bert(tmp_path: Path) -> None:
+    row = {"trial": asdict(TRIAL), "losses": [3.0, 2.0, 1.9, 1.8, 1.7]}
+    del row["trial"]["size"]["kind"]
+    (tmp_path / "trials.jsonl").write_text(json.dumps(row) + "\n")
+    assert Trials(tmp_path / "trials.jsonl").loss(TRIAL) == 1.7
+
+
+def test_packages_have_modules_of_both_halves() -> None:
+    training, held_out = language_models.packages()
+    for package, other in zip(training, held_out, strict=True):
+        assert len(package) > len(other) > 10 * TINY.sequence

@@ -11,17 +11,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from delayed_gpt import CPP, Size, Trial
+from delayed_training import Result, Trial
+from language_models import BERT, CPP, Size
 
 SIZES = {
     "0.36M": Size(layers=3, hidden=96, sequence=64, batch=16, steps=1000),
     "0.12M": Size(layers=2, hidden=64, sequence=64, batch=16, steps=1000, corpus=CPP),
+    "0.12M BERT": Size(layers=2, hidden=64, sequence=64, batch=16, steps=1000, kind=BERT),
 }
 FINALISTS, CHOOSING = 3, (0, 1, 2)
 """So many of what an arm has tried with the first seed get these seeds, which choose the best of them."""
 SEEDS = (3, 4, 5, 6, 7, 8)
 """Of the best: nothing has been chosen by them."""
-WARMUPS = (50, 200, 400)
+WARMUPS = (25, 50, 200, 400)
 """Of the learning rate, in batches, around the 100 of the grid."""
 CUTS = (0.9, 0.8, 0.7)
 """Shares of the batches."""
@@ -117,20 +119,26 @@ class Trials:
     def __init__(self, path: Path) -> None:
         self._path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._losses = {_key(row["trial"]): row["losses"] for row in map(json.loads, lines)}
+        self._results = dict(_read(row) for row in map(json.loads, lines))
 
-    def add(self, trial: Trial, losses: list[float]) -> None:
+    def add(self, trial: Trial, result: Result) -> None:
         """Keep a finished trial."""
-        self._losses[_key(asdict(trial))] = losses
+        self._results[trial] = result
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"trial": asdict(trial), "losses": losses}) + "\n")
+            file.write(json.dumps({"trial": asdict(trial), **asdict(result)}) + "\n")
 
     def loss(self, trial: Trial) -> float | None:
         """At the end: infinite for a run that diverged, None for one that has not been tried."""
-        losses = self._losses.get(_key(asdict(trial)))
-        if losses is None:
+        result = self._results.get(trial)
+        if result is None:
             return None
-        return losses[-1] if len(losses) == 5 else math.inf
+        return result.losses[-1] if len(result.losses) == 5 else math.inf
+
+    def accuracies(self, trial: Trial | None) -> list[float]:
+        """After fine-tuning, of the seeds of `losses`; none where there is no such task, or some are missing."""
+        results = [] if trial is None else [self._results.get(replace(trial, seed=seed)) for seed in SEEDS]
+        found = [result.accuracy for result in results if result is not None and result.accuracy is not None]
+        return found if len(found) == len(SEEDS) else []
 
     def missing(self) -> Iterator[Trial]:
         """In the order in which they are to be tried, as far as it is known now."""
@@ -198,5 +206,6 @@ class Trials:
         return min(finalists, key=lambda trial: statistics.mean(self.chose(trial)), default=None)
 
 
-def _key(trial: dict[str, Any]) -> str:
-    return json.dumps(trial, sort_keys=True)
+def _read(row: dict[str, Any]) -> tuple[Trial, Result]:
+    trial = Trial(**{**row["trial"], "size": Size(**row["trial"]["size"])})
+    return trial, Result(losses=row["losses"], accuracy=row.get("accuracy"))

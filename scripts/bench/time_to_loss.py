@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from delayed_gpt import Trial, train
+from delayed_training import Trial, train
 from loss_report import report
 from loss_trials import Trials
 from report import heading
@@ -46,9 +46,9 @@ def train_for(trials: Trials, minutes: float, jobs: int) -> None:
                 return
             time.sleep(0.5)
             for trial in [trial for trial, result in running.items() if result.ready()]:
-                losses = running.pop(trial).get()
-                trials.add(trial, losses)
-                print(f"{_settings(trial)}: {' '.join(f'{loss:.3f}' for loss in losses)}", flush=True)
+                found = running.pop(trial).get()
+                trials.add(trial, found)
+                print(f"{_settings(trial)}: {' '.join(f'{loss:.3f}' for loss in found.losses)}", flush=True)
 
 
 def _settings(trial: Trial) -> str:
@@ -56,8 +56,9 @@ def _settings(trial: Trial) -> str:
     corrected = "" if trial.correction == "none" else f", {trial.correction} {trial.lead:g}"
     if trial.synchronous:
         corrected += f" after {trial.synchronous} steps"
-    training = f"lr {trial.lr:g}, warm-up {trial.warmup}, {trial.size.steps} steps of {trial.size.corpus}"
-    return f"{by}, delay {trial.delay}{corrected}, beta1 {trial.beta1:g}, {training}, seed {trial.seed}"
+    model = f"{trial.size.kind} on {trial.size.corpus}, {trial.size.steps} steps"
+    training = f"beta1 {trial.beta1:g}, lr {trial.lr:g}, warm-up {trial.warmup}"
+    return f"{model}, {by}, delay {trial.delay}{corrected}, {training}, seed {trial.seed}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

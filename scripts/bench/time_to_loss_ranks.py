@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from delayed_gpt import PYTHON, texts
+from language_models import PYTHON, texts
 from report import heading
 
 ROOT = Path(__file__).resolve().parents[2]

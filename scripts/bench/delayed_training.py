@@ -1,4 +1,4 @@
-"""A small GPT on bytes, trained in one process with gradients of the newest weights or of those before.
+"""Training in one process with gradients of the newest weights or of those before.
 
 The loop is that of the tests' oracle: W(t+1) = W(t) - lr(t) * u(grad f(W(max(t - delay, 0)))), or after N steps without
 a delay W(max(t - delay, N)).
@@ -8,44 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
 import torch
-from torch.nn import functional
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
+from downstream import accuracy
 from emerging_optimizers.orthogonalized_optimizers import Muon
-from prepare_corpus import source_files
+from language_models import BERT, GPT, Size, Transformer, batches, texts
 
 from megatron_2bw.runtime.corrections import CORRECTIONS, UpdateLead
 
-PYTHON, CPP = "Python", "C++"
-"""Corpora: the sources of Python's standard library, the headers that come with torch."""
-HELD_OUT = 10
-"""Every tenth document is for validation."""
-VALIDATION_BATCHES = 32
+VALIDATION_BATCHES = {GPT: 32, BERT: 128}
+"""BERT predicts fewer bytes of each."""
 CLIP, WEIGHT_DECAY, BETA2 = 1.0, 0.1, 0.95
 MUON_SCALE = 0.2
 """Gives Muon's updates the size of Adam's (Liu et al., "Muon is scalable for LLM training", arXiv 2502.16982)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """Of the model and of its training."""
-
-    layers: int
-    hidden: int
-    sequence: int
-    batch: int
-    """Sequences."""
-    steps: int
-    corpus: str = PYTHON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,68 +49,24 @@ class Trial:
     seed: int = 0
 
 
-class Gpt(torch.nn.Module):
-    """Pre-norm, learned positions, tied embeddings; torch's own layers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of it."""
 
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.tokens = torch.nn.Embedding(256, size.hidden)
-        self.positions = torch.nn.Parameter(torch.zeros(size.sequence, size.hidden))
-        self.layers = torch.nn.ModuleList(
-            torch.nn.TransformerEncoderLayer(
-                size.hidden, size.hidden // 32, 4 * size.hidden, 0.0, "gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(size.layers)
-        )
-        self.norm = torch.nn.LayerNorm(size.hidden)
-        self.register_buffer("mask", torch.nn.Transformer.generate_square_subsequent_mask(size.sequence))
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean loss of predicting each of (batch, sequence + 1) bytes from those before."""
-        hidden = self.tokens(tokens[:, :-1]) + self.positions
-        for layer in self.layers:
-            hidden = layer(hidden, src_mask=self.mask, is_causal=True)
-        logits = self.norm(hidden) @ self.tokens.weight.T
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    losses: list[float]
+    """Of the newest weights on validation data, after each fifth of the steps; fewer if a loss was not finite."""
+    accuracy: float | None = None
+    """Of BERT after fine-tuning."""
 
 
-@lru_cache(maxsize=1)
-def texts(corpus: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training and validation bytes, uint8."""
-    if corpus == PYTHON:
-        documents = [path.read_bytes() for path in source_files(Path(sysconfig.get_path("stdlib")))]
-    else:
-        headers = sorted((Path(torch.__file__).parent / "include").rglob("*.h"))
-        documents = [path.read_bytes() for path in headers if path.parent.name != "ops"]  # Those are generated.
-    held_out = documents[::HELD_OUT]
-    training = [text for number, text in enumerate(documents) if number % HELD_OUT]
-    return _bytes(training), _bytes(held_out)
-
-
-def _bytes(documents: list[bytes]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8)
-
-
-def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]:
-    """(batch, sequence + 1), int64, anywhere in the text."""
-    generator = torch.Generator().manual_seed(seed)
-    window = torch.arange(size.sequence + 1)
-    while True:
-        starts = torch.randint(len(text) - len(window), (size.batch, 1), generator=generator)
-        yield text[starts + window].long()
-
-
-def train(trial: Trial) -> list[float]:
-    """Validation losses of the newest weights after each fifth of the steps; shorter if a loss is not finite.
+def train(trial: Trial) -> Result:
+    """Run it.
 
     As in mixed precision, optimizers have main weights of their own, and the model has copies.
     """
     torch.manual_seed(trial.seed)
     size = trial.size
-    model = Gpt(size)
+    model = Transformer(size)
     weights = list(model.parameters())
     mains = {name: torch.nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()}
     optimizers = _optimizers(trial, mains)
@@ -149,9 +81,9 @@ def train(trial: Trial) -> list[float]:
         _load(weights, older if trial.delay and step > trial.synchronous else newest)
         if correction is not None:
             correction.delayed = step >= trial.synchronous
-        loss = model(next(data))
+        loss = model(*next(data))
         if not loss.isfinite():
-            return found
+            return Result(losses=found)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, CLIP)
         for main, weight in zip(mains.values(), weights, strict=True):
@@ -168,7 +100,7 @@ def train(trial: Trial) -> list[float]:
         if (step + 1) % (size.steps // 5) == 0:
             _load(weights, newest)
             found.append(validation_loss(model, size))
-    return found
+    return Result(losses=found, accuracy=accuracy(model, size, trial.seed) if size.kind == BERT else None)
 
 
 def _load(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -210,9 +142,10 @@ def rate(trial: Trial, step: int) -> float:
     return trial.lr * min(1.0, (step + 1) / trial.warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def validation_loss(model: Gpt, size: Size) -> float:
+def validation_loss(model: Transformer, size: Size) -> float:
     """Mean over the same batches every time."""
     _, held_out = texts(size.corpus)
     data = batches(held_out, size, seed=0)
+    count = VALIDATION_BATCHES[size.kind]
     with torch.no_grad():
-        return sum(float(model(next(data))) for _ in range(VALIDATION_BATCHES)) / VALIDATION_BATCHES
+        return sum(float(model(*next(data))) for _ in range(count)) / count
