@@ -128,7 +128,7 @@ def test_what_a_loss_is_worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     while (trial := next(trials.missing(), None)) is not None:
         trials.add(trial, _ending(end(trial)))
     worth = [loss_report.worth_of(trials, delayed, TINY, loss) for loss in (0.9, 1.0, 1.05, 1.22, 1.4)]
-    assert worth == pytest.approx([1.0, 1.0, 0.95, 0.78, 0.0])
+    assert worth == pytest.approx([1.0, 1.0, 0.95, 0.78, -0.7])
     assert [loss_report._share(share) for share in worth] == [">=100%", ">=100%", "95%", "78%", "<70%"]
     assert loss_report.gaps_of(trials, delayed, TINY) == pytest.approx([0.12, 0.1] * 3)
     line = loss_report._line(trials, delayed, TINY)

@@ -8,7 +8,7 @@ import statistics
 
 from delayed_training import Trial
 from language_models import Size
-from loss_trials import ARMS, CHOOSING, CUTS, FINALISTS, SIZES, WARMUPS, Arm, Trials
+from loss_trials import ARMS, CHOOSING, FINALISTS, SIZES, WARMUPS, Arm, Trials
 
 T_95 = 2.571
 """Student's t for a two-sided 95% and six seeds."""
@@ -115,7 +115,7 @@ def gaps_of(trials: Trials, arm: Arm, size: Size) -> list[float]:
 def worth_of(trials: Trials, arm: Arm, size: Size, loss: float) -> float | None:
     """Share of the batches after which the arm's baseline has ``loss``: between the cuts, on a line.
 
-    At most 1, and 0 if even the last cut is better; None while there are no cuts.
+    At most 1; minus the share of the last cut if even that is better; None while there are no cuts.
     """
     baseline = baseline_of(arm)
     cuts = [cut for cut in trials.cuts(baseline, size) if trials.losses(cut)]
@@ -128,13 +128,13 @@ def worth_of(trials: Trials, arm: Arm, size: Size, loss: float) -> float | None:
     for (more, lower), (fewer, higher) in itertools.pairwise(known):
         if lower < loss <= higher:
             return more - (more - fewer) * (loss - lower) / (higher - lower)
-    return 0.0
+    return -known[-1][0]
 
 
 def _share(worth: float | None) -> str:
     if worth is None:
         return ""
-    return ">=100%" if worth == 1 else f"{worth:.0%}" if worth else f"<{CUTS[-1]:.0%}"
+    return ">=100%" if worth == 1 else f"{worth:.0%}" if worth > 0 else f"<{-worth:.0%}"
 
 
 def _fine_tuned(trials: Trials, size: Size) -> list[str]:
@@ -172,7 +172,8 @@ def _by_depth(trials: Trials, size: Size) -> list[str]:
         losses = trials.losses(trials.best(arm, size))
         worth = worth_of(trials, arm, size, statistics.mean(losses)) if losses else None
         if worth is not None:
-            sign, share = ("", worth) if worth else (">", CUTS[-1])
-            rows[f"2bw, {arm.name}"] = [f"{sign}{(1 + arm.synchronous * bubble) / share:.2f}" for bubble in bubbles]
+            sign = "" if worth > 0 else ">"
+            times = [(1 + arm.synchronous * bubble) / abs(worth) for bubble in bubbles]
+            rows[f"2bw, {arm.name}"] = [f"{sign}{time:.2f}" for time in times]
     lines = [f"{f'time to loss, d = {STAGES}, m/d':<36}" + "".join(f"{ratio:>7}" for ratio in RATIOS)]
     return lines + [f"{name:<36}" + "".join(f"{time:>7}" for time in times) for name, times in rows.items()]
