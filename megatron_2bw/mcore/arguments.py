@@ -14,15 +14,13 @@ from typing import Any
 from megatron_2bw.mcore import cpu_backend
 from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.placement import place
-from megatron_2bw.mcore.rows import MIRRORED, TWO_BW
+from megatron_2bw.mcore.rows import MEGATRON, MIRRORED, TWO_BW
 from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.feasible import checked, enough_microbatches
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, canonical_name
-
-MEGATRON = "megatron"
 
 
 class ArgumentError(ValueError):

@@ -13,7 +13,8 @@ PIPEDREAM = frozenset({"pipedream"})
 DELAYED = TWO_BW | PIPEDREAM
 FLUSHED = frozenset({"1f1b-flush", "gpipe", "inter-layer"}) | MIRRORED
 OURS = DELAYED | FLUSHED
-STOCK = frozenset({"megatron"})
+MEGATRON = "megatron"
+STOCK = frozenset({MEGATRON})
 """Megatron's own loop, which is refused only what it cannot do of our flags."""
 
 USE_FLUSH = "use --pipeline-schedule 1f1b-flush, or leave the flag out"

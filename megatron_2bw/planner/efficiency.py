@@ -48,12 +48,10 @@ class Progress:
             cluster: to train on.
             time_s: of a batch in ``layout``.
         """
-        if not delay_of(layout):
-            return time_s
-        if self.synchronous:
+        if self.synchronous and delay_of(layout):
             flush_s = costs.iteration(model, _flushed(layout), cluster).time_s
             time_s += self.synchronous * (flush_s - time_s)
-        return time_s / self.efficiency
+        return self.least_loss_time_s(layout, time_s)
 
     def least_loss_time_s(self, layout: Layout, time_s: float) -> float:
         """The same if a flush took no longer: a bound."""

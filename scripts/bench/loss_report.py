@@ -48,8 +48,8 @@ def report(trials: Trials) -> list[str]:
 
 
 def _line(trials: Trials, arm: Arm, size: Size) -> str:
-    best, tried = trials.best(arm, size), [*arm.grid(size), *trials.warmups(arm, size)]
-    done = sum(trials.loss(trial) is not None for trial in tried)
+    best = trials.best(arm, size)
+    done = sum(trials.loss(trial) is not None for trial in trials.tried(arm, size))
     finalists = sum(len(trials.chose(trial)) == len(CHOOSING) for trial in trials.finalists(arm, size))
     counts = f"{arm.name:<30} {f'{done}/{len(arm.grid(size)) + len(WARMUPS)}':>5} {f'{finalists}/{FINALISTS}':>9}"
     losses = trials.losses(best)

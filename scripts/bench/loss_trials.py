@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from delayed_training import Result, Trial
+from kept import Kept
 from language_models import BERT, CPP, Size
 
 SIZES = {
@@ -117,15 +117,13 @@ class Trials:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._results = dict(_read(row) for row in map(json.loads, lines))
+        self._kept = Kept(path)
+        self._results = dict(map(_read, self._kept.rows()))
 
     def add(self, trial: Trial, result: Result) -> None:
         """Keep a finished trial."""
         self._results[trial] = result
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"trial": asdict(trial), **asdict(result)}) + "\n")
+        self._kept.add({"trial": asdict(trial), **asdict(result)})
 
     def loss(self, trial: Trial) -> float | None:
         """At the end: infinite for a run that diverged, None for one that has not been tried."""
@@ -183,9 +181,13 @@ class Trials:
         best = min(losses, key=lambda trial: losses[trial])
         return [replace(best, warmup=warmup) for warmup in WARMUPS]
 
+    def tried(self, arm: Arm, size: Size) -> list[Trial]:
+        """What the first seed is for, as far as it is known."""
+        return [*arm.grid(size), *self.warmups(arm, size)]
+
     def finalists(self, arm: Arm, size: Size) -> list[Trial]:
         """The best with the first seed; none while something has not been tried."""
-        found = {trial: self.loss(trial) for trial in [*arm.grid(size), *self.warmups(arm, size)]}
+        found = {trial: self.loss(trial) for trial in self.tried(arm, size)}
         return [] if None in found.values() else sorted(found, key=lambda trial: found[trial])[:FINALISTS]
 
     def chose(self, trial: Trial) -> list[float]:

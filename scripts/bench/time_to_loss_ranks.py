@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
 import re
@@ -31,8 +30,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kept import Kept
 from language_models import PYTHON, texts
 from report import heading
+
+from megatron_2bw.planner.torchrun import LOGGED
 
 ROOT = Path(__file__).resolve().parents[2]
 TRIALS = Path(__file__).parent / "results" / "time_to_loss_ranks.jsonl"
@@ -56,7 +58,6 @@ COMMON = (
 )
 TUNED_AS = {"1F1B": "interleaved, 2 chunks"}
 """Arms that compute the same: what Megatron's schedules end with."""
-_ITERATION = re.compile(r"iteration +(\d+)/ +\d+ .*elapsed time per iteration \(ms\): ([\d.]+)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
 
 
@@ -118,15 +119,13 @@ class Jobs:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._trained = {Job(**row["job"]): _trained(row) for row in map(json.loads, lines)}
+        self._kept = Kept(path)
+        self._trained = {Job(**row["job"]): _trained(row) for row in self._kept.rows()}
 
     def add(self, job: Job, trained: Trained) -> None:
         """Keep a finished job."""
         self._trained[job] = trained
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"job": asdict(job), **asdict(trained)}) + "\n")
+        self._kept.add({"job": asdict(job), **asdict(trained)})
 
     def missing(self) -> Iterator[Job]:
         """In the order in which they are to be run, as far as it is known now."""
@@ -192,7 +191,7 @@ def train(job: Job, data: Path) -> Trained:
 def read(output: str) -> Trained:
     """From what Megatron logs."""
     seconds, total_s, before = {}, 0.0, 0
-    for batch, ms in ((int(found[1]), float(found[2])) for found in _ITERATION.finditer(output)):
+    for batch, ms in ((int(found[1]), float(found[2])) for found in LOGGED.finditer(output)):
         if batch == 1:  # The next line's mean has it, too.
             continue
         total_s += (batch - before) * ms / 1000
