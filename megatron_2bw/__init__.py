@@ -43,8 +43,8 @@ def get_schedule(name: str, *, stages: int, microbatches: int, **options: int | 
         name: one of ``megatron-2bw schedules``.
         stages: pipeline depth.
         microbatches: per batch.
-        **options: ``extra_in_flight`` of 2bw: activations kept per stage boundary beyond d-s; ``k`` and ``gamma`` of
-            mixpipe.
+        **options: of 2bw, ``extra_in_flight``: activations kept per stage boundary beyond d-s, and
+            ``delayed_microbatches`` of a batch, all by default; ``k`` and ``gamma`` of mixpipe.
 
     Raises:
         ScheduleError: unknown name, or numbers that it cannot be built for.

@@ -26,20 +26,27 @@ TINY = Size(layers=1, hidden=32, sequence=16, batch=2, steps=10)
 TRIAL = Trial(size=TINY, delay=1, lr=1e-2, warmup=4)
 
 
-@pytest.mark.parametrize(("delay", "synchronous"), [(0, 0), (1, 0), (1, 3)])
-def test_gradients_are_of_the_version_said(delay: int, synchronous: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("delay", "synchronous", "delayed"), [(0, 0, None), (1, 0, None), (1, 3, None), (1, 0, 1), (1, 3, 1)]
+)
+def test_gradients_are_of_the_version_said(
+    delay: int, synchronous: int, delayed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a list of all versions, without an optimizer's state: W(t+1) = W(t) - lr(t) * clipped grad f(W(t - delay))."""
     monkeypatch.setattr(torch.optim, "AdamW", _plain)
     monkeypatch.setattr(delayed_training, "validation_loss", lambda model, size: _sum(next(iter(model.parameters()))))
-    found = train(replace(TRIAL, delay=delay, synchronous=synchronous))
+    found = train(replace(TRIAL, delay=delay, synchronous=synchronous, delayed=delayed))
     torch.manual_seed(0)
     model, data = Transformer(TINY), batches(texts(TINY.corpus)[0], TINY, seed=1)
     versions = [[weight.detach().clone() for weight in model.parameters()]]
     for step in range(TINY.steps):
-        for weight, value in zip(model.parameters(), versions[max(step - delay, min(step, synchronous))], strict=True):
-            weight.data.copy_(value)
         model.zero_grad()
-        model(*next(data)).backward()
+        for number, sequence in enumerate(zip(*next(data), strict=True)):
+            behind = delay if delayed is None or number < delayed else 0
+            version = versions[max(step - behind, min(step, synchronous))]
+            for weight, value in zip(model.parameters(), version, strict=True):
+                weight.data.copy_(value)
+            (model(*(part[None] for part in sequence)) / TINY.batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), delayed_training.CLIP)
         lr = rate(TRIAL, step)
         versions.append([value - lr * w.grad for value, w in zip(versions[-1], model.parameters(), strict=True)])
@@ -104,10 +111,10 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         trials.add(trial, _ending(2.8 - 0.1 * trial.size.steps))
     assert not list(trials.missing())
     text = "\n".join(loss_report.report(trials))
-    assert "AdamW, no delay                16/16       3/3 lr 0.002, decay 0.95 " in text
+    assert "AdamW, no delay                17/17       3/3 lr 0.002, decay 0.95 " in text
     assert "1.800 1.800 1.800 1.800 1.800 1.800" in text
     assert "AdamW, 90% of the batches" in text
-    assert "lr 0.002, decay 0.8, 25 (edge)" in text
+    assert "lr 0.002, decay 0.8, 10 (edge)" in text
     assert "1F1B                                   1.88   1.44   1.22   1.11" in text
     assert "2bw, AdamW, delay, as it is            1.00   1.00   1.00   1.00" in text
 

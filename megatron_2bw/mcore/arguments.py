@@ -19,7 +19,7 @@ from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.feasible import checked, enough_microbatches
+from megatron_2bw.schedule.feasible import checked, enough_delayed, enough_microbatches
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, canonical_name
 
 
@@ -55,6 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="2bw: keep N more activations in flight per stage boundary than its d-s. That hides transfers and "
         "uneven moments of neighbouring stages, costs the memory of the activations, and needs "
         "(1+N)*(d-1) microbatches per batch.",
+    )
+    group.add_argument(
+        "--pipeline-delayed-microbatches",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="2bw: compute the first N microbatches of a batch with the weights of one update before, the others with "
+        "the newest, so that the delay costs less progress. At least what the first stage runs ahead, d-1; with one "
+        "more, d, there is time to hide an update. By default all are delayed, the paper's rule.",
     )
     group.add_argument(
         "--mixpipe-k",
@@ -191,7 +200,12 @@ def check_batches(args: Any, *, samples: int = 0, batches_done: int = 0, only_la
 
 def options_of(args: Any) -> dict[str, int | None]:
     """What the flags say of the schedule beside its size."""
-    return {"extra_in_flight": args.pipeline_extra_in_flight, "k": args.mixpipe_k, "gamma": args.mixpipe_gamma}
+    return {
+        "extra_in_flight": args.pipeline_extra_in_flight,
+        "delayed_microbatches": args.pipeline_delayed_microbatches,
+        "k": args.mixpipe_k,
+        "gamma": args.mixpipe_gamma,
+    }
 
 
 def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **options: int | None) -> None:
@@ -220,6 +234,12 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **op
     else:
         return
     what = f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}"
+    delayed = enough_delayed(name, **size)
+    if delayed is not None:
+        raise ArgumentError(
+            f"{what}; give at least {delayed} for --pipeline-delayed-microbatches {options['delayed_microbatches']}, "
+            "or leave the flag out"
+        )
     enough = enough_microbatches(name, **size)
     if enough is None:
         raise ArgumentError(f"{what}; or use --pipeline-schedule 1f1b-flush")
@@ -246,6 +266,12 @@ def _automatic(args: Any) -> str:
 
 def _natural_or_auto(text: str) -> int | str:
     return text if text == AUTO else _natural(text)
+
+
+def _count(text: str) -> int:
+    if _natural(text) == 0:
+        raise argparse.ArgumentTypeError("0 is too few; give 1 or more")
+    return int(text)
 
 
 def _natural(text: str) -> int:

@@ -38,6 +38,8 @@ class UpdateOutcome(NamedTuple):
 class DelayedOptimizer:
     """Megatron's optimizer, with ``W(t+1) = W(t) - lr(t) * u(grad f(W(t-delay)))``.
 
+    Where only some microbatches of a batch are delayed, the gradients of the others are those at W(t).
+
     Phase one, at the end of a batch: its gradients are captured, and their reductions start in the
     background. Phase two, ``finish``, waits for them, clips by the exact global norm and runs
     Megatron's own step on a copy of the newest weights. ``step``, which Megatron's training loop
@@ -47,8 +49,8 @@ class DelayedOptimizer:
     that were not skipped, as in Megatron. The schedule moves on when a batch is captured, and back
     again when its update turns out to be skipped, which is before the next batch is captured.
 
-    The loss scale of batch t is the scaler's after the batches whose updates W(t-1) contains, so
-    every stage knows it without asking: ``scales``.
+    The loss scale of batch t, one for all its microbatches, is the scaler's after the batches whose updates W(t-1)
+    contains, so every stage knows it without asking: ``scales``.
 
     Where batches were computed without a delay until W(n), W(max(t-delay, n)) is used after them; see ``synchronous``.
 
@@ -110,6 +112,8 @@ class DelayedOptimizer:
         self._check_for_nan = check_for_nan  # Megatron switches it off where the loss scale is dynamic.
         self.scales = {} if self._scaler is None else {0: self._scaler.scale.clone()}
         """Loss scale by weight version; empty without loss scaling."""
+        self._scale: torch.Tensor | None = None
+        """Of the batch whose forward or backward is running."""
         self._hyperparameters: list[dict[str, float]] = []
         self._has_norm = has_norm
         self._finite = FiniteCheck()
@@ -153,8 +157,20 @@ class DelayedOptimizer:
         return self.skipped == 0, outcomes[-1].grad_norm, outcomes[-1].num_zeros
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale of the weights in use."""
-        return self.scales[self.weights.active] * loss if self.scales else self._inner.scale_loss(loss)
+        """``loss`` times the loss scale of the batch that is computed, or else of the weights in use."""
+        if not self.scales:
+            return self._inner.scale_loss(loss)
+        return (self.scales[self.weights.active] if self._scale is None else self._scale) * loss
+
+    @contextmanager
+    def computing(self, batch: int) -> Iterator[None]:
+        """Inside, ``scale_loss`` takes the loss scale of ``batch``."""
+        self._scale = self._scale_of(batch)
+        yield
+        self._scale = None
+
+    def _scale_of(self, batch: int) -> torch.Tensor | None:
+        return self.scales[max(batch - 1, self.weights.first)] if self.scales else None
 
     def drive(self, scheduler: Any) -> DrivenScheduler:
         """Take over Megatron's learning-rate schedule; returns what its training loop may hold."""
@@ -188,8 +204,8 @@ class DelayedOptimizer:
         self._hyperparameters = [_hyperparameters_of(group) for group in self._inner.param_groups]
         self.samples = samples
         self._reductions.num_tokens = num_tokens
-        if self.scales:
-            scale = self.scales[max(batch - 1, self.weights.first)]
+        scale = self._scale_of(batch)
+        if scale is not None:
             self._reductions.inverse_scale = scale.double().reciprocal().float()
         if self._scheduler is not None:
             self._scheduler.step(increment=samples)

@@ -49,6 +49,7 @@ class Pipeline:
         mirrored: gems, chimera and mixpipe: this rank's stage of the pipeline that goes the other way, likewise in
             DistributedDataParallel; see `mirror.build`.
         extra_in_flight: 2bw: activations kept per stage boundary beyond d-s.
+        delayed_microbatches: 2bw: how many of a batch are computed with the older weights; None for all.
         k: mixpipe: see there.
         gamma: mixpipe: see there.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
@@ -68,6 +69,7 @@ class Pipeline:
         *,
         mirrored: torch.nn.Module | None = None,
         extra_in_flight: int = 0,
+        delayed_microbatches: int | None = None,
         k: int | None = None,
         gamma: int | None = None,
         gradient_buffers: int = 2,
@@ -79,9 +81,10 @@ class Pipeline:
         self.is_delayed = self.schedule_name in DELAYED
         """Whether updates come after the call of their batch."""
         check_configs(self.schedule_name, model, optimizer)
-        if self.schedule_name not in TWO_BW and (correction is not None or extra_in_flight):
+        if self.schedule_name not in TWO_BW and (correction is not None or extra_in_flight or delayed_microbatches):
             raise ValueError(
-                f"{self.schedule_name} has no delay of one batch to correct and keeps a fixed number in flight; use 2bw"
+                f"{self.schedule_name} has no delay of one batch to correct, for some microbatches or all, and keeps "
+                "a fixed number in flight; use 2bw"
             )
         if (mirrored is None) is (self.schedule_name in MIRRORED):
             raise ValueError(
@@ -102,7 +105,12 @@ class Pipeline:
         self.transfers: groups.TransferGroups | None = None
         """From the first batch on."""
         self.config = get_model_config(model)
-        self._options = {"extra_in_flight": extra_in_flight, "k": k, "gamma": gamma}
+        self._options = {
+            "extra_in_flight": extra_in_flight,
+            "delayed_microbatches": delayed_microbatches,
+            "k": k,
+            "gamma": gamma,
+        }
         self._model, self._mirrored, self._timeout = model, mirrored, timeout
         self._logs_this_batch = logs_this_batch
         self._stage_index = parallel_state.get_pipeline_model_parallel_rank()

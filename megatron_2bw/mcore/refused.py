@@ -67,6 +67,13 @@ REFUSED: tuple[Refused, ...] = (
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),
     Refused(
+        flag="--pipeline-delayed-microbatches",
+        is_set=given("pipeline_delayed_microbatches"),
+        schedules=FLUSHED | PIPEDREAM | STOCK,
+        reason="only 2bw can compute some microbatches of a batch with newer weights than the others",
+        remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
         flag="--synchronous-warmup-iters",
         is_set=given("synchronous_warmup_iters"),
         schedules=FLUSHED | PIPEDREAM | STOCK,

@@ -187,7 +187,8 @@ class DelayedStage(MegatronStage):
             self.random_states[action.batch] = RandomState.present()
         if self._moe_metrics is not None:
             self._moe_metrics.use(action.batch)
-        output = super().forward(action, received)
+        with self._optimizer.computing(action.batch):
+            output = super().forward(action, received)
         if self._moe_metrics is not None:
             self._auxiliary_scales[action.batch, action.microbatch] = AuxiliaryLoss.main_loss_backward_scale.clone()
         return output
@@ -200,7 +201,8 @@ class DelayedStage(MegatronStage):
             self._moe_metrics.use(action.batch)
             # A forward of the next batch, under another loss scale, may have set the one of the process.
             AuxiliaryLoss.set_loss_scale(self._auxiliary_scales.pop((action.batch, action.microbatch)))
-        return super().backward(action, received, output, grad)
+        with self._optimizer.computing(action.batch):
+            return super().backward(action, received, output, grad)
 
     def use_weights(self, version: int) -> None:
         self._optimizer.weights.use(version)

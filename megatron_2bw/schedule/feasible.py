@@ -48,6 +48,18 @@ def works(name: str, *, stages: int, microbatches: int, **options: int | None) -
     return True
 
 
+def enough_delayed(name: str, *, delayed_microbatches: int | None = None, **size: int | None) -> int | None:
+    """Where ``delayed_microbatches`` are too few: the next number that works. None where that is not what is wrong.
+
+    >>> enough_delayed("2bw", stages=6, microbatches=8, delayed_microbatches=2)
+    5
+    """
+    if delayed_microbatches is None or not works(name, **size):
+        return None
+    candidates = range(delayed_microbatches, size["microbatches"] + 1)
+    return next(n for n in candidates if works(name, delayed_microbatches=n, **size))
+
+
 def enough_microbatches(name: str, *, stages: int, microbatches: int, **options: int | None) -> int | None:
     """The next number of microbatches above ``microbatches`` that works; None if none near does.
 

@@ -67,7 +67,7 @@ def _check_homes_and_versions(schedule: Schedule) -> None:
             raise Misplaced(Rule.BATCH, f"the first call would run batch {action.batch}", rank, action)
         if homes.setdefault((action.type, action.stage, action.microbatch), rank) != rank:
             raise Misplaced(Rule.DUPLICATE, f"another rank does {_bare(action)} too", rank, action)
-        expected = action.batch - schedule.delay[action.stage]
+        expected = schedule.version_of(action)
         if action.version != expected:
             given = "none" if action.version is None else f"v{action.version}"
             raise Misplaced(Rule.VERSION, f"version is {given}, the declared delay asks for v{expected}", rank, action)

@@ -222,8 +222,9 @@ class Run:
         return [[b for b in batches_of(events, last) if self._is_of_schedule(b)] for events in self.timeline.events]
 
     def _is_of_schedule(self, batch: Batch) -> bool:
-        backward = batch.events[-1].action
-        return backward.version == backward.batch - self.schedule.delay[backward.stage]
+        """By its first microbatch: the last one may have no delay in any case."""
+        first = next(e.action for e in batch.events if e.action.type is ActionType.BACKWARD)
+        return first.version == self.schedule.version_of(first)
 
 
 class Batch(NamedTuple):

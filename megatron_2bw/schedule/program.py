@@ -102,6 +102,8 @@ class Schedule:
     """One per rank."""
     delay: tuple[int, ...]
     """Per stage: batch t computes with W(max(t - delay, 0))."""
+    delayed_microbatches: int | None = None
+    """So many of a batch, the first ones, do; the others compute with W(t). None for all."""
     weight_versions: tuple[int, ...]
     """Per rank: weight versions alive at once, at most."""
     in_flight: tuple[int, ...]
@@ -122,6 +124,11 @@ class Schedule:
             for action in program.steady
             if action.type is ActionType.FORWARD
         }
+
+    def version_of(self, action: Action) -> int:
+        """What a forward or backward computes with, by the declared delay."""
+        is_delayed = self.delayed_microbatches is None or action.microbatch < self.delayed_microbatches
+        return action.batch - (self.delay[action.stage] if is_delayed else 0)
 
     def rank_of(self, stage: int, microbatch: int | None) -> int | None:
         """Rank that computes ``stage`` for ``microbatch``; None past either end of the pipeline."""

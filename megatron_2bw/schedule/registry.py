@@ -39,6 +39,7 @@ MIRRORED = frozenset({"gems", "chimera", "mixpipe"})
 
 _WITHOUT = {
     "extra_in_flight": "keeps a fixed number of activations in flight; 2bw can keep more",
+    "delayed_microbatches": "computes all microbatches of a batch alike; 2bw can compute some with newer weights",
     "k": "has no k and gamma (--mixpipe-k, --mixpipe-gamma); leave them out, or use mixpipe",
     "gamma": "has no k and gamma (--mixpipe-k, --mixpipe-gamma); leave them out, or use mixpipe",
 }
@@ -67,7 +68,8 @@ def build(name: str, *, stages: int, microbatches: int, **options: int | None) -
         name: or an alias.
         stages: pipeline depth.
         microbatches: per batch.
-        **options: ``extra_in_flight`` of ``two_bw``, ``k`` and ``gamma`` of ``mixpipe``; 0 and None are the defaults.
+        **options: ``extra_in_flight`` and ``delayed_microbatches`` of ``two_bw``, ``k`` and ``gamma`` of ``mixpipe``;
+            0 and None are the defaults.
 
     Raises:
         ScheduleError: unknown name, a count below 1, numbers that the schedule does not take, or an option of another.

@@ -24,7 +24,7 @@ class Rule(StrEnum):
     BATCH = "batch out of range"
     """Only updates and reductions may name a batch from before the run, where they do nothing."""
     VERSION = "wrong weight version"
-    """F and B of batch t compute with W(t - delay)."""
+    """F and B of batch t compute with W(t - delay), or W(t) where the microbatch has no delay."""
     NOT_CREATED = "version not created yet"
     """... which its update has created: otherwise the update comes too late."""
     OVERWRITTEN = "version overwritten"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from interval import median_interval
 from timed_stage import BACKWARD_S, FORWARD_S, Arm, Run, block_periods_s, measure
@@ -13,31 +13,40 @@ BATCHES = 8
 STAGES = (2, 4, 8)
 
 
-def cost_report(what: str, arms: tuple[Arm, Arm], *, depths: Iterable[int] = STAGES, pairs: int) -> list[str]:
+def cost_report(
+    what: str,
+    arms_of: Callable[[int], tuple[Arm, Arm]],
+    *,
+    depths: Iterable[int] = STAGES,
+    per_stage: int = 1,
+    pairs: int,
+) -> list[str]:
     """A table with a line per depth.
 
     Args:
         what: is paid for, as it reads after "with".
-        arms: with it, and without.
-        depths: stages, and as many microbatches.
+        arms_of: with it, and without, for a depth.
+        depths: stages.
+        per_stage: so many microbatches per batch.
         pairs: of neighbouring blocks, which are compared.
     """
+    depth = "d = m" if per_stage == 1 else "d"
     lines = [
         "",
         f"2bw with timed stages, F = {FORWARD_S} s, B = {BACKWARD_S} s, {pairs} pairs of blocks of {BATCHES} batches:",
         f"time per batch with {what} over time without, minus 1",
         "",
-        f"{'d = m':>5} {'ms per batch':>13} {'share':>8} {'95% interval':>18} {'ms':>7} {'95% interval':>18}",
+        f"{depth:>5} {'ms per batch':>13} {'share':>8} {'95% interval':>18} {'ms':>7} {'95% interval':>18}",
     ]
     for stages in depths:
         run = Run(
             schedule="2bw",
             stages=stages,
-            microbatches=stages,
+            microbatches=per_stage * stages,
             batches=BATCHES,
             forward_s=FORWARD_S,
             backward_s=BACKWARD_S,
-            arms=arms,
+            arms=arms_of(stages),
             blocks=2 * pairs,
         )
         periods_s = block_periods_s(measure(run), run)

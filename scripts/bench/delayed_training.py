@@ -1,7 +1,7 @@
 """Training in one process with gradients of the newest weights or of those before.
 
 The loop is that of the tests' oracle: W(t+1) = W(t) - lr(t) * u(grad f(W(max(t - delay, 0)))), or after N steps without
-a delay W(max(t - delay, N)).
+a delay W(max(t - delay, N)). Where only the first sequences of a batch are delayed, the others have W(t).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Trial:
     """Of the delay, as in ``--delay-correction``."""
     lead: float = 0.0
     """Of the correction."""
+    delayed: int | None = None
+    """Sequences of a batch with gradients of older weights; None for all."""
     synchronous: int = 0
     """Steps without a delay, before it begins."""
     warmup: int = 100
@@ -78,13 +80,19 @@ def train(trial: Trial) -> Result:
     older = [weight.detach().clone() for weight in weights]
     found = []
     for step in range(size.steps):
-        _load(weights, older if trial.delay and step > trial.synchronous else newest)
+        is_delayed = trial.delay > 0 and step > trial.synchronous
         if correction is not None:
             correction.delayed = step >= trial.synchronous
-        loss = model(*next(data))
-        if not loss.isfinite():
-            return Result(losses=found)
-        loss.backward()
+        count = (size.batch if trial.delayed is None else trial.delayed) if is_delayed else 0
+        inputs, labels = next(data)
+        for part, values in ((slice(count), older), (slice(count, None), newest)):
+            share = len(inputs[part]) / size.batch
+            if share > 0:
+                _load(weights, values)
+                loss = model(inputs[part], labels[part])
+                if not loss.isfinite():
+                    return Result(losses=found)
+                (loss * share).backward()
         torch.nn.utils.clip_grad_norm_(weights, CLIP)
         for main, weight in zip(mains.values(), weights, strict=True):
             main.grad, weight.grad = weight.grad, None

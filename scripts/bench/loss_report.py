@@ -99,7 +99,8 @@ def _gap(trials: Trials, arm: Arm, size: Size) -> str:
     closed = ""
     for plain in ARMS:
         whole = gaps_of(trials, plain, size)
-        if (plain.baseline, plain.correction) == (arm.baseline, "none") and plain.delay and arm is not plain and whole:
+        is_plain = plain.delay and (plain.correction, plain.delayed, plain.synchronous) == ("none", 1, 0)
+        if is_plain and plain.baseline == arm.baseline and arm is not plain and whole:
             closed = f"{1 - statistics.mean(gaps) / statistics.mean(whole):.0%}"
     mean = statistics.mean(without) + statistics.mean(gaps)
     worth, least = (_share(worth_of(trials, arm, size, loss)) for loss in (mean, mean + _half(gaps)))
@@ -174,6 +175,9 @@ def _by_depth(trials: Trials, size: Size) -> list[str]:
         if worth is not None:
             sign = "" if worth > 0 else ">"
             times = [(1 + arm.synchronous * bubble) / abs(worth) for bubble in bubbles]
-            rows[f"2bw, {arm.name}"] = [f"{sign}{time:.2f}" for time in times]
+            rows[f"2bw, {arm.name}"] = [
+                f"{sign}{time:.2f}" if ratio * arm.delayed >= 1 else ""
+                for time, ratio in zip(times, RATIOS, strict=True)
+            ]
     lines = [f"{f'time to loss, d = {STAGES}, m/d':<36}" + "".join(f"{ratio:>7}" for ratio in RATIOS)]
     return lines + [f"{name:<36}" + "".join(f"{time:>7}" for time in times) for name, times in rows.items()]

@@ -12,7 +12,7 @@ from typing import Any
 
 from delayed_training import Result, Trial
 from kept import Kept
-from language_models import BERT, CPP, Size
+from language_models import BERT, CPP, GPT, Size
 
 SIZES = {
     "0.36M": Size(layers=3, hidden=96, sequence=64, batch=16, steps=1000),
@@ -23,7 +23,7 @@ FINALISTS, CHOOSING = 3, (0, 1, 2)
 """So many of what an arm has tried with the first seed get these seeds, which choose the best of them."""
 SEEDS = (3, 4, 5, 6, 7, 8)
 """Of the best: nothing has been chosen by them."""
-WARMUPS = (25, 50, 200, 400)
+WARMUPS = (10, 25, 50, 200, 400)
 """Of the learning rate, in batches, around the 100 of the grid."""
 CUTS = (0.9, 0.8, 0.7)
 """Shares of the batches."""
@@ -45,6 +45,8 @@ class Arm:
     nesterov: bool = True
     correction: str = "none"
     lead: float = 0.0
+    delayed: float = 1.0
+    """Share of a batch."""
     synchronous: float = 0.0
     """Share of the steps without a delay, before it begins."""
 
@@ -60,6 +62,7 @@ class Arm:
                 nesterov=self.nesterov,
                 correction=self.correction,
                 lead=self.lead,
+                delayed=None if self.delayed == 1 else round(self.delayed * size.batch),
                 synchronous=round(self.synchronous * size.steps),
             )
             for lr, decay in itertools.product(self.rates, self.decays)
@@ -99,14 +102,17 @@ ARMS = (
     _by_adamw("delay, as it is", 1, 2.5e-4, (0.8, 0.9)),
     _by_adamw("delay, lead 2", 1, 2.5e-4, (0.9, 0.93), correction="lead", lead=2.0),
     _by_adamw("delay, update-lead 2", 1, 2.5e-4, (0.93, 0.95), correction="update-lead", lead=2.0),
+    _by_adamw("delay of half, lead 2", 1, 2.5e-4, (0.9, 0.93), correction="lead", lead=2.0, delayed=0.5),
     _by_muon("no delay", 0, 8e-3, SHORTER),
     _by_muon("delay, as it is", 1, 4e-3, LONGER),
     _by_muon("delay, lead 2", 1, 4e-3, LONGER, **LEAD),
     _by_muon("delay, update-lead 1", 1, 4e-3, LONGER, correction="update-lead", lead=1.0),
     _by_muon("delay, lead 2, after 20%", 1, 4e-3, LONGER, **LEAD, synchronous=0.2),
+    _by_muon("delay of half, as it is", 1, 4e-3, LONGER, delayed=0.5),
+    _by_muon("delay of half, lead 2", 1, 4e-3, LONGER, **LEAD, delayed=0.5),
 )
 """Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
-the first fifth of the batches without a delay."""
+the first fifth of the batches without a delay. Of half: the other half of every batch has the newest weights."""
 
 
 class Trials:
@@ -141,11 +147,10 @@ class Trials:
     def missing(self) -> Iterator[Trial]:
         """In the order in which they are to be tried, as far as it is known now."""
         baselines = [arm for arm in reversed(ARMS) if arm.name == arm.baseline]  # Muon's before AdamW's.
-        for baseline in baselines:
-            arms = [arm for arm in ARMS if arm.baseline == baseline.name]
-            for size in SIZES.values():
-                yield from self._missing_of(arms, size)
-            for size in SIZES.values():
+        sizes = sorted(SIZES.values(), key=lambda size: (size.kind != GPT, size.hidden))
+        for _, of_kind in itertools.groupby(sizes, key=lambda size: size.kind):
+            for baseline, size in itertools.product(baselines, list(of_kind)):
+                yield from self._missing_of([arm for arm in ARMS if arm.baseline == baseline.name], size)
                 yield from self._untried(self.cuts(baseline, size), SEEDS)
 
     def _missing_of(self, arms: list[Arm], size: Size) -> Iterator[Trial]:

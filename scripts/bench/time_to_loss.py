@@ -53,7 +53,8 @@ def train_for(trials: Trials, minutes: float, jobs: int) -> None:
 
 def _settings(trial: Trial) -> str:
     by = "AdamW" if trial.momentum is None else f"Muon {trial.momentum:g}"
-    corrected = "" if trial.correction == "none" else f", {trial.correction} {trial.lead:g}"
+    corrected = "" if trial.delayed is None else f" of {trial.delayed} sequences"
+    corrected += "" if trial.correction == "none" else f", {trial.correction} {trial.lead:g}"
     if trial.synchronous:
         corrected += f" after {trial.synchronous} steps"
     model = f"{trial.size.kind} on {trial.size.corpus}, {trial.size.steps} steps"

@@ -124,6 +124,8 @@ class Arm(NamedTuple):
     """What an update waits for."""
     recorded: bool = False
     """Whether the timeline is kept, as with ``--pipeline-trace``."""
+    delayed_microbatches: int | None = None
+    """Of 2bw; None for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +165,17 @@ def measure(run: Run) -> list[Measured]:
 def _rank(rank: int, run: Run, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=run.stages)
-    schedule = build(run.schedule, stages=run.stages, microbatches=run.microbatches, **dict(run.options))
+    size = {"stages": run.stages, "microbatches": run.microbatches, **dict(run.options)}
+    schedule = build(run.schedule, **size)
     stage = TimedStage(schedule, rank, run.forward_s, run.backward_s)
     ranks = list(range(run.stages))
     links = Links(groups={way: dist.new_group(ranks) for way in TWO_WAYS}, ranks=ranks)
     recorder = Recorder(stage.boundary.device)
     recorders = [recorder if arm.recorded else None for arm in run.arms]
-    lowered = [lower(schedule, arm.reductions) for arm in run.arms]
+    lowered = [
+        lower(build(run.schedule, **size, delayed_microbatches=arm.delayed_microbatches), arm.reductions)
+        for arm in run.arms
+    ]
     for arm in lowered:
         validate(arm)
     executors = [Executor(arm, rank, stage, links, told) for arm, told in zip(lowered, recorders, strict=True)]

@@ -89,7 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     found = bubbles() if options.part == "both" else []
     arms = TimedArm(recorded=True), TimedArm()
-    found += cost_report("the recorder", arms, depths=options.stages, pairs=options.pairs)
+    found += cost_report("the recorder", lambda _: arms, depths=options.stages, pairs=options.pairs)
     text = "\n".join([*heading(), *found, ""])
     print(text)
     if options.output is not None:

@@ -79,6 +79,8 @@ class Case:
     """Value of ``--delay-correction``, where there is a lead."""
     lead: float = 0.0
     """Of the correction; 0 leaves updates as they are."""
+    delayed: int = 0
+    """Value of ``--pipeline-delayed-microbatches``; 0 leaves all delayed."""
     synchronous: int = 0
     """Value of ``--synchronous-warmup-iters``."""
     fused_gradients: bool = False
@@ -127,6 +129,7 @@ class Case:
             *_OPTIMIZER[self.optimizer].split(),
             *(("--adam-beta1", "0.95") if self.lead else ()),
             *(self._correction() if self.lead and self.schedule else ()),
+            *(("--pipeline-delayed-microbatches", str(self.delayed)) if self.delayed and self.schedule else ()),
             *(("--synchronous-warmup-iters", str(self.synchronous)) if self.synchronous and self.schedule else ()),
             *(() if self.tied else ("--untie-embeddings-and-output-weights",)),
             *f"{_PRECISION[self.precision]} {_RECOMPUTE[self.recompute]}".split(),

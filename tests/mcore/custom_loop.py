@@ -17,7 +17,7 @@ from .worker import forward_step, initialize, provide, write
 
 def main(case: Case, rank: int, port: int, folder: Path) -> None:
     """Run ``case`` as ``rank``; Megatron's flags only size the model and the optimizer."""
-    args = initialize(replace(case, schedule="megatron", synchronous=0), rank, case.ranks, port)
+    args = initialize(replace(case, schedule="megatron", synchronous=0, delayed=0), rank, case.ranks, port)
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -44,7 +44,9 @@ def main(case: Case, rank: int, port: int, folder: Path) -> None:
     optimizer = training.get_megatron_optimizer(config, [model], config_overrides=overrides)
     scheduler = training.get_optimizer_param_scheduler(optimizer)
     mirrored = megatron_2bw.build_mirrored(build) if case.schedule == "chimera" else None
-    pipeline = megatron_2bw.Pipeline(case.schedule, model, optimizer, mirrored=mirrored)
+    pipeline = megatron_2bw.Pipeline(
+        case.schedule, model, optimizer, mirrored=mirrored, delayed_microbatches=case.delayed or None
+    )
     scheduler = pipeline.drive(scheduler)
     data = _microbatches(case, parallel_state.get_data_parallel_rank())
     for batch in range(case.batches):
@@ -76,7 +78,7 @@ def _microbatches(case: Case, replica: int) -> Iterator[dict[str, torch.Tensor]]
 
 def refused(case: Case, rank: int, port: int, folder: Path) -> None:
     """Write what `Pipeline` says of configs that the schedule does not work with."""
-    initialize(replace(case, schedule="megatron", synchronous=0), rank, case.ranks, port)
+    initialize(replace(case, schedule="megatron", synchronous=0, delayed=0), rank, case.ranks, port)
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -55,7 +55,8 @@ class Training:
 
     Batch t is computed with ``W(V)``, ``V = max(t - delay, 0)``, and
     ``W(t+1) = W(t) - lr(t) * u(grad f(W(V)))`` with u the optimizer's rule. Main weights are in fp32,
-    ``W(V)`` is their copy in the precision of forward and backward. The loss scale is part of the version:
+    ``W(V)`` is their copy in the precision of forward and backward. Where only the first microbatches of a batch are
+    delayed, the gradients of the others are those at ``W(t)``. The loss scale is part of the version:
     that of batch t knows the overflows of the batches before V. An overflow skips the update:
     ``W(t+1) = W(t)``, and the learning rate does not move on.
     """
@@ -88,8 +89,8 @@ class Training:
         for batch in range(self.case.batches):
             delay = rules.delay if rules.delayed_batches is None or batch < rules.delayed_batches else 0
             version = max(batch - delay, min(batch, rules.ordinary_batches))
-            self.load([versions[max(version - more, 0)][i] for i, more in enumerate(self.more_delay)])
-            gradients = self.compute_gradient(batch, scales[version])
+            older = [versions[max(version - more, 0)][i] for i, more in enumerate(self.more_delay)]
+            gradients = self.compute_gradient(batch, older, versions[batch], scales[version])
             self.before = [main.detach().clone() for main in self.main] if self.case.lead else []
             overflow = self.case.precision == "fp16" and not _everywhere_finite(gradients)
             self.loss_scale.update(overflow)
@@ -118,7 +119,9 @@ class Training:
         for parameter, value in zip(self.model.parameters(), version, strict=True):
             parameter.data.copy_(value)
 
-    def compute_gradient(self, batch: int, scale: float) -> list[torch.Tensor]:
+    def compute_gradient(
+        self, batch: int, older: list[torch.Tensor], newest: list[torch.Tensor], scale: float
+    ) -> list[torch.Tensor]:
         """Of the mean over microbatches, each a mean over its tokens, then over replicas; or over all tokens.
 
         Accumulated in fp32 over microbatches, summed over replicas, then over ranks and copies, then unscaled.
@@ -132,6 +135,7 @@ class Training:
             ]
             for microbatch in range(case.microbatches):
                 position = (batch * case.microbatches + microbatch) * case.replicas + replica
+                self.load(older if microbatch < (case.delayed or case.microbatches) else newest)
                 tokens += self.backward(position, scale)
                 part = directions[microbatch % len(directions)]
                 for gradient, parameter in zip(part, self.model.parameters(), strict=True):

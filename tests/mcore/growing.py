@@ -109,8 +109,8 @@ def _loop(case: GrowingCase, rank: int, port: int, folder: Path, *, delay: int, 
     for batch, microbatches in enumerate(case.sizes()):
         if batch not in case.skipped:
             done = len(versions) - 1
-            _load(parameters, versions[done if done < from_batch else max(done - delay, from_batch)])
-            _accumulate(case, model, data, first, microbatches, losses)
+            older = versions[done if done < from_batch else max(done - delay, from_batch)]
+            _accumulate(case, model, data, first, microbatches, losses, older, versions[done])
             _load(parameters, versions[done])
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, case.clip or torch.inf).item())
             optimizer.step()
@@ -126,7 +126,14 @@ def _loop(case: GrowingCase, rank: int, port: int, folder: Path, *, delay: int, 
 
 
 def _accumulate(
-    case: GrowingCase, model: Any, data: Any, first: int, microbatches: int, losses: list[list[torch.Tensor]]
+    case: GrowingCase,
+    model: Any,
+    data: Any,
+    first: int,
+    microbatches: int,
+    losses: list[list[torch.Tensor]],
+    older: list[torch.Tensor],
+    newest: list[torch.Tensor],
 ) -> None:
     """The mean gradient over microbatches, then over replicas; replicas read in turn."""
     from .delayed import loss_of
@@ -135,6 +142,7 @@ def _accumulate(
     for replica in range(case.replicas):
         model.zero_grad()
         for microbatch in range(microbatches):
+            _load(list(model.parameters()), older if microbatch < (case.delayed or microbatches) else newest)
             total_loss, num_tokens = loss_of(case.kind, model, data, first + microbatch * case.replicas + replica)
             loss = total_loss / num_tokens
             losses[replica].append(loss.detach())

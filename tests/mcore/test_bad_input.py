@@ -25,6 +25,10 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         ["--pipeline-schedule", "'3bw'", "'2bw'", "'1f1b-flush'", "'gpipe'", "'megatron'"],
     ),
     "too few microbatches": (replace(TWO_BW, stages=4, microbatches=2), ["2 microbatches", "4 stages", "at least 3"]),
+    "too few delayed microbatches": (
+        replace(TWO_BW, stages=4, microbatches=8, delayed=2),
+        ["give at least 3 for --pipeline-delayed-microbatches 2"],
+    ),
     "one stage": (replace(TWO_BW, stages=1), ["--pipeline-model-parallel-size", "at least 2"]),
     "virtual stages by layers": (
         replace(TWO_BW, flags=("--num-layers-per-virtual-pipeline-stage", "1")),

@@ -22,11 +22,15 @@ GROWING = [
 SKIPPING = GrowingCase(schedule="2bw", stages=2, tied=False, steps=((4, 2), (6, 3)), skipped=(1, 4, 6, 7))
 ONE_SIZE = GrowingCase(schedule="2bw", stages=2, tied=False, steps=((6, 2),))
 """Trained for a number of samples, all the same."""
+PARTLY_DELAYED = GrowingCase(schedule="2bw", stages=2, tied=False, delayed=2, steps=((4, 1), (4, 3), (4, 4)))
+"""The first ones wholly, which have no more microbatches than that."""
 WITHIN = 5e-6
 ids = ["d2", "d4", "d2-w2"]
 
 
-@pytest.mark.parametrize("case", [*GROWING, SKIPPING, ONE_SIZE], ids=[*ids, "skipping", "one-size"])
+@pytest.mark.parametrize(
+    "case", [*GROWING, SKIPPING, ONE_SIZE, PARTLY_DELAYED], ids=[*ids, "skipping", "one-size", "partly"]
+)
 def test_equal_to_the_loop_to_the_last_bit_untied_without_clipping(case: GrowingCase) -> None:
     found, expected = grown(case), grown_oracle(case, delay=1)
     assert torch.equal(found.losses, expected.losses)

@@ -17,6 +17,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--mixpipe-k / --mixpipe-gamma": [{"mixpipe_k": 4}, {"mixpipe_gamma": 1}],
     "--num-experts": [{"num_experts": 4}],
     "--pipeline-extra-in-flight": [{"pipeline_extra_in_flight": 1}],
+    "--pipeline-delayed-microbatches": [{"pipeline_delayed_microbatches": 2}],
     "--synchronous-warmup-iters": [{"synchronous_warmup_iters": 5}],
     "--delay-correction": [{"delay_correction": "update-lead", "bf16": True}],
     "--pipeline-trace / --log-pipeline": [{"pipeline_trace": "file"}, {"log_pipeline": True}],

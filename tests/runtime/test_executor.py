@@ -27,6 +27,16 @@ def test_equals_the_loop(stages, microbatches):
 
 
 @pytest.mark.parametrize(
+    ("stages", "microbatches", "delayed"),
+    [(2, 4, 1), (3, 6, 3), *(pytest.param(d, m, n, marks=SLOW) for d, m, n in ((2, 4, 2), (4, 8, 3), (4, 8, 7)))],
+)
+def test_some_microbatches_without_a_delay(stages, microbatches, delayed):
+    wanted = expected(stages, microbatches, 12, delayed=delayed)
+    assert wanted[0] != expected(stages, microbatches, 12)[0]
+    _assert_equal(train(stages, microbatches, 12, delayed=delayed, drains=(3,), jitter_s=0.002), wanted)
+
+
+@pytest.mark.parametrize(
     ("stages", "microbatches"), [(4, 3), *(pytest.param(d, m, marks=SLOW) for d, m in ((2, 1), (2, 2), (4, 4)))]
 )
 def test_many_batches_with_random_waits(stages, microbatches):

@@ -42,7 +42,7 @@ def data(batch: int, microbatch: int) -> torch.Tensor:
 
 
 def expected(
-    stages: int, microbatches: int, batches: int, schedule: str = "2bw"
+    stages: int, microbatches: int, batches: int, schedule: str = "2bw", *, delayed: int | None = None
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Training with the delay of each stage in one process: losses in order, and the final weights."""
     model = torch.nn.Sequential(*(layers(stage) for stage in range(stages)))
@@ -52,8 +52,9 @@ def expected(
     versions = [[parameter.detach().clone() for parameter in parameters]]
     losses = []
     for batch in range(batches):
-        _load(parameters, [versions[max(batch - delay, 0)][i] for i, delay in enumerate(delays)])
+        older = [versions[max(batch - delay, 0)][i] for i, delay in enumerate(delays)]
         for microbatch in range(microbatches):
+            _load(parameters, older if delayed is None or microbatch < delayed else versions[batch])
             loss = model(data(batch, microbatch)).pow(2).mean()
             losses.append(loss.item())
             loss.backward()
@@ -157,11 +158,12 @@ def train(
     batches: int,
     schedule: str = "2bw",
     *,
+    delayed: int | None = None,
     drains: tuple[int, ...] = (),
     jitter_s: float = 0.0,
 ) -> tuple[list[float], list[torch.Tensor]]:
     """The same with one process per stage, draining after the batches in ``drains`` as well."""
-    built = lower(build(schedule, stages=stages, microbatches=microbatches), REDUCTIONS)
+    built = lower(build(schedule, stages=stages, microbatches=microbatches, delayed_microbatches=delayed), REDUCTIONS)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (built, batches, drains, jitter_s, folder), nprocs=stages)
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(stages)]

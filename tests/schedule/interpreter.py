@@ -281,15 +281,21 @@ def script(program: Program, runs: tuple[int, ...]) -> Iterator[tuple[int, Actio
 def expected(
     schedule: Schedule, chain: list[Reduction], batches: int
 ) -> tuple[list[list[tuple[int, int]]], dict[tuple[int, int], int]]:
-    """Updates per stage and losses of training in which batch t computes with W(max(t - delay, 0))."""
+    """Updates per stage and losses of training in which batch t computes with W(max(t - delay, 0)).
+
+    Where only the first microbatches of a batch are delayed, the others with W(t).
+    """
     stages = range(schedule.stages)
     last = schedule.stages - 1
     versions = [[mix("W0", stage)] for stage in stages]
     losses = {}
     for batch in range(batches):
-        weights = [versions[stage][max(batch - schedule.delay[stage], 0)] for stage in stages]
+        older = [versions[stage][max(batch - schedule.delay[stage], 0)] for stage in stages]
         gradients = [0 for _ in stages]
         for microbatch in range(schedule.microbatches):
+            delayed = schedule.delayed_microbatches
+            is_delayed = delayed is None or microbatch < delayed
+            weights = older if is_delayed else [versions[stage][batch] for stage in stages]
             stashed = []
             tensor = mix("data", microbatch, batch)
             for stage in stages:

@@ -34,7 +34,9 @@ def random_schedule(rng: random.Random, *, most_stages: int = 4, most_microbatch
     extra = rng.choice((0, 0, 1)) if name == "2bw" else 0
     least = (1 + extra) * (stages - 1) if name == "2bw" else 1
     microbatches = 1 if name == "pipedream" else rng.randint(least, max(least, most_microbatches))
-    schedule = build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra)
+    delayed = rng.choice((None, rng.randint(max(least, 1), microbatches))) if name == "2bw" else None
+    options = {"extra_in_flight": extra, "delayed_microbatches": delayed}
+    schedule = build(name, stages=stages, microbatches=microbatches, **options)
     return lower(with_gradient_copy(schedule, rng.choice(list(GradientCopy))), rng.choice(CHAINS))
 
 

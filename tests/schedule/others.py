@@ -33,7 +33,9 @@ def further_ahead(stages: int, microbatches: int) -> Schedule:
     schedule = build("2bw", stages=stages, microbatches=microbatches)
     return replace(
         schedule,
-        programs=programs_of(two_bw_call(stage, 2 * (stages - 1 - stage), microbatches) for stage in range(stages)),
+        programs=programs_of(
+            two_bw_call(stage, 2 * (stages - 1 - stage), microbatches, microbatches) for stage in range(stages)
+        ),
         in_flight=tuple(2 * (stages - stage) - 1 for stage in range(stages)),
     )
 

@@ -97,6 +97,9 @@ def test_feasible_region():
 
 BAD = {
     "show 2bw --stages 3 --microbatches 3 --extra-in-flight 1": "works with 3 stages and 4 microbatches, the next",
+    "show 2bw --stages 3 --microbatches 3 --delayed-microbatches 1": "2bw (d=3, m=3): reduction waited for too early",
+    "show gpipe --stages 2 --microbatches 2 --delayed-microbatches 2": "gpipe computes all microbatches of a batch a",
+    "show 2bw --stages 2 --microbatches 2 --delayed-microbatches 0": "'0' is no count",
     "show gpipe --stages 2 --microbatches 2 --extra-in-flight 1": "gpipe keeps a fixed number of activations in flight",
     "show 2bw --stages 2 --microbatches 2 --extra-in-flight -1": "'-1' is no count",
     "show nosuch --stages 2 --microbatches 2": "unknown schedule 'nosuch'; choose one of 2bw, 1f1b-flush, gpipe",

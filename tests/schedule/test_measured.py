@@ -49,7 +49,8 @@ def test_a_file_is_read_back(schedule: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "options"), [("2bw", 2, {"extra_in_flight": 1}), ("mixpipe", 4, {"k": 2, "gamma": 1})]
+    ("schedule", "stages", "options"),
+    [("2bw", 2, {"extra_in_flight": 1, "delayed_microbatches": 3}), ("mixpipe", 4, {"k": 2, "gamma": 1})],
 )
 def test_options_are_read_back(schedule: str, stages: int, options: dict[str, int], tmp_path: Path):
     built = build(schedule, stages=stages, microbatches=4, **options)

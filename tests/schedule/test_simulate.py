@@ -83,6 +83,16 @@ def test_latency_of_reductions_hides_in_the_slack():
             assert period_s / (3 * microbatches) - 1 == expected
 
 
+def test_an_update_that_is_needed_by_the_batch_after_it():
+    """Hidden by one delayed microbatch more than the first stage runs ahead; without it, all of it shows."""
+    durations = Durations(forward_s=1, backward_s=2, reduce_s=Fraction(1, 2), update_s=Fraction(1, 2))
+    for stages in (2, 4):
+        whole = steady_state(build("2bw", stages=stages, microbatches=8), durations).period_s
+        for delayed, more in ((stages - 1, 1), (stages, 0), (stages + 1, 0)):
+            schedule = build("2bw", stages=stages, microbatches=8, delayed_microbatches=delayed)
+            assert steady_state(schedule, durations).period_s == whole + more, delayed
+
+
 def test_latency_of_transfers():
     """d - s activations in flight leave the latency of each hop exposed."""
     durations = Durations(forward_s=1, backward_s=2, send_s=Fraction(1, 10))

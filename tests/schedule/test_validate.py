@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,29 @@ def test_more_in_flight_needs_more_microbatches(extra: int):
             schedule = build("2bw", stages=stages, microbatches=microbatches, extra_in_flight=extra)
             enough = microbatches >= (1 + extra) * (stages - 1)
             assert (refusal(schedule) is None) == enough, f"d={stages}, m={microbatches}"
+
+
+@pytest.mark.parametrize("copy", GradientCopy)
+def test_as_many_delayed_as_the_first_stage_runs_ahead(copy: GradientCopy):
+    """As with 2BW's m >= d-1, no line of the code says so."""
+    for stages, microbatches, extra in itertools.product(range(1, 6), range(1, 11), (0, 1)):
+        ahead = (1 + extra) * (stages - 1)
+        for delayed in range(1, microbatches + 2):
+            options = {"extra_in_flight": extra, "delayed_microbatches": delayed}
+            schedule = with_gradient_copy(build("2bw", stages=stages, microbatches=microbatches, **options), copy)
+            try:
+                valid = is_valid(lower(schedule, tuple(Reduction)))
+            except ScheduleError:
+                valid = False
+            assert valid == (ahead <= min(delayed, microbatches)), f"d={stages}, m={microbatches}, {options}"
+
+
+def test_where_a_delay_has_to_begin_anew():
+    """With a declared number of delayed microbatches that is not the Programs'."""
+    schedule = build("2bw", stages=3, microbatches=6, delayed_microbatches=3)
+    for other in (None, 2, 4):
+        with pytest.raises(ScheduleError, match=Rule.VERSION):
+            validate(replace(schedule, delayed_microbatches=other))
 
 
 @pytest.mark.parametrize("copy", [GradientCopy.SHARD, GradientCopy.NONE])

@@ -31,6 +31,7 @@ _DEFAULTS = {
     "forward_time": Fraction(1),
     "backward_time": Fraction(2),
     "extra_in_flight": 0,
+    "delayed_microbatches": None,
     "mixpipe_k": None,
     "mixpipe_gamma": 0,
     "compare": False,
@@ -53,6 +54,12 @@ def add(commands: Any) -> None:
         type=count_or_none,
         metavar="N",
         help="activations that 2bw keeps in flight beyond what it needs, per stage boundary (default: %(default)s)",
+    )
+    show.add_argument(
+        "--delayed-microbatches",
+        type=count,
+        metavar="N",
+        help="of a batch of 2bw, computed with the older weights; the others with the newest (default: all)",
     )
     show.add_argument("--mixpipe-k", type=count, metavar="K", help="microbatches that mixpipe starts with (default: d)")
     show.add_argument(
@@ -184,7 +191,12 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
     """
     from megatron_2bw.schedule.feasible import checked, enough_microbatches
 
-    options = {"extra_in_flight": args.extra_in_flight, "k": args.mixpipe_k, "gamma": args.mixpipe_gamma}
+    options = {
+        "extra_in_flight": args.extra_in_flight,
+        "delayed_microbatches": args.delayed_microbatches,
+        "k": args.mixpipe_k,
+        "gamma": args.mixpipe_gamma,
+    }
     names = dict.fromkeys(canonical_name(name) for name in args.schedules or SCHEDULES)
     taken = frozenset().union(*map(options_of, names))
     for name in names:
