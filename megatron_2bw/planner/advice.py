@@ -21,8 +21,10 @@ def advice(plan: Plan) -> Iterator[str]:
     if delayed is None:
         return
     layout = delayed.layout
+    count = layout.delayed_microbatches
+    what = f"the first {count} microbatches of every batch" if 0 < count < layout.microbatches else "every batch"
     yield (
-        f"2bw computes every batch with weights that lack the update of the batch before (delay 1): "
+        f"2bw computes {what} with weights that lack the update of the batch before (delay 1): "
         f"m = {layout.microbatches} microbatches on d = {layout.pipeline} stages."
     )
     if flushed is None:

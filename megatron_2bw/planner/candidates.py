@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,6 +19,7 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import (
     DELAYED,
     MEGATRON,
+    hiding_microbatches,
     least_microbatches,
     microbatch_problem,
     model_problem,
@@ -87,6 +89,8 @@ class Candidates:
     cluster: Cluster
     global_batch: int
     space: Space
+    delayed: float = 1.0
+    """Share of a batch's microbatches that 2bw delays, at most."""
     rejected: dict[str, Rejection] = field(default_factory=dict)
     """By rule."""
     layouts: int = 0
@@ -211,10 +215,17 @@ class Candidates:
                     yield schedule, count
 
     def _orders(self, shape: Shape, schedule: str, microbatch: int) -> Iterator[dict[str, int]]:
-        """Of mixpipe: K and Gamma, which more microbatches than stages leave no choice of; of others, nothing."""
-        if schedule != "mixpipe":
-            yield {}
+        """What a schedule leaves open of the order of its actions."""
+        if schedule == "mixpipe":
+            yield from self._mixpipe_orders(shape, microbatch)
             return
+        extras, delayed = ((0, 1), None) if schedule in DELAYED else ((0,), (0,))
+        for extra in self.space.allows("extra_in_flight", extras):
+            for count in self.space.allows("delayed_microbatches", delayed or self._delayed(shape, extra)):
+                yield {"extra_in_flight": extra, "delayed_microbatches": count}
+
+    def _mixpipe_orders(self, shape: Shape, microbatch: int) -> Iterator[dict[str, int]]:
+        """K and Gamma, which more microbatches than stages leave no choice of."""
         ks, gammas, stages = self.space.mixpipe_k, self.space.mixpipe_gamma, shape.pipeline
         has_choice = self.global_batch == stages * shape.data * microbatch
         for injected, extra in mixpipe.choices(stages) if has_choice else [(0, 0)]:
@@ -223,27 +234,41 @@ class Candidates:
             if (ks is None or injected in ks or k in ks) and (gammas is None or extra in gammas):
                 yield {"mixpipe_k": k, "mixpipe_gamma": extra}
 
+    def _delayed(self, shape: Shape, extra: int) -> tuple[int, ...]:
+        """Of 2bw: how many microbatches are delayed. What is asked for, or else all or as few as hide an update."""
+        if self.space.delayed_microbatches is not None:
+            return self.space.delayed_microbatches
+        return (0,) if self.delayed == 1 else (hiding_microbatches("2bw", shape.pipeline, extra),)
+
+    def _needed(self, layout: Layout) -> int:
+        """Microbatches, at least."""
+        needed = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
+        if layout.schedule not in DELAYED:
+            return needed
+        if not layout.extra_in_flight and not self.space.tight:
+            needed = layout.pipeline
+        if self.delayed == 1:
+            return needed
+        # All of them, where their number is not said, are too many.
+        return math.ceil((layout.delayed_microbatches or self.global_batch) / self.delayed)
+
     def _switched(self, shape: Shape, base: dict[str, object]) -> Iterator[Layout]:
         """Layouts that differ in what is not recomputation."""
-        schedule, delayed = base["schedule"], base["schedule"] in DELAYED
-        base = base | {"overlap_gradients": shape.data > 1 and schedule not in WITHOUT_OVERLAP}
-        for extra in self.space.allows("extra_in_flight", (0, 1) if delayed else (0,)):
-            needed = least_microbatches(schedule, shape.pipeline, extra)
-            if delayed and not extra and not self.space.tight:
-                needed = shape.pipeline
-            for sequence in self._sequence_parallel(shape):
-                for distributed in self._distributed(shape):
-                    switches = {"sequence_parallel": sequence, "distributed_optimizer": distributed}
-                    layout = self._layout(shape, base | switches | {"extra_in_flight": extra})
-                    problem = microbatch_problem(layout, needed)
-                    unknown = None if problem else self._not_profiled(layout)
-                    if problem:
-                        self.reject("the batch has the microbatches that the schedule needs", problem, name(layout))
-                    elif unknown:
-                        self.reject("the profile has measured it", unknown, name(layout))
-                    else:
-                        self.layouts += sum(len(saving.sizes) for saving in self.savings(layout))
-                        yield layout
+        base = base | {"overlap_gradients": shape.data > 1 and base["schedule"] not in WITHOUT_OVERLAP}
+        needed = self._needed(self._layout(shape, base))
+        for sequence in self._sequence_parallel(shape):
+            for distributed in self._distributed(shape):
+                switches = {"sequence_parallel": sequence, "distributed_optimizer": distributed}
+                layout = self._layout(shape, base | switches)
+                problem = microbatch_problem(layout, needed)
+                unknown = None if problem else self._not_profiled(layout)
+                if problem:
+                    self.reject("the batch has the microbatches that the schedule needs", problem, name(layout))
+                elif unknown:
+                    self.reject("the profile has measured it", unknown, name(layout))
+                else:
+                    self.layouts += sum(len(saving.sizes) for saving in self.savings(layout))
+                    yield layout
 
     def _not_profiled(self, layout: Layout) -> str | None:
         """Why the cluster's profile, if it has one, cannot price ``layout``."""

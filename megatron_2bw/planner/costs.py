@@ -194,7 +194,12 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     which are simulated.
     """
     if layout.schedule == "2bw":
-        return periods.two_bw_s(pipeline, extra_in_flight=layout.extra_in_flight, copy=gradient_copy(layout))
+        return periods.two_bw_s(
+            pipeline,
+            extra_in_flight=layout.extra_in_flight,
+            delayed=layout.delayed_microbatches or None,
+            copy=gradient_copy(layout),
+        )
     if layout.schedule == "gpipe":
         return periods.gpipe_s(pipeline)
     if layout.schedule == "inter-layer":

@@ -20,13 +20,16 @@ class Progress:
     """Of a run with gradients one step old, beside synchronous training.
 
     Raises:
-        PlanError: an efficiency of 0 or less, or a share outside of [0, 1).
+        PlanError: an efficiency of 0 or less, or a share of batches outside of [0, 1) or of microbatches outside of
+            (0, 1].
     """
 
     efficiency: float = 1.0
     """Progress per sample, over the whole run, where 1 is that of synchronous training."""
     synchronous: float = 0.0
     """Share of the batches that 2bw first trains without its delay: ``--synchronous-warmup-iters``."""
+    delayed: float = 1.0
+    """Share of a batch's microbatches that are delayed, at most: ``--pipeline-delayed-microbatches``."""
 
     def __post_init__(self) -> None:
         if not 0 < self.efficiency < math.inf:
@@ -34,6 +37,10 @@ class Progress:
         if not 0 <= self.synchronous < 1:
             raise PlanError(
                 f"synchronous_warmup_fraction {self.synchronous}: give a share from 0 to below 1, such as 0.2"
+            )
+        if not 0 < self.delayed <= 1:
+            raise PlanError(
+                f"delayed_microbatches_fraction {self.delayed}: give a share above 0 and up to 1, such as 0.5"
             )
 
     def loss_time_s(self, model: Model, layout: Layout, cluster: Cluster, time_s: float) -> float:
@@ -58,17 +65,24 @@ class Progress:
         return time_s / self.efficiency if delay_of(layout) else time_s
 
 
+_OF_2BW = {"extra_in_flight": 0, "delayed_microbatches": 0, "gradient_buffers": 2}
+"""What is left out without it."""
 EXACT = Progress()
 """A delay costs nothing."""
 
 
 def _flushed(layout: Layout) -> Layout:
     """What runs on the same stages before the delay begins."""
-    return replace(layout, schedule="1f1b-flush", extra_in_flight=0, gradient_buffers=2, overlap_gradients=False)
+    return replace(layout, schedule="1f1b-flush", **_OF_2BW, overlap_gradients=False)
 
 
-MEASURED = (Progress(efficiency=0.8), Progress(efficiency=0.9, synchronous=0.2))
-"""Of Muon with the lead that the README recommends, alone and after a fifth of the batches without a delay.
+MEASURED = (
+    Progress(efficiency=0.8),
+    Progress(efficiency=0.9, synchronous=0.2),
+    Progress(efficiency=0.9, delayed=0.5),
+)
+"""Of Muon with the lead that the README recommends: alone, after a fifth of the batches without a delay, and with at
+most half of every batch delayed.
 
 ``worth`` in ``scripts/bench/results/time_to_loss.txt``, the lower of both models, rounded down to a multiple of 0.05.
 Of the lead alone, whose cuts have not all been run, what its gap is worth on the line through the first.
@@ -83,6 +97,7 @@ RECOMMENDED = (
 def assumption(progress: Progress) -> str:
     """What one of ``MEASURED`` rests on."""
     begun = " and such a beginning" if progress.synchronous else ""
+    begun += " and half of every batch delayed" if progress.delayed < 1 else ""
     return (
         f"A sample efficiency of {progress.efficiency:g} is that of small GPTs with {RECOMMENDED}{begun}, beside Muon "
         "without a delay; AdamW loses more. Say yours with --sample-efficiency."

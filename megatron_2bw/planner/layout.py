@@ -54,6 +54,7 @@ _COUNTS = {
     "chunks": 1,
     "gradient_buffers": 1,
     "extra_in_flight": 0,
+    "delayed_microbatches": 0,
     "mixpipe_k": 0,
     "mixpipe_gamma": 0,
     "first_stage_layers": 0,
@@ -102,6 +103,8 @@ class Layout:
     fused_attention: bool = True
     """Attention that never stores its scores."""
     extra_in_flight: int = 0
+    delayed_microbatches: int = 0
+    """Of 2bw: ``--pipeline-delayed-microbatches``; 0: all."""
     mixpipe_k: int = 0
     """``--mixpipe-k``: forwards that a rank starts with; 0: as many as stages."""
     mixpipe_gamma: int = 0

@@ -19,6 +19,7 @@ _COUNTS = {
     "b": "microbatches",
     "v": "chunks",
     "x": "extra_in_flight",
+    "n": "delayed_microbatches",
     "g": "gradient_buffers",
     "k": "mixpipe_k",
     "y": "mixpipe_gamma",
@@ -36,8 +37,8 @@ def name(layout: Layout) -> str:
     """``layout`` in one word, without what is as usual.
 
     d, t, w: pipeline, tensor and data-parallel size; b: microbatch size; v: chunks; sp: sequence parallel;
-    do: distributed optimizer; blockN, uniformN: full recomputation; x: extra in flight; g: gradient buffers; k, y:
-    mixpipe's K and Gamma.
+    do: distributed optimizer; blockN, uniformN: full recomputation; x: extra in flight; n: delayed microbatches;
+    g: gradient buffers; k, y: mixpipe's K and Gamma.
 
     >>> name(Layout(schedule="2bw", pipeline=4, data=2, tensor=8, microbatch=2, global_batch=64, recompute="full"))
     '2bw:d4,t8,w2,b2,uniform1'
@@ -50,6 +51,7 @@ def name(layout: Layout) -> str:
         parts.append(layout.recompute)
     parts += ["sp"] * layout.sequence_parallel + ["do"] * layout.distributed_optimizer
     parts += [f"x{layout.extra_in_flight}"] * (layout.extra_in_flight > 0)
+    parts += [f"n{layout.delayed_microbatches}"] * (layout.delayed_microbatches > 0)
     parts += [f"g{layout.gradient_buffers}"] * (layout.gradient_buffers != 2)
     parts += [f"k{layout.mixpipe_k}"] * (layout.mixpipe_k > 0) + [f"y{layout.mixpipe_gamma}"] * (
         layout.mixpipe_gamma > 0

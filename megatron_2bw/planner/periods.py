@@ -135,25 +135,38 @@ def interleaved_s(pipeline: Pipeline, chunks: int) -> float:
     return max(first_s, last_s) + fill_s + 2 * (p.stages * chunks - 1) * p.send_s + flush_s(p)
 
 
-def two_bw_s(pipeline: Pipeline, *, extra_in_flight: int = 0, copy: GradientCopy = GradientCopy.WHOLE) -> float:
+def two_bw_s(
+    pipeline: Pipeline,
+    *,
+    extra_in_flight: int = 0,
+    delayed: int | None = None,
+    copy: GradientCopy = GradientCopy.WHOLE,
+) -> float:
     """``m*(F+B)`` of the slowest stage and its update; more only where something cannot be hidden.
 
     - Transfers: a turn over all stages lets ``(1+x)*(d-1) + 1`` microbatches pass, x more in flight per boundary.
-    - Sums of gradients and of the norm, then the update: they have to be done before the first forward of the batch
-      after next; on the first stage ``(1+x)*(d-1)`` backwards of the next batch come later.
+    - Sums of gradients and of the norm, then the update: they have to be done before the first forward that uses it,
+      on the first stage. ``(1+x)*(d-1)`` backwards come after the forwards that have to be done by the end of its
+      batch, and one for each microbatch that is not delayed.
     - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward;
       without a copy, the update, for which all stages wait.
+
+    Args:
+        pipeline: to run.
+        extra_in_flight: x.
+        delayed: microbatches of a batch; None for all.
+        copy: what is kept of finished gradients.
 
     >>> even = Stage(1, 2)
     >>> pipeline = Pipeline(stages=4, microbatches=4, first=even, middle=even, last=even, send_s=0.1)
     >>> two_bw_s(pipeline)
     12.6
     """
-    p, last = pipeline, pipeline.stages - 1
-    ahead = (1 + extra_in_flight) * last
+    p, last, per_boundary = pipeline, pipeline.stages - 1, 1 + extra_in_flight
+    ahead = per_boundary * last
     from_turns_s = p.microbatches * p.turn_s(0, last) / (ahead + 1)
-    ahead_s = max(ahead * p.first.pair_s, p.turn_s(0, last - 1) if last and not extra_in_flight else 0)
-    waits_s = flush_s(p) + ahead_s
+    after = ahead + (0 if delayed is None else max(p.microbatches - delayed, 0))
+    waits_s = flush_s(p) + _after_update_s(p, after, per_boundary)
     in_forward_s = p.gradients_s if copy is GradientCopy.SHARD else 0
     if copy is GradientCopy.NONE:
         forwards_s = sum(stage.forward_s * count for stage, count in zip(p.kinds, p.counts, strict=True))
@@ -161,3 +174,27 @@ def two_bw_s(pipeline: Pipeline, *, extra_in_flight: int = 0, copy: GradientCopy
         waits_s = max(waits_s, flush_s(p) + _other_turns_s(p) + down_s)
     steady_s = max(p.microbatches * stage.pair_s + max(0, in_forward_s - stage.forward_s) for stage in p.kinds)
     return max(max(steady_s, from_turns_s) + p.update_s, waits_s)
+
+
+def _after_update_s(p: Pipeline, passing: int, per_boundary: int) -> float:
+    """The longest path on which so many microbatches pass after an update, from the first stage and back to it.
+
+    In a turn, ``per_boundary`` microbatches pass for every boundary that it crosses, and one more. It turns at least
+    once, as often as that takes longest; the others pass at the slowest stage of the turn, or turn over fewer stages.
+    """
+    longest_s = 0.0
+    for turned in {0, 1, p.stages - 2, p.stages - 1}:
+        size, turn_s = per_boundary * turned + 1, p.turn_s(0, turned)
+        left = passing - size
+        if 0 <= turned < p.stages and left >= 0:
+            pairs_s = [p.first.pair_s]
+            if turned > 0:
+                pairs_s += [p.last.pair_s if turned == p.stages - 1 else p.middle.pair_s]
+            if turned > 1:
+                pairs_s += [p.middle.pair_s]
+            turns, rest = divmod(left, size)
+            pair_s, crossed = max(pairs_s), max(rest - 1, 0) // per_boundary
+            shorter_s = (crossed + 1) * p.middle.pair_s + 2 * crossed * p.send_s
+            rest_s = max(rest * pair_s, shorter_s + (rest - per_boundary * crossed - 1) * pair_s)
+            longest_s = max(longest_s, turn_s + max(left * pair_s, turns * turn_s + rest_s))
+    return longest_s

@@ -23,6 +23,7 @@ def programs_of(layout: Layout) -> Schedule:
         layout.pipeline,
         layout.microbatches,
         layout.extra_in_flight,
+        layout.delayed_microbatches,
         layout.mixpipe_k,
         layout.mixpipe_gamma,
     )
@@ -55,8 +56,11 @@ _CHANGES = {ActionType.FORWARD: 1, ActionType.BACKWARD: -1}
 
 
 @lru_cache(maxsize=512)
-def _built(name: str, stages: int, microbatches: int, extra: int, k: int, gamma: int) -> Schedule | ScheduleError:
+def _built(
+    name: str, stages: int, microbatches: int, extra: int, delayed: int, k: int, gamma: int
+) -> Schedule | ScheduleError:
+    options = {"extra_in_flight": extra, "delayed_microbatches": delayed, "k": k, "gamma": gamma}
     try:
-        return build(name, stages=stages, microbatches=microbatches, extra_in_flight=extra, k=k, gamma=gamma)
+        return build(name, stages=stages, microbatches=microbatches, **options)
     except ScheduleError as error:
         return error

@@ -181,6 +181,7 @@ def plan_json(plan: Plan, top: int) -> dict[str, Any]:
         "global_batch": plan.global_batch,
         "sample_efficiency": plan.progress.efficiency,
         "synchronous_warmup_fraction": plan.progress.synchronous,
+        "delayed_microbatches_fraction": plan.progress.delayed,
         "choices": [choice_json(plan.model, choice) for choice in shown(plan, top)],
         "advice": [*_narrow(plan), *advice(plan)],
         "rejected": [dataclasses.asdict(rejection) for rejection in plan.rejected],

@@ -82,6 +82,8 @@ def schedule_problem(layout: Layout) -> str | None:
         return f"chunks {layout.chunks} need pipeline of at least 2; use chunks 1"
     if layout.extra_in_flight and layout.schedule not in DELAYED:
         return f"extra_in_flight {layout.extra_in_flight}: {layout.schedule} keeps a fixed number of activations; use 0"
+    if layout.delayed_microbatches and layout.schedule not in DELAYED:
+        return f"delayed_microbatches {layout.delayed_microbatches}: {layout.schedule} has no such number; use 0"
     if layout.schedule in MIRRORED and layout.pipeline % 2:
         nearest = layout.pipeline + 1
         return f"pipeline {layout.pipeline}: {layout.schedule} pairs stages and needs an even depth; use {nearest}"
@@ -138,6 +140,11 @@ def recompute_problem(model: Model, layout: Layout) -> str | None:
     return None
 
 
+def hiding_microbatches(schedule: str, pipeline: int, extra_in_flight: int) -> int:
+    """The fewest delayed microbatches that leave time to hide an update: one more than the first stage runs ahead."""
+    return least_microbatches(schedule, pipeline, extra_in_flight) + 1
+
+
 def least_microbatches(schedule: str, pipeline: int, extra_in_flight: int = 0) -> int:
     """The fewest microbatches per batch that ``schedule`` runs with.
 
@@ -152,10 +159,16 @@ def microbatch_problem(layout: Layout, needed: int) -> str | None:
     Rule of interleaving: forward_backward_pipelining_with_interleaving, microbatch groups of the pipeline's size.
     """
     count, unit = layout.microbatches, layout.microbatch * layout.data
+    needed_ahead = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
     if count < needed:
         return (
             f"microbatches {count}: {layout.schedule} needs at least {needed} on {layout.pipeline} stages; "
             f"raise global_batch to {needed * unit}"
+        )
+    if 0 < layout.delayed_microbatches < min(needed_ahead, count):
+        return (
+            f"delayed_microbatches {layout.delayed_microbatches}: the first of {layout.pipeline} stages runs "
+            f"{needed_ahead} ahead; use {needed_ahead + 1}, or 0 for all"
         )
     if layout.chunks > 1 and count % layout.pipeline:
         nearest = nearest_multiple(count, layout.pipeline)

@@ -114,7 +114,9 @@ def search(
     refused = gpu_problem(cluster.gpu, space.precision) if space.precision else None
     if refused:
         raise PlanError(refused)
-    candidates = Candidates(model=model, cluster=cluster, global_batch=global_batch, space=space)
+    candidates = Candidates(
+        model=model, cluster=cluster, global_batch=global_batch, space=space, delayed=progress.delayed
+    )
     found = _Search(candidates=candidates, progress=progress)
     choices = found.best(keep)
     if not choices:
@@ -246,6 +248,7 @@ class _Search:
                 cluster=replace(candidates.cluster, nodes=candidates.cluster.nodes * factor),
                 global_batch=candidates.global_batch * factor,
                 space=candidates.space,
+                delayed=candidates.delayed,
             )
             trial = _Search(candidates=more, progress=self.progress)
             if any(True for base in more.bases() for _ in trial._fitting(base)):

@@ -25,6 +25,8 @@ class Space:
     sequence_parallel: tuple[bool, ...] | None = None
     distributed_optimizer: tuple[bool, ...] | None = None
     extra_in_flight: tuple[int, ...] | None = None
+    delayed_microbatches: tuple[int, ...] | None = None
+    """None: all, or as few as hide an update where the progress with some of them is asked for."""
     mixpipe_k: tuple[int, ...] | None = None
     mixpipe_gamma: tuple[int, ...] | None = None
     gradient_buffers: tuple[int, ...] | None = None

@@ -82,20 +82,20 @@ def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float], 
     return Arm(name=f"AdamW, {name}", baseline="AdamW, no delay", delay=delay, rates=rates, decays=decays, **correction)
 
 
-def _by_muon(name: str, delay: int, first: float, decays: tuple[float, ...], beta1: float = 0.9, **rest: Any) -> Arm:
+def _by_muon(name: str, delay: int, first: float, beta1: float = 0.9, **rest: Any) -> Arm:
     return Arm(
         name=f"Muon, {name}",
         baseline="Muon, no delay",
         delay=delay,
         rates=tuple(first * 2**power for power in range(4)),
-        decays=decays,
+        decays=DECAYS,
         muon_beta1=beta1,
         **rest,
     )
 
 
-SHORTER, LONGER = (0.7, 0.8, 0.9), (0.8, 0.9, 0.95)
-"""Memory of Muon's momentum: its decays."""
+DECAYS = (0.7, 0.8, 0.9, 0.95)
+"""Of Muon's momentum."""
 LEAD: dict[str, Any] = {"beta1": 0.93, "nesterov": False, "correction": "lead", "lead": 2.0}
 ARMS = (
     _by_adamw("no delay", 0, 5e-4, (0.9, 0.95)),
@@ -103,13 +103,13 @@ ARMS = (
     _by_adamw("delay, lead 2", 1, 2.5e-4, (0.9, 0.93), correction="lead", lead=2.0),
     _by_adamw("delay, update-lead 2", 1, 2.5e-4, (0.93, 0.95), correction="update-lead", lead=2.0),
     _by_adamw("delay of half, lead 2", 1, 2.5e-4, (0.9, 0.93), correction="lead", lead=2.0, delayed=0.5),
-    _by_muon("no delay", 0, 8e-3, SHORTER),
-    _by_muon("delay, as it is", 1, 4e-3, LONGER),
-    _by_muon("delay, lead 2", 1, 4e-3, LONGER, **LEAD),
-    _by_muon("delay, update-lead 1", 1, 4e-3, LONGER, correction="update-lead", lead=1.0),
-    _by_muon("delay, lead 2, after 20%", 1, 4e-3, LONGER, **LEAD, synchronous=0.2),
-    _by_muon("delay of half, as it is", 1, 4e-3, LONGER, delayed=0.5),
-    _by_muon("delay of half, lead 2", 1, 4e-3, LONGER, **LEAD, delayed=0.5),
+    _by_muon("no delay", 0, 8e-3),
+    _by_muon("delay, as it is", 1, 4e-3),
+    _by_muon("delay, lead 2", 1, 4e-3, **LEAD),
+    _by_muon("delay, update-lead 1", 1, 4e-3, correction="update-lead", lead=1.0),
+    _by_muon("delay, lead 2, after 20%", 1, 4e-3, **LEAD, synchronous=0.2),
+    _by_muon("delay of half, as it is", 1, 4e-3, delayed=0.5),
+    _by_muon("delay of half, lead 2", 1, 4e-3, **LEAD, delayed=0.5),
 )
 """Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
 the first fifth of the batches without a delay. Of half: the other half of every batch has the newest weights."""

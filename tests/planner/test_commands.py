@@ -91,21 +91,39 @@ def test_sample_efficiency(capsys: pytest.CaptureFixture[str]):
 
 
 def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
-    """The better of both ways, with the flags of the one that is taken."""
+    """The best of all ways, with the flags of the one that is taken."""
     plans = []
     for way in efficiency.MEASURED:
         options = f"--sample-efficiency {way.efficiency} --synchronous-warmup-fraction {way.synchronous}"
+        options += f" --delayed-microbatches-fraction {way.delayed}"
         plans.append(json.loads(run(capsys, f"{PLAN} {options} --json")[1]))
     to_loss = [next(c["time_to_loss_s"] for c in plan["choices"] if c["delay"]) for plan in plans]
-    assert to_loss[0] != to_loss[1]
+    assert len(set(to_loss)) == len(to_loss) == 3
     better = plans[to_loss.index(min(to_loss))]
     measured = json.loads(run(capsys, f"{PLAN} --sample-efficiency auto --json")[1])
     assert measured["choices"] == better["choices"]
-    assert measured["synchronous_warmup_fraction"] == better["synchronous_warmup_fraction"]
+    for share in ("synchronous_warmup_fraction", "delayed_microbatches_fraction"):
+        assert measured[share] == better[share]
     assert efficiency.RECOMMENDED in " ".join(measured["advice"])
     assert efficiency.RECOMMENDED not in " ".join(better["advice"])
     assert "--synchronous-warmup-iters" in " ".join(plans[1]["advice"])
     assert "--synchronous-warmup-iters" not in " ".join(plans[0]["advice"])
+    partly = next(c for c in plans[2]["choices"] if c["delay"])
+    count = partly["layout"]["delayed_microbatches"]
+    assert f"--pipeline-delayed-microbatches {count} " in partly["flags"]
+    assert f"the first {count} microbatches of every batch with weights that lack" in " ".join(plans[2]["advice"])
+
+
+def test_as_measured_where_a_batch_has_few_microbatches(capsys: pytest.CaptureFixture[str]):
+    """Half of it cannot be delayed; the other ways remain."""
+    layout = "--pipeline-schedule 2bw --pipeline-model-parallel-size 8 --data-parallel-size 8 --micro-batch-size 1"
+    plan = f"plan --model gpt-2.2b --cluster dgx-a100 --nodes 8 --global-batch-size 64 {layout}"
+    code, _, err = run(capsys, f"{plan} --delayed-microbatches-fraction 0.5")
+    assert code == 2
+    assert "microbatches 8: 2bw needs at least 16 on 8 stages" in err
+    found = json.loads(run(capsys, f"{plan} --sample-efficiency auto --json")[1])
+    assert found["delayed_microbatches_fraction"] == 1
+    assert found["choices"][0]["layout"]["delayed_microbatches"] == 0
 
 
 def test_a_beginning_without_a_delay_is_priced(capsys: pytest.CaptureFixture[str]):
@@ -265,6 +283,8 @@ BAD = {
     f"{PLAN} --sample-efficiency nan": "sample_efficiency nan: give a number above 0",
     f"{PLAN} --synchronous-warmup-fraction 1": "synchronous_warmup_fraction 1.0: give a share from 0 to below 1",
     f"{PLAN} --synchronous-warmup-fraction 0.1 --sample-efficiency auto": "auto chooses the share; leave one out",
+    f"{PLAN} --delayed-microbatches-fraction 0": "delayed_microbatches_fraction 0.0: give a share above 0",
+    f"{PLAN} --delayed-microbatches-fraction 0.5 --sample-efficiency auto": "auto chooses the share; leave one out",
     f"{PLAN} --cost-model paper --sample-efficiency 0.9": "--cost-model paper has no sample-efficiency; leave it out",
     f"{PLAN} --cost-model paper --plot a.svg": "--cost-model paper has no plot; leave it out",
     f"{PLAN} --cost-model other": "argument --cost-model: invalid choice: 'other'",

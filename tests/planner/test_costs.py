@@ -71,13 +71,15 @@ def test_uneven_stages():
         assert time_s(row.layout, row.model, row.cluster) == pytest.approx(row.measured, rel=0.14), row.name
 
 
-@pytest.mark.parametrize("schedule", [*costs.SCHEDULES, "inter-layer"])
+@pytest.mark.parametrize("schedule", [*costs.SCHEDULES, "2bw, partly delayed", "inter-layer"])
 @pytest.mark.parametrize(
     "more", [{}, {"tensor": 2, "sequence_parallel": True}, {"distributed_optimizer": True}], ids=str
 )
 def test_equals_the_simulator(schedule: str, more: dict):
     """Within what it takes that the simulator's two reductions last equally long."""
+    schedule, _, partly = schedule.partition(", ")
     for stages, microbatches in ((1, 4), (2, 4), (4, 4), (4, 9)):
+        more = more | ({"delayed_microbatches": stages} if partly else {})
         priced = layout(schedule=schedule, pipeline=stages, global_batch=4 * microbatches, **more)
         pipeline = costs.times_of(SMALL, priced, TWO_DGX).pipeline
         simulated_s = costs.simulated_s(priced, pipeline)

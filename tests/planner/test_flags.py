@@ -20,7 +20,14 @@ SMALL = Model(num_layers=16, hidden_size=512, num_attention_heads=8, seq_length=
 LAYOUTS = {
     "2bw": Layout(schedule="2bw", pipeline=4, data=2, microbatch=2, global_batch=32),
     "2bw, more": Layout(
-        schedule="2bw", pipeline=2, data=1, global_batch=32, extra_in_flight=1, gradient_buffers=1, tensor=2
+        schedule="2bw",
+        pipeline=2,
+        data=1,
+        global_batch=32,
+        extra_in_flight=1,
+        delayed_microbatches=5,
+        gradient_buffers=1,
+        tensor=2,
     ),
     "flush": Layout(schedule="1f1b-flush", pipeline=2, data=2, global_batch=8, overlap_gradients=True),
     "inter-layer": Layout(schedule="inter-layer", pipeline=2, data=2, global_batch=8, precision=Precision.FP16),

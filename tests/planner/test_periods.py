@@ -87,8 +87,11 @@ def simulated_interleaved_s(p: Pipeline, chunks: int) -> Fraction:
     return simulate(interleaved(p.stages, p.microbatches, chunks), times, 1).makespan_s
 
 
-def simulated_two_bw_s(p: Pipeline, extra: int = 0, copy: GradientCopy = GradientCopy.WHOLE) -> Fraction:
-    schedule = build("2bw", stages=p.stages, microbatches=p.microbatches, extra_in_flight=extra)
+def simulated_two_bw_s(
+    p: Pipeline, extra: int = 0, copy: GradientCopy = GradientCopy.WHOLE, delayed: int | None = None
+) -> Fraction:
+    options = {"extra_in_flight": extra, "delayed_microbatches": delayed}
+    schedule = build("2bw", stages=p.stages, microbatches=p.microbatches, **options)
     return steady_state(with_gradient_copy(schedule, copy), durations(p)).period_s
 
 
@@ -109,3 +112,24 @@ def test_2bw_with_transfers(extra: int):
     for p in pipelines(sizes, update_s=1):
         simulated_s = simulated_two_bw_s(p, extra)
         assert simulated_s * 0.99 <= two_bw_s(p, extra_in_flight=extra) <= simulated_s * 1.01 + p.update_s, p
+
+
+@pytest.mark.parametrize("copy", GradientCopy)
+@pytest.mark.parametrize("reduce_s", [0, 1, 8])
+def test_2bw_with_some_delayed_microbatches(copy: GradientCopy, reduce_s: int):
+    """An update that is needed sooner: from where nothing hides it to where the whole batch does."""
+    sizes = [(1, 3), (2, 4), (3, 5), (4, 7)]
+    for p in pipelines(sizes, update_s=1, gradients_s=reduce_s, norm_s=reduce_s):
+        for delayed in range(max(p.stages - 1, 1), p.microbatches + 1):
+            if p.send_s == 0:
+                assert two_bw_s(p, copy=copy, delayed=delayed) == simulated_two_bw_s(p, 0, copy, delayed), (p, delayed)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_2bw_with_some_delayed_microbatches_and_transfers(extra: int):
+    for p in pipelines([(2, 4), (4, 8)], update_s=1, gradients_s=4, norm_s=4):
+        ahead = (1 + extra) * (p.stages - 1)
+        for delayed in (ahead, ahead + 1):
+            simulated_s = simulated_two_bw_s(p, extra, delayed=delayed)
+            found_s = two_bw_s(p, extra_in_flight=extra, delayed=delayed)
+            assert simulated_s * 0.99 <= found_s <= simulated_s * 1.01, (p, delayed)

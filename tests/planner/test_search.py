@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -164,6 +165,36 @@ def test_nothing_beats_the_best(case: str, efficiency: float, synchronous: float
     assert ours == pytest.approx(best, rel=1e-12)
 
 
+@pytest.mark.parametrize("case", ["roomy", "narrow", "v100"])
+def test_nothing_beats_the_best_with_some_delayed_microbatches(case: str):
+    """At most half of a batch: twice as many microbatches as hide an update, d, or more with more in flight."""
+    machine, batch = CASES[case][0], 32
+    best_s = math.inf
+    for layout in every_layout(MODEL, machine, batch):
+        hiding = (1 + layout.extra_in_flight) * (layout.pipeline - 1) + 1
+        if layout.schedule == "2bw" and layout.microbatches >= 2 * hiding:
+            partly = dataclasses.replace(layout, delayed_microbatches=hiding)
+            if memory.largest(MODEL, partly).total_bytes <= machine.memory_bytes:
+                best_s = min(best_s, costs.iteration(MODEL, partly, machine).time_s / 0.95)
+    plan = search(MODEL, machine, batch, progress=Progress(efficiency=0.95, delayed=0.5))
+    found = plan.best_of(delayed=True)
+    assert found.loss_time_s == pytest.approx(best_s, rel=1e-12)
+    assert found.layout.microbatches >= 2 * found.layout.delayed_microbatches > 0
+    again = search(MODEL, machine, batch, within(Space(), name(found.layout)), keep=1).best
+    assert (again.layout, again.iteration) == (found.layout, found.iteration)
+
+
+def test_delayed_microbatches_that_are_asked_for():
+    only = Space(schedules=("2bw",), pipelines=(4,), microbatches=(1,), extra_in_flight=(0,))
+    for count in (3, 5, 8):
+        plan = best(dataclasses.replace(only, delayed_microbatches=(count,)))
+        assert {choice.layout.delayed_microbatches for choice in plan.choices} == {count}
+    with pytest.raises(PlanError, match="delayed_microbatches 2: the first of 4 stages runs 3 ahead; use 4, or 0"):
+        best(dataclasses.replace(only, delayed_microbatches=(2,)))
+    with pytest.raises(PlanError, match="microbatches 8: 2bw needs at least 10 on 4 stages"):
+        best(dataclasses.replace(only, delayed_microbatches=(5,)), progress=Progress(delayed=0.5))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_as_little_memory_as_possible_is_found(case: str):
     machine, batch = CASES[case]
@@ -196,7 +227,7 @@ def test_what_is_returned_runs_and_fits(case: str):
     assert len({choice.layout for choice in plan.choices}) == len(plan.choices)
 
 
-def best(space: Space | None = None, batch: int = 8, **more: float) -> Plan:
+def best(space: Space | None = None, batch: int = 8, **more: Any) -> Plan:
     return search(MODEL, cluster(4, 80), batch, space, **more)
 
 

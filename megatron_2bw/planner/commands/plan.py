@@ -44,6 +44,7 @@ _LIMITS = {
     "--recompute-method": ("recompute_methods", "RecomputeMethod"),
     "--recompute-num-layers": ("recompute_layers", int),
     "--pipeline-extra-in-flight": ("extra_in_flight", int),
+    "--pipeline-delayed-microbatches": ("delayed_microbatches", int),
     "--pipeline-gradient-buffers": ("gradient_buffers", int),
     "--mixpipe-k": ("mixpipe_k", int),
     "--mixpipe-gamma": ("mixpipe_gamma", int),
@@ -62,13 +63,21 @@ def add(commands: Any) -> None:
         "--sample-efficiency",
         metavar="E",
         help="progress per sample with gradients one batch old, where 1 is that of a flush; auto: as measured with the "
-        "recommended correction, with or without a beginning without a delay, whichever is faster (default: 1)",
+        "recommended correction, alone, after a beginning without a delay, or with half of every batch delayed, "
+        "whichever is faster (default: 1)",
     )
     plan.add_argument(
         "--synchronous-warmup-fraction",
         type=float,
         metavar="F",
         help="share of the run for which --synchronous-warmup-iters keeps 2bw from its delay (default: 0)",
+    )
+    plan.add_argument(
+        "--delayed-microbatches-fraction",
+        type=float,
+        metavar="F",
+        help="share of a batch that 2bw may compute with the older weights, as little of it as hides an update, with "
+        "--pipeline-delayed-microbatches; batches have as many more microbatches (default: 1)",
     )
     _add_limits(plan)
     plan.add_argument(
@@ -147,25 +156,33 @@ def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: S
     from megatron_2bw.planner.efficiency import AUTO, MEASURED, Progress, assumption
     from megatron_2bw.planner.search import search
 
-    share = args.synchronous_warmup_fraction
+    shares = {
+        "--synchronous-warmup-fraction": args.synchronous_warmup_fraction,
+        "--delayed-microbatches-fraction": args.delayed_microbatches_fraction,
+    }
     if args.sample_efficiency != AUTO:
+        synchronous, delayed = shares.values()
         progress = Progress(
             efficiency=1.0 if args.sample_efficiency is None else _number(args.sample_efficiency),
-            synchronous=share or 0.0,
+            synchronous=synchronous or 0.0,
+            delayed=1.0 if delayed is None else delayed,
         )
         return search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep)
-    if share is not None:
-        raise PlanError(
-            f"--synchronous-warmup-fraction {share:g}: --sample-efficiency auto chooses the share; leave one out"
-        )
+    for flag, share in shares.items():
+        if share is not None:
+            raise PlanError(f"{flag} {share:g}: --sample-efficiency auto chooses the share; leave one out")
 
     def to_loss_s(plan: Plan) -> float:
         delayed = plan.best_of(delayed=True)
         return math.inf if delayed is None else delayed.loss_time_s
 
-    plans = [
-        search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep) for progress in MEASURED
-    ]
+    plans = []
+    for progress in MEASURED:
+        try:
+            plans.append(search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep))
+        except PlanError:  # The batch may have too few microbatches for one of them.
+            if progress is MEASURED[-1] and not plans:
+                raise
     best = min(plans, key=to_loss_s)
     return replace(best, assumption=assumption(best.progress))
 
@@ -183,6 +200,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
     for option in (
         "sample_efficiency",
         "synchronous_warmup_fraction",
+        "delayed_microbatches_fraction",
         "verify_top",
         "explain",
         "plot",
