@@ -19,7 +19,7 @@ from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.feasible import checked, enough_delayed, enough_microbatches
+from megatron_2bw.schedule.feasible import checked, enough_microbatches
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, canonical_name
 
 
@@ -62,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         metavar="N",
         help="2bw: compute the first N microbatches of a batch with the weights of one update before, the others with "
-        "the newest, so that the delay costs less progress. At least what the first stage runs ahead, d-1; with one "
-        "more, d, there is time to hide an update. By default all are delayed, the paper's rule.",
+        "the newest, so that the delay costs less progress. At least what the first stage runs ahead, d-1 or with "
+        "--pipeline-extra-in-flight X (1+X)*(d-1); one more leaves time to hide an update. By default all are delayed, "
+        "the paper's rule.",
     )
     group.add_argument(
         "--mixpipe-k",
@@ -234,15 +235,16 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **op
     else:
         return
     what = f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}"
-    delayed = enough_delayed(name, **size)
-    if delayed is not None:
-        raise ArgumentError(
-            f"{what}; give at least {delayed} for --pipeline-delayed-microbatches {options['delayed_microbatches']}, "
-            "or leave the flag out"
-        )
     enough = enough_microbatches(name, **size)
     if enough is None:
         raise ArgumentError(f"{what}; or use --pipeline-schedule 1f1b-flush")
+    if (options["delayed_microbatches"] or enough) < enough:
+        what += (
+            f"; --pipeline-delayed-microbatches {options['delayed_microbatches']} is less than {enough}: give that, or "
+            "leave the flag out"
+        )
+        if microbatches >= enough:
+            raise ArgumentError(what)
     if options["extra_in_flight"]:
         remedy = f"lower --pipeline-extra-in-flight {options['extra_in_flight']}, {remedy}"
     raise ArgumentError(

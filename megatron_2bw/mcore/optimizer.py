@@ -166,8 +166,10 @@ class DelayedOptimizer:
     def computing(self, batch: int) -> Iterator[None]:
         """Inside, ``scale_loss`` takes the loss scale of ``batch``."""
         self._scale = self._scale_of(batch)
-        yield
-        self._scale = None
+        try:
+            yield
+        finally:
+            self._scale = None
 
     def _scale_of(self, batch: int) -> torch.Tensor | None:
         return self.scales[max(batch - 1, self.weights.first)] if self.scales else None

@@ -19,7 +19,6 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import (
     DELAYED,
     MEGATRON,
-    hiding_microbatches,
     least_microbatches,
     microbatch_problem,
     model_problem,
@@ -30,6 +29,8 @@ from megatron_2bw.planner.rules import (
 from megatron_2bw.planner.space import Space
 
 GIB = 2**30
+ROUNDING = 1e-9
+"""By which a share of a whole number may miss another one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -219,9 +220,11 @@ class Candidates:
         if schedule == "mixpipe":
             yield from self._mixpipe_orders(shape, microbatch)
             return
-        extras, delayed = ((0, 1), None) if schedule in DELAYED else ((0,), (0,))
-        for extra in self.space.allows("extra_in_flight", extras):
-            for count in self.space.allows("delayed_microbatches", delayed or self._delayed(shape, extra)):
+        if schedule not in DELAYED:
+            yield {}
+            return
+        for extra in self.space.allows("extra_in_flight", (0, 1)):
+            for count in self._delayed(shape, microbatch):
                 yield {"extra_in_flight": extra, "delayed_microbatches": count}
 
     def _mixpipe_orders(self, shape: Shape, microbatch: int) -> Iterator[dict[str, int]]:
@@ -234,23 +237,43 @@ class Candidates:
             if (ks is None or injected in ks or k in ks) and (gammas is None or extra in gammas):
                 yield {"mixpipe_k": k, "mixpipe_gamma": extra}
 
-    def _delayed(self, shape: Shape, extra: int) -> tuple[int, ...]:
-        """Of 2bw: how many microbatches are delayed. What is asked for, or else all or as few as hide an update."""
+    def _delayed(self, shape: Shape, microbatch: int) -> tuple[int, ...]:
+        """How many microbatches of a batch are delayed: what is asked for, or else as many as may be."""
         if self.space.delayed_microbatches is not None:
             return self.space.delayed_microbatches
-        return (0,) if self.delayed == 1 else (hiding_microbatches("2bw", shape.pipeline, extra),)
+        return (0,) if self.delayed == 1 else (self._most_delayed(self.global_batch // (shape.data * microbatch)),)
+
+    def _most_delayed(self, microbatches: int) -> int:
+        """Of so many; at least one, which may be too many."""
+        return max(int(self.delayed * microbatches * (1 + ROUNDING)), 1)
+
+    def _delayed_problem(self, layout: Layout) -> str | None:
+        """Why the share of a batch that may be delayed, or what was asked for of it, does not suit the batch."""
+        count, microbatches = layout.delayed_microbatches, layout.microbatches
+        if layout.schedule not in DELAYED:
+            return None
+        if count >= microbatches > 1:
+            return f"delayed_microbatches {count}: a batch has {microbatches} microbatches; leave it out"
+        if self.delayed == 1:
+            return None
+        least = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
+        if least > self.delayed * microbatches * (1 + ROUNDING):
+            enough = math.ceil(least / self.delayed * (1 - ROUNDING)) * layout.microbatch * layout.data
+            return (
+                f"microbatches {microbatches}: {layout.schedule} delays at least {least} of them on {layout.pipeline} "
+                f"stages, more than {self.delayed:g} of a batch; raise global_batch to {enough}"
+            )
+        most = self._most_delayed(microbatches)
+        if not 0 < count <= most:
+            given = count or microbatches
+            return f"delayed_microbatches {given}: more than {self.delayed:g} of {microbatches}; use {most}"
+        return None
 
     def _needed(self, layout: Layout) -> int:
         """Microbatches, at least."""
-        needed = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
-        if layout.schedule not in DELAYED:
-            return needed
-        if not layout.extra_in_flight and not self.space.tight:
-            needed = layout.pipeline
-        if self.delayed == 1:
-            return needed
-        # All of them, where their number is not said, are too many.
-        return math.ceil((layout.delayed_microbatches or self.global_batch) / self.delayed)
+        if layout.schedule in DELAYED and not layout.extra_in_flight and not self.space.tight:
+            return layout.pipeline
+        return least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
 
     def _switched(self, shape: Shape, base: dict[str, object]) -> Iterator[Layout]:
         """Layouts that differ in what is not recomputation."""
@@ -260,7 +283,7 @@ class Candidates:
             for distributed in self._distributed(shape):
                 switches = {"sequence_parallel": sequence, "distributed_optimizer": distributed}
                 layout = self._layout(shape, base | switches)
-                problem = microbatch_problem(layout, needed)
+                problem = self._delayed_problem(layout) or microbatch_problem(layout, needed)
                 unknown = None if problem else self._not_profiled(layout)
                 if problem:
                     self.reject("the batch has the microbatches that the schedule needs", problem, name(layout))
@@ -290,7 +313,7 @@ class Candidates:
         recomputes = space.allows("recomputes", tuple(Recompute))
         if self.cluster.profile is not None:
             recomputes = [choice for choice in recomputes if not self._not_profiled(replace(base, recompute=choice))]
-        for buffers in space.allows("gradient_buffers", (2, 1) if base.schedule in DELAYED else (2,)):
+        for buffers in space.allows("gradient_buffers", (2, 1)) if base.schedule in DELAYED else (2,):
             for recompute in recomputes:
                 if recompute == Recompute.FULL:
                     for method in space.allows("recompute_methods", tuple(RecomputeMethod)):

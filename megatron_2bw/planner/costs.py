@@ -1,7 +1,7 @@
 """How long a batch takes: kernels and collectives priced by size, put together by the schedule.
 
 Seconds of a layer come from ``layer``, those of links from ``speeds``, and the time of a batch from the closed forms
-in ``periods``, which equal the simulator that runs the executor's own Programs.
+in ``periods``, which ``tests/planner/test_periods.py`` compares with the simulator of the executor's own Programs.
 """
 
 from __future__ import annotations

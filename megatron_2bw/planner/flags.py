@@ -185,8 +185,8 @@ def _layout(options: Options, model: Model, gpus: int | None, *, fused: bool) ->
     numbers.setdefault("tensor", 1)
     if "microbatch" not in numbers:
         raise PlanError("--micro-batch-size is missing: Megatron has no default; give --micro-batch-size N")
-    for name in ("pipeline", "tensor", "microbatch"):
-        if numbers[name] < 1:
+    for name in ("pipeline", "tensor", "microbatch", "delayed_microbatches"):
+        if numbers.get(name, 1) < 1:
             raise PlanError(f"{name} {numbers[name]}: give a whole number of at least 1")
     data = _width(gpus, numbers["pipeline"] * numbers["tensor"])
     if "--num-layers-per-virtual-pipeline-stage" in options:

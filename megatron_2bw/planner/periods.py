@@ -148,7 +148,8 @@ def two_bw_s(
     - Sums of gradients and of the norm, then the update: they have to be done before the first forward that uses it,
       on the first stage. ``(1+x)*(d-1)`` backwards come after the forwards that have to be done by the end of its
       batch, and one for each microbatch that is not delayed.
-    - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward;
+    - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward,
+      whether the slowest stage or the turns set the pace;
       without a copy, the update, for which all stages wait.
 
     Args:
@@ -168,6 +169,10 @@ def two_bw_s(
     after = ahead + (0 if delayed is None else max(p.microbatches - delayed, 0))
     waits_s = flush_s(p) + _after_update_s(p, after, per_boundary)
     in_forward_s = p.gradients_s if copy is GradientCopy.SHARD else 0
+    if copy is GradientCopy.SHARD:  # In place of one forward.
+        backward_s = max(stage.backward_s for stage in p.kinds)
+        others_s = (p.microbatches - 1) * p.turn_s(0, last) / (ahead + 1)
+        from_turns_s = max(from_turns_s, others_s + backward_s + p.gradients_s)
     if copy is GradientCopy.NONE:
         forwards_s = sum(stage.forward_s * count for stage, count in zip(p.kinds, p.counts, strict=True))
         down_s = p.turn_s(0, last) - last * p.send_s - forwards_s

@@ -23,7 +23,7 @@ def programs_of(layout: Layout) -> Schedule:
         layout.pipeline,
         layout.microbatches,
         layout.extra_in_flight,
-        layout.delayed_microbatches,
+        layout.delayed_microbatches or None,
         layout.mixpipe_k,
         layout.mixpipe_gamma,
     )
@@ -57,7 +57,7 @@ _CHANGES = {ActionType.FORWARD: 1, ActionType.BACKWARD: -1}
 
 @lru_cache(maxsize=512)
 def _built(
-    name: str, stages: int, microbatches: int, extra: int, delayed: int, k: int, gamma: int
+    name: str, stages: int, microbatches: int, extra: int, delayed: int | None, k: int, gamma: int
 ) -> Schedule | ScheduleError:
     options = {"extra_in_flight": extra, "delayed_microbatches": delayed, "k": k, "gamma": gamma}
     try:

@@ -140,11 +140,6 @@ def recompute_problem(model: Model, layout: Layout) -> str | None:
     return None
 
 
-def hiding_microbatches(schedule: str, pipeline: int, extra_in_flight: int) -> int:
-    """The fewest delayed microbatches that leave time to hide an update: one more than the first stage runs ahead."""
-    return least_microbatches(schedule, pipeline, extra_in_flight) + 1
-
-
 def least_microbatches(schedule: str, pipeline: int, extra_in_flight: int = 0) -> int:
     """The fewest microbatches per batch that ``schedule`` runs with.
 
@@ -168,7 +163,7 @@ def microbatch_problem(layout: Layout, needed: int) -> str | None:
     if 0 < layout.delayed_microbatches < min(needed_ahead, count):
         return (
             f"delayed_microbatches {layout.delayed_microbatches}: the first of {layout.pipeline} stages runs "
-            f"{needed_ahead} ahead; use {needed_ahead + 1}, or 0 for all"
+            f"{needed_ahead} ahead; use {needed_ahead + 1}, or leave it out"
         )
     if layout.chunks > 1 and count % layout.pipeline:
         nearest = nearest_multiple(count, layout.pipeline)

@@ -9,12 +9,12 @@ the pricing of every layout.
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.candidates import Candidates, Rejection, Saving
+from megatron_2bw.planner.candidates import ROUNDING, Candidates, Rejection, Saving
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.efficiency import EXACT, Progress
 from megatron_2bw.planner.errors import PlanError
@@ -23,7 +23,7 @@ from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import delay_of, gpu_problem
+from megatron_2bw.planner.rules import DELAYED, delay_of, gpu_problem, least_microbatches
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.table import billions, gib
 
@@ -118,7 +118,7 @@ def search(
         model=model, cluster=cluster, global_batch=global_batch, space=space, delayed=progress.delayed
     )
     found = _Search(candidates=candidates, progress=progress)
-    choices = found.best(keep)
+    choices = [found.with_fewest_delayed(choice) for choice in found.best(keep)]
     if not choices:
         raise PlanError(found.why_none())
     return Plan(
@@ -192,6 +192,27 @@ class _Search:
             smallest = min(smallest, (needed, layout), key=lambda pair: pair[0])
         if candidates.capacity_bytes < smallest[0] < math.inf:
             candidates.reject("memory", candidates.does_not_fit(smallest[1], smallest[0]), name(smallest[1]))
+
+    def with_fewest_delayed(self, choice: Choice) -> Choice:
+        """``choice`` with as few delayed microbatches as take no more time, where their number is free."""
+        layout, candidates = choice.layout, self.candidates
+        is_free = candidates.delayed < 1 and candidates.space.delayed_microbatches is None
+        if not is_free or layout.schedule not in DELAYED:
+            return choice
+        most_s = choice.iteration.time_s * (1 + ROUNDING)
+        counts = range(
+            least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight), layout.delayed_microbatches
+        )
+
+        def is_enough(count: int) -> bool:
+            fewer = replace(layout, delayed_microbatches=count)
+            return costs.iteration(candidates.model, fewer, candidates.cluster).time_s <= most_s
+
+        fewest = bisect_left(counts, True, key=is_enough)
+        if fewest == len(counts):
+            return choice
+        fewer = replace(layout, delayed_microbatches=counts[fewest])
+        return price(candidates.model, fewer, candidates.cluster, progress=self.progress)
 
     def _first_that_fits(self, saving: Saving) -> tuple[float, Layout]:
         """(bytes, layout) of the first size that fits, else of one that needs little."""

@@ -25,11 +25,13 @@ class Space:
     sequence_parallel: tuple[bool, ...] | None = None
     distributed_optimizer: tuple[bool, ...] | None = None
     extra_in_flight: tuple[int, ...] | None = None
+    """Of 2bw."""
     delayed_microbatches: tuple[int, ...] | None = None
-    """None: all, or as few as hide an update where the progress with some of them is asked for."""
+    """Of 2bw. None: all, or as few as hide an update where the progress with some of them is asked for."""
     mixpipe_k: tuple[int, ...] | None = None
     mixpipe_gamma: tuple[int, ...] | None = None
     gradient_buffers: tuple[int, ...] | None = None
+    """Of 2bw."""
     precision: Precision | None = None
     """None: bf16 where the GPU has it, else fp16."""
     fused_attention: bool | None = None

@@ -48,25 +48,20 @@ def works(name: str, *, stages: int, microbatches: int, **options: int | None) -
     return True
 
 
-def enough_delayed(name: str, *, delayed_microbatches: int | None = None, **size: int | None) -> int | None:
-    """Where ``delayed_microbatches`` are too few: the next number that works. None where that is not what is wrong.
+def enough_microbatches(
+    name: str, *, stages: int, microbatches: int, delayed_microbatches: int | None = None, **options: int | None
+) -> int | None:
+    """The next number that works above what is too small; None if none near does.
 
-    >>> enough_delayed("2bw", stages=6, microbatches=8, delayed_microbatches=2)
-    5
-    """
-    if delayed_microbatches is None or not works(name, **size):
-        return None
-    candidates = range(delayed_microbatches, size["microbatches"] + 1)
-    return next(n for n in candidates if works(name, delayed_microbatches=n, **size))
-
-
-def enough_microbatches(name: str, *, stages: int, microbatches: int, **options: int | None) -> int | None:
-    """The next number of microbatches above ``microbatches`` that works; None if none near does.
+    Above ``microbatches``, or above ``delayed_microbatches`` where those are fewer: both need the same number.
 
     >>> enough_microbatches("2bw", stages=6, microbatches=2)
     5
     >>> enough_microbatches("2bw", stages=6, microbatches=2, extra_in_flight=1)
     10
+    >>> enough_microbatches("2bw", stages=6, microbatches=40, delayed_microbatches=3)
+    5
     """
-    candidates = range(microbatches + 1, microbatches + (2 + (options.get("extra_in_flight") or 0)) * stages)
+    least = min(microbatches, delayed_microbatches or microbatches) + 1
+    candidates = range(least, least + (2 + (options.get("extra_in_flight") or 0)) * stages)
     return next((m for m in candidates if works(name, stages=stages, microbatches=m, **options)), None)

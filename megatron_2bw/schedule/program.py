@@ -103,7 +103,7 @@ class Schedule:
     delay: tuple[int, ...]
     """Per stage: batch t computes with W(max(t - delay, 0))."""
     delayed_microbatches: int | None = None
-    """So many of a batch, the first ones, do; the others compute with W(t). None for all."""
+    """How many microbatches of a batch, the first ones, are that late; the others compute with W(t). None for all."""
     weight_versions: tuple[int, ...]
     """Per rank: weight versions alive at once, at most."""
     in_flight: tuple[int, ...]

@@ -78,6 +78,8 @@ def build(name: str, *, stages: int, microbatches: int, **options: int | None) -
     for what, count in (("stages", stages), ("microbatches", microbatches)):
         if count < 1:
             raise ScheduleError(f"{name} got {what} = {count}; it needs at least 1")
+    if options.get("delayed_microbatches") == 0:
+        raise ScheduleError(f"{name} got delayed_microbatches = 0; give at least 1, or leave it out for all")
     given = {option: value for option, value in options.items() if value}
     for option in given:
         if option not in options_of(name):

@@ -17,7 +17,7 @@ def two_bw(
 
     ``W(t+1) = W(t) - lr * grad f(W(t-1))``. A call runs the backward passes of its own batch and
     forward passes that reach ``d-1-s`` microbatches into the next one. The update of a batch may
-    happen any time before its weights are first used, two batches later. Steady bubble 0;
+    happen any time before its weights are first used, by default two batches later. Steady bubble 0;
     activations ``d-s``; weight versions 2.
 
     Of a batch, only the first ``(1 + extra_in_flight) * (d-1)`` microbatches have to enter the pipeline before the

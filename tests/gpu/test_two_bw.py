@@ -32,6 +32,7 @@ SETTINGS = {
     "bf16, one more in flight": replace(
         CASE, precision="bf16", microbatches=4, flags=("--pipeline-extra-in-flight", "1")
     ),
+    "bf16, half of a batch delayed": replace(CASE, precision="bf16", microbatches=4, delayed=2),
     "bf16, full recompute": replace(CASE, precision="bf16", recompute="full"),
     "bf16, two replicas": replace(TWO_REPLICAS, precision="bf16"),
     "bf16, distributed optimizer": replace(TWO_REPLICAS, precision="bf16", distributed_optimizer=True),

@@ -27,7 +27,11 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
     "too few microbatches": (replace(TWO_BW, stages=4, microbatches=2), ["2 microbatches", "4 stages", "at least 3"]),
     "too few delayed microbatches": (
         replace(TWO_BW, stages=4, microbatches=8, delayed=2),
-        ["give at least 3 for --pipeline-delayed-microbatches 2"],
+        ["--pipeline-delayed-microbatches 2 is less than 3: give that, or leave the flag out"],
+    ),
+    "too few delayed microbatches, of too few": (
+        replace(TWO_BW, stages=4, microbatches=4, delayed=2, flags=("--pipeline-extra-in-flight", "1")),
+        ["--pipeline-delayed-microbatches 2 is less than 6", "at least 6", "lower --pipeline-extra-in-flight 1"],
     ),
     "one stage": (replace(TWO_BW, stages=1), ["--pipeline-model-parallel-size", "at least 2"]),
     "virtual stages by layers": (

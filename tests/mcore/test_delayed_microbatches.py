@@ -31,7 +31,9 @@ EXACT = {
         delayed=4,
         flags=("--pipeline-extra-in-flight", "1", "--pipeline-model-parallel-layout", "Et|tt|tL"),
     ),
-    "distributed optimizer, lead, after batches without a delay": replace(SHARDED, lead=2.0, clip=1.0, synchronous=4),
+    "fp16, distributed optimizer, lead, after batches without a delay": replace(
+        SHARDED, precision="fp16", lead=2.0, clip=1.0, synchronous=4
+    ),
     "one buffer, update-lead, distributed optimizer": replace(
         SHARDED, correction="update-lead", lead=1.0, flags=("--pipeline-gradient-buffers", "1")
     ),

@@ -120,10 +120,13 @@ def test_as_measured_where_a_batch_has_few_microbatches(capsys: pytest.CaptureFi
     plan = f"plan --model gpt-2.2b --cluster dgx-a100 --nodes 8 --global-batch-size 64 {layout}"
     code, _, err = run(capsys, f"{plan} --delayed-microbatches-fraction 0.5")
     assert code == 2
-    assert "microbatches 8: 2bw needs at least 16 on 8 stages" in err
+    assert "2bw delays at least 7 of them on 8 stages, more than 0.5 of a batch; raise global_batch to 112" in err
     found = json.loads(run(capsys, f"{plan} --sample-efficiency auto --json")[1])
     assert found["delayed_microbatches_fraction"] == 1
     assert found["choices"][0]["layout"]["delayed_microbatches"] == 0
+    code, _, err = run(capsys, f"{plan.replace('size 64', 'size 32')} --sample-efficiency auto")
+    assert code == 2
+    assert "microbatches 4: 2bw needs at least 8 on 8 stages; raise global_batch to 64" in err
 
 
 def test_a_beginning_without_a_delay_is_priced(capsys: pytest.CaptureFixture[str]):

@@ -97,7 +97,8 @@ def test_feasible_region():
 
 BAD = {
     "show 2bw --stages 3 --microbatches 3 --extra-in-flight 1": "works with 3 stages and 4 microbatches, the next",
-    "show 2bw --stages 3 --microbatches 3 --delayed-microbatches 1": "2bw (d=3, m=3): reduction waited for too early",
+    "show 2bw --stages 3 --microbatches 3 --delayed-microbatches 1": "3 stages and 2 delayed microbatches, the",
+    "show 2bw --stages 4 --microbatches 2 --delayed-microbatches 2": "4 stages and 3 microbatches, and as many delayed",
     "show gpipe --stages 2 --microbatches 2 --delayed-microbatches 2": "gpipe computes all microbatches of a batch a",
     "show 2bw --stages 2 --microbatches 2 --delayed-microbatches 0": "'0' is no count",
     "show gpipe --stages 2 --microbatches 2 --extra-in-flight 1": "gpipe keeps a fixed number of activations in flight",

@@ -80,8 +80,7 @@ def test_as_many_delayed_as_the_first_stage_runs_ahead(copy: GradientCopy):
             assert valid == (ahead <= min(delayed, microbatches)), f"d={stages}, m={microbatches}, {options}"
 
 
-def test_where_a_delay_has_to_begin_anew():
-    """With a declared number of delayed microbatches that is not the Programs'."""
+def test_a_declared_number_of_delayed_microbatches_that_is_not_the_programs():
     schedule = build("2bw", stages=3, microbatches=6, delayed_microbatches=3)
     for other in (None, 2, 4):
         with pytest.raises(ScheduleError, match=Rule.VERSION):

@@ -76,8 +76,8 @@ def add(commands: Any) -> None:
         "--delayed-microbatches-fraction",
         type=float,
         metavar="F",
-        help="share of a batch that 2bw may compute with the older weights, as little of it as hides an update, with "
-        "--pipeline-delayed-microbatches; batches have as many more microbatches (default: 1)",
+        help="share of a batch's microbatches that 2bw may delay; the plan says how few suffice to hide an update, for "
+        "--pipeline-delayed-microbatches (default: 1)",
     )
     _add_limits(plan)
     plan.add_argument(
@@ -176,13 +176,14 @@ def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: S
         delayed = plan.best_of(delayed=True)
         return math.inf if delayed is None else delayed.loss_time_s
 
-    plans = []
+    plans, problems = [], []
     for progress in MEASURED:
         try:
             plans.append(search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep))
-        except PlanError:  # The batch may have too few microbatches for one of them.
-            if progress is MEASURED[-1] and not plans:
-                raise
+        except PlanError as problem:  # The batch may have too few microbatches for one of them.
+            problems.append(problem)
+    if not plans:
+        raise problems[0]
     best = min(plans, key=to_loss_s)
     return replace(best, assumption=assumption(best.progress))
 

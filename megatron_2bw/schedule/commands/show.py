@@ -212,7 +212,10 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
             enough = enough_microbatches(name, **size, **own)
             if enough is None:
                 raise
-            next_one = f"{name} works with {args.stages} stages and {enough} microbatches, the next number that does"
+            delayed = own.get("delayed_microbatches") or enough
+            what = "microbatches" if microbatches < enough else "delayed microbatches"
+            what += ", and as many delayed" if what == "microbatches" and delayed < enough else ""
+            next_one = f"{name} works with {args.stages} stages and {enough} {what}, the next number that does"
             raise ScheduleError(f"{error.message}; {next_one}") from None
 
 
