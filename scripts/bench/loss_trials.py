@@ -47,6 +47,8 @@ class Arm:
     lead: float = 0.0
     delayed: float = 1.0
     """Share of a batch."""
+    is_last: bool = False
+    """Whether it waits until the other arms are done."""
     synchronous: float = 0.0
     """Share of the steps without a delay, before it begins."""
 
@@ -108,7 +110,7 @@ ARMS = (
     _by_muon("delay, lead 2", 1, 4e-3, **LEAD),
     _by_muon("delay, update-lead 1", 1, 4e-3, correction="update-lead", lead=1.0),
     _by_muon("delay, lead 2, after 20%", 1, 4e-3, **LEAD, synchronous=0.2),
-    _by_muon("delay of half, as it is", 1, 4e-3, delayed=0.5),
+    _by_muon("delay of half, as it is", 1, 4e-3, delayed=0.5, is_last=True),
     _by_muon("delay of half, lead 2", 1, 4e-3, **LEAD, delayed=0.5),
 )
 """Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
@@ -149,9 +151,11 @@ class Trials:
         baselines = [arm for arm in reversed(ARMS) if arm.name == arm.baseline]  # Muon's before AdamW's.
         sizes = sorted(SIZES.values(), key=lambda size: (size.kind != GPT, size.hidden))
         for _, of_kind in itertools.groupby(sizes, key=lambda size: size.kind):
-            for baseline, size in itertools.product(baselines, list(of_kind)):
-                yield from self._missing_of([arm for arm in ARMS if arm.baseline == baseline.name], size)
-                yield from self._untried(self.cuts(baseline, size), SEEDS)
+            for is_last, baseline, size in itertools.product((False, True), baselines, list(of_kind)):
+                arms = [arm for arm in ARMS if (arm.baseline, arm.is_last) == (baseline.name, is_last)]
+                yield from self._missing_of(arms, size)
+                if not is_last:
+                    yield from self._untried(self.cuts(baseline, size), SEEDS)
 
     def _missing_of(self, arms: list[Arm], size: Size) -> Iterator[Trial]:
         in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
