@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from typing import NamedTuple
 
 from delayed_training import Trial
 from language_models import Size
@@ -76,10 +77,11 @@ def _seeds(losses: list[float]) -> str:
 
 
 def _interval(values: list[float]) -> str:
-    return f"{statistics.mean(values):>6.3f} {_half(values):>6.3f}"
+    return f"{statistics.mean(values):>6.3f} {half_interval(values):>6.3f}"
 
 
-def _half(values: list[float]) -> float:
+def half_interval(values: list[float]) -> float:
+    """Half of the mean's 95% interval."""
     if not all(map(math.isfinite, values)):  # Some seed has diverged.
         return math.inf
     return T_95 * statistics.stdev(values) / math.sqrt(len(values))
@@ -103,7 +105,7 @@ def _gap(trials: Trials, arm: Arm, size: Size) -> str:
         if is_plain and plain.baseline == arm.baseline and arm is not plain and whole:
             closed = f"{1 - statistics.mean(gaps) / statistics.mean(whole):.0%}"
     mean = statistics.mean(without) + statistics.mean(gaps)
-    worth, least = (_share(worth_of(trials, arm, size, loss)) for loss in (mean, mean + _half(gaps)))
+    worth, least = (_share(worth_of(trials, arm, size, loss)) for loss in (mean, mean + half_interval(gaps)))
     return f"{_interval(gaps)} {closed:>6} {worth:>6} {least:>8}"
 
 
@@ -163,21 +165,40 @@ def _by_rate(trials: Trials, size: Size) -> list[str]:
 
 
 def _by_depth(trials: Trials, size: Size) -> list[str]:
-    """Time to the loss of training without a delay, where its pipeline idles (d-1)/m longer than it works."""
+    lines = [f"{f'time to loss, d = {STAGES}, m/d':<36}" + "".join(f"{ratio:>7}" for ratio in RATIOS)]
+    for name, times in times_to_loss(trials, size).items():
+        cells = ("" if t is None else f"{'>' if t.is_bound else ''}{t.ratio:.2f}" for t in times)
+        lines.append(f"{name:<36}" + "".join(f"{cell:>7}" for cell in cells))
+    return lines
+
+
+class Time(NamedTuple):
+    """To a loss."""
+
+    ratio: float
+    """To the time that the stages work until training without a delay has it."""
+    is_bound: bool = False
+    """Whether it is longer than that."""
+
+
+def times_to_loss(trials: Trials, size: Size) -> dict[str, list[Time | None]]:
+    """Until the loss of training without a delay, whose pipeline idles (d-1)/m longer than it works: one per ratio m/d.
+
+    None where a batch has not enough microbatches.
+    """
     bubbles = [(STAGES - 1) / (STAGES * ratio) for ratio in RATIOS]
-    rows = {
-        "1F1B": [f"{1 + bubble:.2f}" for bubble in bubbles],
-        f"interleaved, {CHUNKS} chunks": [f"{1 + bubble / CHUNKS:.2f}" for bubble in bubbles],
+    rows: dict[str, list[Time | None]] = {
+        "1F1B": [Time(1 + bubble) for bubble in bubbles],
+        f"interleaved, {CHUNKS} chunks": [Time(1 + bubble / CHUNKS) for bubble in bubbles],
     }
     for arm in (arm for arm in ARMS if arm.delay):
         losses = trials.losses(trials.best(arm, size))
         worth = worth_of(trials, arm, size, statistics.mean(losses)) if losses else None
         if worth is not None:
-            sign = "" if worth > 0 else ">"
-            times = [(1 + arm.synchronous * bubble) / abs(worth) for bubble in bubbles]
             rows[f"2bw, {arm.name}"] = [
-                f"{sign}{time:.2f}" if ratio * arm.delayed >= 1 else ""
-                for time, ratio in zip(times, RATIOS, strict=True)
+                Time((1 + arm.synchronous * bubble) / abs(worth), is_bound=worth < 0)
+                if ratio * arm.delayed >= 1
+                else None
+                for bubble, ratio in zip(bubbles, RATIOS, strict=True)
             ]
-    lines = [f"{f'time to loss, d = {STAGES}, m/d':<36}" + "".join(f"{ratio:>7}" for ratio in RATIOS)]
-    return lines + [f"{name:<36}" + "".join(f"{time:>7}" for time in times) for name, times in rows.items()]
+    return rows

@@ -1,7 +1,7 @@
 """What gradients one step old cost in loss, and what corrections give back: the same model with each, tuned alike.
 
     python scripts/bench/time_to_loss.py train [--minutes 30] [--jobs 2]
-    python scripts/bench/time_to_loss.py report [--output scripts/bench/results/time_to_loss.txt]
+    python scripts/bench/time_to_loss.py report [--output scripts/bench/results/time_to_loss.txt] [--plot FILE.svg]
 
 ``train`` goes on where it was stopped; each finished trial is a line of the file ``--trials``. For one optimizer
 after the other, every arm tries its grid with one seed, the best of it with other warm-ups, then its three best with
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--plot", type=Path, help="a picture; needs scripts/bench/requirements.txt")
     options = parser.parse_args(argv)
     trials = Trials(options.trials)
     if options.command == "train":
@@ -78,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(text)
     if options.output is not None:
         options.output.write_text(text)
+    if options.plot is not None:
+        from loss_plot import plot
+
+        plot(trials, options.plot)
 
 
 if __name__ == "__main__":

@@ -137,14 +137,25 @@ def test_the_largest_stable_step(decay: float, lead: float, largest: float) -> N
     assert abs(_after_many_steps(decay, 0.0, 1.2)) > 1e3, "without a lead, 1 is the limit"
 
 
-def _after_many_steps(decay: float, lead: float, size: float) -> float:
+@pytest.mark.parametrize(
+    ("decay", "lead", "delayed", "largest"),
+    [(0.9, 0.0, 0.5, 2.0), (0.9, 0.0, 0.25, 4.0), (0.95, 0.0, 0.5, 2.0), (0.9, 2.0, 0.5, 6.2), (0.9, 2.0, 0.25, 12.9)],
+)
+def test_the_largest_stable_step_where_a_share_is_delayed(
+    decay: float, lead: float, delayed: float, largest: float
+) -> None:
+    assert abs(_after_many_steps(decay, lead, 0.95 * largest, delayed)) < 1e-3
+    assert abs(_after_many_steps(decay, lead, 1.05 * largest, delayed)) > 1e3
+
+
+def _after_many_steps(decay: float, lead: float, size: float, delayed: float = 1.0) -> float:
     newest = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     optimizer = torch.optim.SGD([newest], lr=size * (1 - decay), momentum=decay)
     if lead:
         MomentLead(lead).attach(optimizer)
     older = newest.detach().clone()
     for _ in range(6000):
-        newest.grad, older = older, newest.detach().clone()
+        newest.grad, older = torch.lerp(newest.detach(), older, delayed), newest.detach().clone()
         optimizer.step()
         if not 1e-9 < abs(newest.item()) < 1e9:
             break
