@@ -107,12 +107,16 @@ def one_f_one_b_s(pipeline: Pipeline) -> float:
     return pipeline.turn_s(0, pipeline.stages - 1) + _other_turns_s(pipeline) + flush_s(pipeline)
 
 
-def _other_turns_s(p: Pipeline) -> float:
+def _other_turns_s(p: Pipeline, per_boundary: int = 1) -> float:
     """The slowest turns of all microbatches but one: over the last stage, or over as many stages as there are."""
     last, rest = p.stages - 1, p.microbatches - 1
-    over_all, left = divmod(rest, p.stages)
-    over_all_s = over_all * p.turn_s(0, last) + (p.turn_s(p.stages - left, last) if left else 0)
-    return max(rest * p.turn_s(last, last), over_all_s)
+    pair_s = p.turn_s(last, last)
+    over_all, left = divmod(rest, per_boundary * last + 1)
+    over_all_s = over_all * p.turn_s(0, last)
+    if left:
+        crossed = (left - 1) // per_boundary
+        over_all_s += p.turn_s(last - crossed, last) + (left - 1 - per_boundary * crossed) * pair_s
+    return max(rest * pair_s, over_all_s)
 
 
 def interleaved_s(pipeline: Pipeline, chunks: int) -> float:
@@ -176,7 +180,7 @@ def two_bw_s(
     if copy is GradientCopy.NONE:
         forwards_s = sum(stage.forward_s * count for stage, count in zip(p.kinds, p.counts, strict=True))
         down_s = p.turn_s(0, last) - last * p.send_s - forwards_s
-        waits_s = max(waits_s, flush_s(p) + _other_turns_s(p) + down_s)
+        waits_s = max(waits_s, flush_s(p) + _other_turns_s(p, per_boundary) + down_s)
     steady_s = max(p.microbatches * stage.pair_s + max(0, in_forward_s - stage.forward_s) for stage in p.kinds)
     return max(max(steady_s, from_turns_s) + p.update_s, waits_s)
 
