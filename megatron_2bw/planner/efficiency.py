@@ -79,13 +79,12 @@ def _flushed(layout: Layout) -> Layout:
 MEASURED = (
     Progress(efficiency=0.8),
     Progress(efficiency=0.9, synchronous=0.2),
-    Progress(efficiency=0.9, delayed=0.5),
+    Progress(efficiency=0.95, delayed=0.5),
 )
 """Of Muon with the lead that the README recommends: alone, after a fifth of the batches without a delay, and with at
 most half of every batch delayed.
 
 ``worth`` in ``scripts/bench/results/time_to_loss.txt``, the lower of both models, rounded down to a multiple of 0.05.
-Of the lead alone, whose cuts have not all been run, what its gap is worth on the line through the first.
 """
 RECOMMENDED = (
     "--optimizer muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --adam-beta1 0.93 --delay-correction lead "
