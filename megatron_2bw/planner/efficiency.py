@@ -99,5 +99,5 @@ def assumption(progress: Progress) -> str:
     begun += " and half of every batch delayed" if progress.delayed < 1 else ""
     return (
         f"A sample efficiency of {progress.efficiency:g} is that of small GPTs with {RECOMMENDED}{begun}, beside Muon "
-        "without a delay; AdamW loses more. Say yours with --sample-efficiency."
+        "without a delay. Say yours with --sample-efficiency."
     )
