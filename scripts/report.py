@@ -7,7 +7,9 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -20,3 +22,11 @@ def heading(*packages: str) -> list[str]:
         f"{datetime.date.today().isoformat()}  python {shlex.join(sys.argv)}",
         f"Python {platform.python_version()}, {versions}; {os.cpu_count()} cores, {platform.machine()}, {device}",
     ]
+
+
+def put(lines: Iterable[str], output: Path | None) -> None:
+    """Print a report, and write it to ``output`` if there is one."""
+    text = "\n".join([*lines, ""])
+    print(text)
+    if output is not None:
+        output.write_text(text)

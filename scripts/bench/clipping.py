@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cost import cost_report
-from report import heading
+from report import heading, put
 from timed_stage import Arm
 
 from megatron_2bw.schedule.action import Reduction
@@ -31,10 +31,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     found = cost_report("the global norm and overflow flag", lambda _: ARMS, pairs=options.pairs)
-    text = "\n".join([*heading(), *found, ""])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    put([*heading(), *found], options.output)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
-from report import heading
+from report import heading, put
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_2bw.runtime.corrections import CORRECTIONS, Correction, UpdateLead
@@ -110,10 +110,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    text = "\n".join([*heading("emerging-optimizers"), "", *report(), ""])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    put([*heading("emerging-optimizers"), "", *report()], options.output)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cost import cost_report
-from report import heading
+from report import heading, put
 from timed_stage import Arm
 
 PER_STAGE = 2
@@ -37,10 +37,7 @@ def main() -> None:
             pairs=options.pairs,
         )
     ]
-    text = "\n".join([*heading(), *found, ""])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    put([*heading(), *found], options.output)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ ITERATIONS, WARM = 60, 4
 
 def main() -> None:
     from live_job import Job
-    from report import heading
+    from report import heading, put
     from schedules import GPT, SAMPLES_PER_MICROBATCH, STAGES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -58,10 +58,7 @@ def main() -> None:
                 f"{rank:>4} {1000 * statistics.median(spent_s):>28.2f} {1000 * mean_s:>6.2f} "
                 f"{1000 * max(spent_s):>6.1f} {1000 * iteration_s:>13.1f} {mean_s / iteration_s:>6.2%}"
             )
-    text = "\n".join([*lines, ""])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    put(lines, options.output)
 
 
 def train() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from report import heading
+from report import heading, put
 
 COMMANDS = ("plan --model gpt-1t --cluster dgx-a100 --nodes 384 --global-batch-size 3072", "plan --help")
 
@@ -40,10 +40,7 @@ def main() -> None:
             f"{command:<82} {statistics.median(wall_s):>15.2f} {min(wall_s):>6.2f} {max(wall_s):>6.2f} "
             f"{statistics.median(busy_s):>12.2f}"
         )
-    text = "\n".join([*lines, ""])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    put(lines, options.output)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from interval import median_interval
 from live_job import ROOT, Job
-from report import heading
+from report import heading, put
 from systems import report_timed
 
 from megatron_2bw.schedule.action import Action, ActionType
@@ -227,10 +227,7 @@ def main() -> None:
         lines += report_gpt(results)
     if options.part != "gpt":
         lines += report_timed(max(1, options.rounds // 4))
-    report = "\n".join([*lines, ""])
-    print(report)
-    if options.output is not None:
-        options.output.write_text(report)
+    put(lines, options.output)
 
 
 if __name__ == "__main__":

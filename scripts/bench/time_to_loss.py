@@ -28,7 +28,7 @@ import torch
 from delayed_training import Trial, train
 from loss_report import report
 from loss_trials import Trials
-from report import heading
+from report import heading, put
 
 TRIALS = Path(__file__).parent / "results" / "time_to_loss.jsonl"
 
@@ -75,10 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.command == "train":
         train_for(trials, options.minutes, options.jobs)
         return
-    text = "\n".join([*heading(), *report(trials), ""])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    put([*heading(), *report(trials)], options.output)
     if options.plot is not None:
         from loss_plot import plot
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kept import Kept
 from language_models import PYTHON, texts
-from report import heading
+from report import heading, put
 
 from megatron_2bw.planner.torchrun import LOGGED
 
@@ -262,10 +262,7 @@ def main() -> None:
         return
     layers = f"GPT, {LAYERS} layers of {HIDDEN}, sequences of {SEQUENCE} bytes of {PYTHON}"
     lines = [*heading(), "", f"{layers}, {MICROBATCHES} microbatches of {MICROBATCH}"]
-    text = "\n".join([*lines, *report(jobs), ""])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    put([*lines, *report(jobs)], options.output)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cost import STAGES, cost_report
-from report import heading
+from report import heading, put
 from schedules import FLUSH, TWO_BW, Arm
 from timed_stage import BACKWARD_S, FORWARD_S, measure
 from timed_stage import Arm as TimedArm
@@ -90,10 +90,7 @@ def main() -> None:
     found = bubbles() if options.part == "both" else []
     arms = TimedArm(recorded=True), TimedArm()
     found += cost_report("the recorder", lambda _: arms, depths=options.stages, pairs=options.pairs)
-    text = "\n".join([*heading(), *found, ""])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    put([*heading(), *found], options.output)
 
 
 if __name__ == "__main__":
