@@ -149,13 +149,14 @@ class Trials:
     def missing(self) -> Iterator[Trial]:
         """In the order in which they are to be tried, as far as it is known now."""
         baselines = [arm for arm in reversed(ARMS) if arm.name == arm.baseline]  # Muon's before AdamW's.
-        sizes = sorted(SIZES.values(), key=lambda size: (size.kind != GPT, size.hidden))
-        for _, of_kind in itertools.groupby(sizes, key=lambda size: size.kind):
-            for is_last, baseline, size in itertools.product((False, True), baselines, list(of_kind)):
-                arms = [arm for arm in ARMS if (arm.baseline, arm.is_last) == (baseline.name, is_last)]
-                yield from self._missing_of(arms, size)
-                if not is_last:
-                    yield from self._untried(self.cuts(baseline, size), SEEDS)
+        sizes = sorted(SIZES.values(), key=lambda size: size.hidden)
+        for kind, is_last, baseline, size in itertools.product((GPT, BERT), (False, True), baselines, sizes):
+            if size.kind != kind:
+                continue
+            arms = [arm for arm in ARMS if (arm.baseline, arm.is_last) == (baseline.name, is_last)]
+            yield from self._missing_of(arms, size)
+            if not is_last:
+                yield from self._untried(self.cuts(baseline, size), SEEDS)
 
     def _missing_of(self, arms: list[Arm], size: Size) -> Iterator[Trial]:
         in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
