@@ -51,6 +51,18 @@ _SAVED = "--save-params-interval and the like for activations, gradients and tok
 _SAVES = tuple(f"save_{what}_interval" for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert"))
 _ONE_OF_TWO = "it looks at one stage per rank, and a rank has two"
 
+
+def _of_2bw(flag: str, reason: str) -> Refused:
+    """A flag of ours that only 2bw has a use for."""
+    return Refused(
+        flag=flag,
+        is_set=given(flag.removeprefix("--").replace("-", "_")),
+        schedules=FLUSHED | PIPEDREAM | STOCK,
+        reason=reason,
+        remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    )
+
+
 REFUSED: tuple[Refused, ...] = (
     Refused(
         flag="--mixpipe-k / --mixpipe-gamma",
@@ -59,27 +71,12 @@ REFUSED: tuple[Refused, ...] = (
         reason="they say how many forwards mixpipe keeps in flight",
         remedy="leave the flags out, or use --pipeline-schedule mixpipe",
     ),
-    Refused(
-        flag="--pipeline-extra-in-flight",
-        is_set=given("pipeline_extra_in_flight"),
-        schedules=FLUSHED | PIPEDREAM | STOCK,
-        reason="only 2bw can keep more activations in flight than its stages need",
-        remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    _of_2bw("--pipeline-extra-in-flight", "only 2bw can keep more activations in flight than its stages need"),
+    _of_2bw(
+        "--pipeline-delayed-microbatches",
+        "only 2bw can compute some microbatches of a batch with newer weights than the others",
     ),
-    Refused(
-        flag="--pipeline-delayed-microbatches",
-        is_set=given("pipeline_delayed_microbatches"),
-        schedules=FLUSHED | PIPEDREAM | STOCK,
-        reason="only 2bw can compute some microbatches of a batch with newer weights than the others",
-        remedy="leave the flag out, or use --pipeline-schedule 2bw",
-    ),
-    Refused(
-        flag="--synchronous-warmup-iters",
-        is_set=given("synchronous_warmup_iters"),
-        schedules=FLUSHED | PIPEDREAM | STOCK,
-        reason="only 2bw can begin without its delay",
-        remedy="leave the flag out, or use --pipeline-schedule 2bw",
-    ),
+    _of_2bw("--synchronous-warmup-iters", "only 2bw can begin without its delay"),
     Refused(
         flag="--delay-correction",
         is_set=given("delay_correction"),
