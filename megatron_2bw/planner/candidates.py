@@ -278,12 +278,11 @@ class Candidates:
     def _switched(self, shape: Shape, base: dict[str, object]) -> Iterator[Layout]:
         """Layouts that differ in what is not recomputation."""
         base = base | {"overlap_gradients": shape.data > 1 and base["schedule"] not in WITHOUT_OVERLAP}
-        needed = self._needed(self._layout(shape, base))
         for sequence in self._sequence_parallel(shape):
             for distributed in self._distributed(shape):
                 switches = {"sequence_parallel": sequence, "distributed_optimizer": distributed}
                 layout = self._layout(shape, base | switches)
-                problem = self._delayed_problem(layout) or microbatch_problem(layout, needed)
+                problem = self._delayed_problem(layout) or microbatch_problem(layout, self._needed(layout))
                 unknown = None if problem else self._not_profiled(layout)
                 if problem:
                     self.reject("the batch has the microbatches that the schedule needs", problem, name(layout))

@@ -169,20 +169,19 @@ def two_bw_s(
     """
     p, last, per_boundary = pipeline, pipeline.stages - 1, 1 + extra_in_flight
     ahead = per_boundary * last
-    from_turns_s = p.microbatches * p.turn_s(0, last) / (ahead + 1)
+    paces = [(stage.pair_s, 1, stage.backward_s) for stage in p.kinds]
+    paces.append((p.turn_s(0, last), ahead + 1, max(stage.backward_s for stage in p.kinds)))
+    steady_s = max(p.microbatches * time_s / passing for time_s, passing, _ in paces)
     after = ahead + (0 if delayed is None else max(p.microbatches - delayed, 0))
     waits_s = flush_s(p) + _after_update_s(p, after, per_boundary)
-    in_forward_s = p.gradients_s if copy is GradientCopy.SHARD else 0
-    if copy is GradientCopy.SHARD:  # In place of one forward.
-        backward_s = max(stage.backward_s for stage in p.kinds)
-        others_s = (p.microbatches - 1) * p.turn_s(0, last) / (ahead + 1)
-        from_turns_s = max(from_turns_s, others_s + backward_s + p.gradients_s)
+    if copy is GradientCopy.SHARD:  # The sum may take the place of one forward.
+        with_sum_s = ((p.microbatches - 1) * time_s / passing + backward_s for time_s, passing, backward_s in paces)
+        steady_s = max(steady_s, max(with_sum_s) + p.gradients_s)
     if copy is GradientCopy.NONE:
         forwards_s = sum(stage.forward_s * count for stage, count in zip(p.kinds, p.counts, strict=True))
         down_s = p.turn_s(0, last) - last * p.send_s - forwards_s
         waits_s = max(waits_s, flush_s(p) + _other_turns_s(p, per_boundary) + down_s)
-    steady_s = max(p.microbatches * stage.pair_s + max(0, in_forward_s - stage.forward_s) for stage in p.kinds)
-    return max(max(steady_s, from_turns_s) + p.update_s, waits_s)
+    return max(steady_s + p.update_s, waits_s)
 
 
 def _after_update_s(p: Pipeline, passing: int, per_boundary: int) -> float:

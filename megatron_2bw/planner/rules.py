@@ -154,17 +154,18 @@ def microbatch_problem(layout: Layout, needed: int) -> str | None:
     Rule of interleaving: forward_backward_pipelining_with_interleaving, microbatch groups of the pipeline's size.
     """
     count, unit = layout.microbatches, layout.microbatch * layout.data
-    needed_ahead = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
     if count < needed:
         return (
             f"microbatches {count}: {layout.schedule} needs at least {needed} on {layout.pipeline} stages; "
             f"raise global_batch to {needed * unit}"
         )
-    if 0 < layout.delayed_microbatches < min(needed_ahead, count):
-        return (
-            f"delayed_microbatches {layout.delayed_microbatches}: the first of {layout.pipeline} stages runs "
-            f"{needed_ahead} ahead; use {needed_ahead + 1}, or leave it out"
-        )
+    if 0 < layout.delayed_microbatches < count:
+        ahead = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
+        if layout.delayed_microbatches < ahead:
+            return (
+                f"delayed_microbatches {layout.delayed_microbatches}: the first of {layout.pipeline} stages runs "
+                f"{ahead} ahead; use {ahead + 1}, or leave it out"
+            )
     if layout.chunks > 1 and count % layout.pipeline:
         nearest = nearest_multiple(count, layout.pipeline)
         return (
