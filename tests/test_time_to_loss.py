@@ -20,10 +20,17 @@ import loss_report
 import loss_trials
 from delayed_training import Result, Trial, rate, train
 from language_models import BERT, Size, Transformer, batches, texts
-from loss_trials import ARMS, CHOOSING, SEEDS, WARMUPS, Arm, Trials
+from loss_trials import ARMS, CHOOSING, LONGER, MORE_SEEDS, SEEDS, Arm, Trials
 
 TINY = Size(layers=1, hidden=32, sequence=16, batch=2, steps=10)
 TRIAL = Trial(size=TINY, delay=1, lr=1e-2, warmup=4)
+SIZE = replace(TINY, steps=1000, batch=16)
+"""Of trials that are only said to have been."""
+AROUND = [1, 10, 25, 50, 200, 400, 600]
+"""Warm-ups, in its batches."""
+WITHOUT, PLAIN = (
+    next(arm for arm in ARMS if arm.name == name) for name in ("AdamW, no delay", "AdamW, delay, as it is")
+)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +70,8 @@ def _plain(groups, lr, **_) -> torch.optim.Optimizer:
 
 def _only(monkeypatch: pytest.MonkeyPatch, *arms: Arm) -> None:
     for module in (loss_trials, loss_report):
-        monkeypatch.setattr(module, "ARMS", arms)
-        monkeypatch.setattr(module, "SIZES", {"tiny": TINY})
+        monkeypatch.setattr(module, "ARMS", tuple(replace(arm, sizes=(SIZE,)) for arm in arms))
+        monkeypatch.setattr(module, "SIZES", {"tiny": SIZE})
 
 
 def _ending(loss: float) -> Result:
@@ -73,88 +80,117 @@ def _ending(loss: float) -> Result:
 
 def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First the grids, an arm after the other in turn; then warm-ups, seeds of the three best, others of the best."""
-    arms = (ARMS[0], replace(ARMS[1], rates=ARMS[0].rates))
+    arms = (WITHOUT, replace(PLAIN, rates=WITHOUT.rates))
     _only(monkeypatch, *arms)
     trials = Trials(tmp_path / "trials.jsonl")
-    missing = list(trials.missing())
-    assert len(missing) == sum(len(arm.grid(TINY)) for arm in arms)
+    missing = list(trials.missing(["tiny"]))
+    assert len(missing) == sum(len(arm.grid(SIZE)) for arm in arms)
     assert [trial.delay for trial in missing[:2]] == [0, 1]
     for trial in missing:
         diverges = trial.lr == arms[0].rates[-1]
         trials.add(trial, Result(losses=[2.0]) if diverges else _ending(1.7 + abs(math.log(trial.lr / 2e-3))))
     trials = Trials(tmp_path / "trials.jsonl")
-    warmups = list(trials.missing())
+    warmups = list(trials.missing(["tiny"]))
     assert [(trial.delay, trial.lr, trial.warmup) for trial in warmups] == [
-        (arm.delay, 2e-3, warmup) for arm in arms for warmup in WARMUPS
+        (arm.delay, 2e-3, warmup) for arm in arms for warmup in AROUND
     ]
-    assert not trials.finalists(arms[0], TINY)
+    assert not trials.finalists(arms[0], SIZE)
     for trial in warmups:
         trials.add(trial, _ending(2.6 if trial.delay == 0 else 1.6))
-    more = list(trials.missing())
+    more = list(trials.missing(["tiny"]))
     assert [trial.seed for trial in more] == [seed for _ in arms for seed in CHOOSING[1:] for _ in range(3)]
     assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 0} == {(2e-3, 100), (1e-3, 100)}, "of equals"
-    assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 1} == {
-        (2e-3, warmup) for warmup in WARMUPS[:3]
-    }
-    assert [trials.best(arm, TINY) for arm in arms] == [None] * len(arms)
-    lucky = trials.finalists(arms[0], TINY)[0]
+    assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 1} == {(2e-3, warmup) for warmup in AROUND[:3]}
+    assert [trials.best(arm, SIZE) for arm in arms] == [None] * len(arms)
+    lucky = trials.finalists(arms[0], SIZE)[0]
     for trial in more:
         trials.add(trial, _ending(2.6 if replace(trial, seed=0) == lucky else 1.8))
-    assert trials.best(arms[0], TINY) == trials.finalists(arms[0], TINY)[1]
-    last = list(trials.missing())
+    assert trials.best(arms[0], SIZE) == trials.finalists(arms[0], SIZE)[1]
+    last = list(trials.missing(["tiny"]))
     assert [(trial.delay, trial.seed) for trial in last] == [
         (delay, seed) for delay in (0, 1, 0, 0, 0) for seed in SEEDS
     ]
-    assert [trial.size.steps for trial in last[12::6]] == [9, 8, 7]
+    assert [trial.size.steps for trial in last[12::6]] == [900, 800, 700]
     assert [trial.warmup for trial in last[12::6]] == [90, 80, 70]
     for trial in last:
-        trials.add(trial, _ending(2.8 - 0.1 * trial.size.steps))
-    assert not list(trials.missing())
+        trials.add(trial, _ending(2.8 - 0.001 * trial.size.steps))
+    assert not list(trials.missing(["tiny"]))
     text = "\n".join(loss_report.report(trials))
-    assert "AdamW, no delay                17/17       3/3 lr 0.002, decay 0.95 " in text
+    assert "AdamW, no delay                19/19       3/3 lr 0.002, decay 0.95 " in text
     assert "1.800 1.800 1.800 1.800 1.800 1.800" in text
-    assert "AdamW, 90% of the batches" in text
-    assert "lr 0.002, decay 0.8, 10 (edge)" in text
+    assert "AdamW, no delay, 90% of the batches" in text
+    assert "lr 0.002, decay 0.8, 1 " in text
     assert "1F1B                                   1.88   1.44   1.22   1.11" in text
     assert "2bw, AdamW, delay, as it is            1.00   1.00   1.00   1.00" in text
 
 
 def test_what_a_loss_is_worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In batches without delay, between those of the cuts, on a line; of the gap, also at the end of its interval."""
-    without, delayed = (replace(arm, rates=(1e-3,), decays=(0.9,)) for arm in ARMS[:2])
+    without, delayed = (replace(arm, rates=(1e-3,), decays=(0.9,)) for arm in (WITHOUT, PLAIN))
     _only(monkeypatch, without, delayed)
     monkeypatch.setattr(loss_trials, "FINALISTS", 1)
     trials = Trials(tmp_path / "trials.jsonl")
 
     def end(trial: Trial) -> float:
-        if trial.warmup in WARMUPS:
+        if trial.warmup in AROUND:
             return 1.7
         late = 0.1 + 0.02 * (trial.seed % 2) if trial.delay else 0.0
-        return 2.0 - 0.1 * trial.size.steps + late
+        return 2.0 - 0.001 * trial.size.steps + late
 
-    while (trial := next(trials.missing(), None)) is not None:
+    while (trial := next(trials.missing(["tiny"]), None)) is not None:
         trials.add(trial, _ending(end(trial)))
-    worth = [loss_report.worth_of(trials, delayed, TINY, loss) for loss in (0.9, 1.0, 1.05, 1.22, 1.4)]
+    worth = [loss_report.worth_of(trials, delayed, SIZE, loss) for loss in (0.9, 1.0, 1.05, 1.22, 1.4)]
     assert worth == pytest.approx([1.0, 1.0, 0.95, 0.78, -0.7])
     assert [loss_report._share(share) for share in worth] == [">=100%", ">=100%", "95%", "78%", "<70%"]
-    assert loss_report.gaps_of(trials, delayed, TINY) == pytest.approx([0.12, 0.1] * 3)
-    line = loss_report._line(trials, delayed, TINY)
-    half = loss_report.T_95 * (0.0001 * 6 / 5) ** 0.5 / 6**0.5
+    assert loss_report.gaps_of(trials, delayed, SIZE) == pytest.approx([0.12, 0.1] * 3)
+    line = loss_report._line(trials, delayed, SIZE)
+    half = loss_report.T_95[6] * (0.0001 * 6 / 5) ** 0.5 / 6**0.5
     assert f"  1.110 {half:>6.3f}  0.110 {half:>6.3f} " in line
     assert f"    89% {round(89 - 1000 * half / 10):>7}%  1.120 1.100" in line
 
 
+def test_more_seeds_and_more_batches_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without, delayed = (replace(arm, rates=(1e-3,), decays=(0.9,), loud=(SIZE,)) for arm in (WITHOUT, PLAIN))
+    _only(monkeypatch, replace(without, shares=()), replace(delayed, shares=LONGER))
+    trials = Trials(tmp_path / "trials.jsonl")
+    while (trial := next(trials.missing(["tiny"]), None)) is not None:
+        trials.add(trial, _ending(3.0 - 0.001 * trial.size.steps + 0.02 * trial.delay * (trial.seed % 2)))
+    arm = loss_trials.ARMS[1]
+    (longer,) = trials.resized(arm, SIZE)
+    assert longer.size.steps == 1050
+    assert len(trials.losses(longer)) == len(loss_report.gaps_of(trials, arm, SIZE)) == len(MORE_SEEDS) == 24
+    half = loss_report.T_95[24] * (0.0001 * 24 / 23) ** 0.5 / 24**0.5
+    line = loss_report._resized(trials, arm, longer, SIZE)
+    assert line.startswith("AdamW, delay, as it is, 105% of the batches  ")
+    assert f" -0.040 {half:>6.3f} " in line, "to all batches without a delay"
+    assert line.endswith("1.970 1.950 1.970 1.950 1.970 1.950 and of 18 more")
+
+
+def test_rates_grow_with_the_batch() -> None:
+    of_four_times = replace(SIZE, batch=64, steps=250)
+    assert WITHOUT.rates_on(of_four_times) == pytest.approx([2 * rate for rate in WITHOUT.rates_on(SIZE)])
+    first, *_, last = WITHOUT.grid(of_four_times)
+    assert first.lr == 2 * WITHOUT.rates[0]
+    assert first.warmup == 25
+    assert WITHOUT.is_at_edge(first)
+    assert WITHOUT.is_at_edge(last)
+    inside = replace(first, lr=2 * WITHOUT.rates[1])
+    assert not WITHOUT.is_at_edge(inside)
+    assert not WITHOUT.is_at_edge(replace(inside, warmup=1)), "there is nothing below none"
+    assert WITHOUT.is_at_edge(replace(inside, warmup=150))
+
+
 def test_a_seed_that_diverges_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without, delayed = (replace(arm, rates=(1e-3,), decays=(0.9,)) for arm in ARMS[:2])
+    without, delayed = (replace(arm, rates=(1e-3,), decays=(0.9,)) for arm in (WITHOUT, PLAIN))
     _only(monkeypatch, without, delayed)
     trials = Trials(tmp_path / "trials.jsonl")
-    while (trial := next(trials.missing(), None)) is not None:
+    while (trial := next(trials.missing(["tiny"]), None)) is not None:
         trials.add(
             trial,
-            Result(losses=[2.0]) if trial.delay and trial.seed == SEEDS[1] else _ending(2.0 - 0.1 * trial.size.steps),
+            Result(losses=[2.0]) if trial.delay and trial.seed == SEEDS[1] else _ending(2.0 - 0.001 * trial.size.steps),
         )
-    assert "inf" in loss_report._line(trials, delayed, TINY)
-    assert "<70%" in loss_report._line(trials, delayed, TINY)
+    assert "inf" in loss_report._line(trials, delayed, SIZE)
+    assert "<70%" in loss_report._line(trials, delayed, SIZE)
 
 
 def test_what_bert_is_to_predict() -> None:

@@ -22,7 +22,9 @@ def plot(trials: Trials, path: Path) -> None:
     figure = Figure(figsize=(12, 4.2 * len(sizes)), layout="constrained")
     for (name, size), (left, right) in zip(sizes, figure.subplots(len(sizes), 2, squeeze=False), strict=True):
         _gaps(left, trials, size)
-        left.set_title(f"{name.split()[0]} parameters, {size.kind} on {size.corpus}", loc="left")
+        left.set_title(
+            f"{name.split()[0]} parameters, {size.kind} on {size.corpus}, batches of {size.batch}", loc="left"
+        )
         _times(right, trials, size)
     figure.savefig(path, metadata={"Date": None})
 

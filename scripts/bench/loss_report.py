@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 from delayed_training import Trial
 from language_models import Size
-from loss_trials import ARMS, CHOOSING, FINALISTS, SIZES, WARMUPS, Arm, Trials
+from loss_trials import ARMS, CHOOSING, FINALISTS, SEEDS, SIZES, WARMUP, WARMUPS, Arm, Trials, batches_of
 
-T_95 = 2.571
-"""Student's t for a two-sided 95% and six seeds."""
+T_95 = {6: 2.571, 24: 2.069}
+"""Student's t for a two-sided 95%, by the number of seeds."""
 STAGES, CHUNKS, RATIOS = 8, 4, (1, 2, 4, 8)
 """Of the pipelines whose times to a loss are compared: d, chunks of the interleaved schedule, and m/d."""
 _NOTES = (
     "grid: tried with one seed; finalists: the best three of that, with three seeds, which choose the best. best:",
-    "learning rate, decay of the first moment, and warm-up if it is not 100 batches; (edge): at the edge of what was",
-    "tried. loss: on validation data, in nats per byte, of six other seeds, and 95%: half of Student's interval. gap:",
-    "that minus the loss of the same optimizer without a delay, seed by seed; closed: share of the gap of the delay as",
-    "it is. worth: share of the batches after which training without a delay, its warm-up as much shorter, has that",
+    "learning rate, decay of the first moment, and warm-up if it is not a tenth; (edge): at the edge of what was",
+    "tried. loss: on validation data, in nats per byte, of other seeds, and 95%: half of Student's interval. gap: that",
+    "minus the loss of the same optimizer without a delay, seed by seed; closed: share of the gap of the delay as it",
+    "is. worth: share of the batches after which training without a delay, its warm-up as much shorter, has that",
     "loss, and that of the upper end of the gap's interval. Time to loss: batches until the loss of the same optimizer",
     "without a delay, each as long as the schedule's bubble makes it in theory, over the time that the stages work",
     "without one; what a schedule really takes is in schedules.txt.",
@@ -31,7 +31,9 @@ def report(trials: Trials) -> list[str]:
     """Tables for every size of which something has been tried."""
     lines: list[str] = []
     for name, size in SIZES.items():
-        if all(trials.loss(trial) is None for arm in ARMS for trial in arm.grid(size)):
+        arms = [arm for arm in ARMS if size in arm.sizes]
+        arms = [arm for arm in arms if any(trials.loss(trial) is not None for trial in arm.grid(size))]
+        if not arms:
             continue
         tokens = size.steps * size.batch * size.sequence
         lines += [
@@ -41,10 +43,9 @@ def report(trials: Trials) -> list[str]:
             f"{'':<30} {'grid':>5} {'finalists':>9} {'best':<31} {'loss':>6} {'95%':>6} {'gap':>6} {'95%':>6} "
             f"{'closed':>6} {'worth':>6} {'at least':>8}  of each seed",
         ]
-        lines += [_line(trials, arm, size) for arm in ARMS]
-        baselines = [arm for arm in ARMS if arm.name == arm.baseline]
-        lines += [_cut(trials, cut, size) for arm in baselines for cut in trials.cuts(arm, size) if trials.losses(cut)]
-        lines += ["", *_by_rate(trials, size), "", *_by_depth(trials, size), *_fine_tuned(trials, size)]
+        lines += [_line(trials, arm, size) for arm in arms]
+        lines += [_resized(trials, arm, trial, size) for arm in arms for trial in trials.resized(arm, size)]
+        lines += ["", *_by_rate(trials, arms, size), "", *_by_depth(trials, size), *_fine_tuned(trials, size)]
     return [*lines, "", *_NOTES]
 
 
@@ -58,22 +59,24 @@ def _line(trials: Trials, arm: Arm, size: Size) -> str:
         return counts
     edge = " (edge)" if arm.is_at_edge(best) else ""
     decay = best.beta1 if best.momentum is None else best.momentum
-    warmup = f", {best.warmup}" if best.warmup in WARMUPS else ""
+    warmup = f", {best.warmup}" if best.warmup != batches_of(WARMUP, size) else ""
     settings = f"lr {best.lr:g}, decay {decay:g}{warmup}{edge}"
     return f"{counts} {settings:<31} {_interval(losses)} {_gap(trials, arm, size)}  {_seeds(losses)}"
 
 
-def _cut(trials: Trials, trial: Trial, size: Size) -> str:
-    losses = trials.losses(trial)
-    return f"{_cut_name(trial, size):<78} {_interval(losses)} {'':>36}  {_seeds(losses)}"
+def _resized(trials: Trials, arm: Arm, trial: Trial, size: Size) -> str:
+    losses, gaps = trials.losses(trial), _gaps_of(trials, trial, arm, size)
+    name = _resized_name(arm, trial, size)
+    return f"{name:<78} {_interval(losses)} {_interval(gaps)} {'':>22}  {_seeds(losses)}" if gaps else name
 
 
-def _cut_name(trial: Trial, size: Size) -> str:
-    return f"{'AdamW' if trial.momentum is None else 'Muon'}, {trial.size.steps / size.steps:.0%} of the batches"
+def _resized_name(arm: Arm, trial: Trial, size: Size) -> str:
+    return f"{arm.name}, {trial.size.steps / size.steps:.0%} of the batches"
 
 
 def _seeds(losses: list[float]) -> str:
-    return " ".join(f"{loss:.3f}" for loss in losses)
+    more = f" and of {len(losses) - len(SEEDS)} more" if len(losses) > len(SEEDS) else ""
+    return " ".join(f"{loss:.3f}" for loss in losses[: len(SEEDS)]) + more
 
 
 def _interval(values: list[float]) -> str:
@@ -84,7 +87,7 @@ def half_interval(values: list[float]) -> float:
     """Half of the mean's 95% interval."""
     if not all(map(math.isfinite, values)):  # Some seed has diverged.
         return math.inf
-    return T_95 * statistics.stdev(values) / math.sqrt(len(values))
+    return T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def baseline_of(arm: Arm) -> Arm:
@@ -110,9 +113,13 @@ def _gap(trials: Trials, arm: Arm, size: Size) -> str:
 
 
 def gaps_of(trials: Trials, arm: Arm, size: Size) -> list[float]:
-    """Losses minus those of the baseline, seed by seed; none while some are missing."""
-    found, without = (trials.losses(trials.best(one, size)) for one in (arm, baseline_of(arm)))
-    return [loss - other for loss, other in zip(found, without, strict=True)] if found and without else []
+    """Losses of its best minus those of the baseline, seed by seed; none while some are missing."""
+    return _gaps_of(trials, trials.best(arm, size), arm, size)
+
+
+def _gaps_of(trials: Trials, trial: Trial | None, arm: Arm, size: Size) -> list[float]:
+    without = trials.losses(trials.best(baseline_of(arm), size))
+    return [loss - other for loss, other in zip(trials.losses(trial), without, strict=False)]
 
 
 def worth_of(trials: Trials, arm: Arm, size: Size, loss: float) -> float | None:
@@ -121,7 +128,7 @@ def worth_of(trials: Trials, arm: Arm, size: Size, loss: float) -> float | None:
     At most 1; minus the share of the last cut if even that is better; None while there are no cuts.
     """
     baseline = baseline_of(arm)
-    cuts = [cut for cut in trials.cuts(baseline, size) if trials.losses(cut)]
+    cuts = [cut for cut in trials.resized(baseline, size) if trials.losses(cut)]
     best = trials.best(baseline, size)
     if not cuts or not trials.losses(best):
         return None
@@ -145,19 +152,19 @@ def _fine_tuned(trials: Trials, size: Size) -> list[str]:
     rows = []
     for arm in ARMS:
         best = trials.best(arm, size)
-        cuts = trials.cuts(arm, size) if arm.name == arm.baseline else []
-        for name, trial in [(arm.name, best), *((_cut_name(cut, size), cut) for cut in cuts)]:
+        resized = [(_resized_name(arm, trial, size), trial) for trial in trials.resized(arm, size)]
+        for name, trial in [(arm.name, best), *resized]:
             found = trials.accuracies(trial)
             if found:
-                rows.append(f"{name:<30} {_interval(found)}  {_seeds(found)}")
-    return ["", f"{'fine-tuned: told right':<30} {'mean':>6} {'95%':>6}  of each seed", *rows] if rows else []
+                rows.append(f"{name:<50} {_interval(found)}  {_seeds(found)}")
+    return ["", f"{'fine-tuned: told right':<50} {'mean':>6} {'95%':>6}  of each seed", *rows] if rows else []
 
 
-def _by_rate(trials: Trials, size: Size) -> list[str]:
+def _by_rate(trials: Trials, arms: list[Arm], size: Size) -> list[str]:
     """The best over decays for every learning rate, first seed."""
-    rates = sorted({lr for arm in ARMS for lr in arm.rates})
+    rates = sorted({lr for arm in arms for lr in arm.rates_on(size)})
     lines = [f"{'lr':<30}" + "".join(f"{lr:>8g}" for lr in rates)]
-    for arm in ARMS:
+    for arm in arms:
         losses = [[trials.loss(t) for t in arm.grid(size) if t.lr == lr] for lr in rates]
         cells = [min((loss for loss in of_rate if loss is not None), default=None) for of_rate in losses]
         lines.append(f"{arm.name:<30}" + "".join(f"{'' if cell is None else f'{cell:.3f}':>8}" for cell in cells))

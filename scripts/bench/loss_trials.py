@@ -12,20 +12,23 @@ from typing import Any
 
 from delayed_training import Result, Trial
 from kept import Kept
-from language_models import BERT, CPP, GPT, Size
+from language_models import BERT, CPP, PYTHON, Size
 
+LARGER = Size(layers=3, hidden=96, sequence=64, batch=16, steps=1000)
+SMALLER = Size(layers=2, hidden=64, sequence=64, batch=16, steps=1000, corpus=CPP)
 SIZES = {
-    "0.36M": Size(layers=3, hidden=96, sequence=64, batch=16, steps=1000),
-    "0.12M": Size(layers=2, hidden=64, sequence=64, batch=16, steps=1000, corpus=CPP),
-    "0.12M BERT": Size(layers=2, hidden=64, sequence=64, batch=16, steps=1000, kind=BERT),
+    "0.36M": LARGER,
+    "0.12M": SMALLER,
+    "0.12M in batches of 64": replace(SMALLER, batch=64, steps=250),
+    "0.12M BERT": replace(SMALLER, corpus=PYTHON, kind=BERT),
 }
 FINALISTS, CHOOSING = 3, (0, 1, 2)
 """So many of what an arm has tried with the first seed get these seeds, which choose the best of them."""
-SEEDS = (3, 4, 5, 6, 7, 8)
+SEEDS, MORE_SEEDS = tuple(range(3, 9)), tuple(range(3, 27))
 """Of the best: nothing has been chosen by them."""
-WARMUPS = (10, 25, 50, 200, 400)
-"""Of the learning rate, in batches, around the 100 of the grid."""
-CUTS = (0.9, 0.8, 0.7)
+WARMUP, WARMUPS = 0.1, (0.001, 0.01, 0.025, 0.05, 0.2, 0.4, 0.6)
+"""Of the learning rate, as shares of the batches: of the grid, and around it. The first is none at all."""
+CUTS, LONGER = (0.9, 0.8, 0.7), (1.05,)
 """Shares of the batches."""
 
 
@@ -40,6 +43,12 @@ class Arm:
     rates: tuple[float, ...]
     decays: tuple[float, ...]
     """Of the first moment: beta1 of AdamW, momentum of Muon."""
+    shares: tuple[float, ...] = ()
+    """Of the batches, for which the best is trained, too."""
+    sizes: tuple[Size, ...] = (LARGER, SMALLER)
+    """That it is tried on."""
+    loud: tuple[Size, ...] = ()
+    """Those on which its best gets more seeds."""
     muon_beta1: float | None = None
     """Beside Muon, beta1 of AdamW for what Muon leaves to it; None for AdamW alone."""
     nesterov: bool = True
@@ -47,8 +56,6 @@ class Arm:
     lead: float = 0.0
     delayed: float = 1.0
     """Share of a batch."""
-    is_last: bool = False
-    """Whether it waits until the other arms are done."""
     synchronous: float = 0.0
     """Share of the steps without a delay, before it begins."""
 
@@ -66,52 +73,63 @@ class Arm:
                 lead=self.lead,
                 delayed=None if self.delayed == 1 else round(self.delayed * size.batch),
                 synchronous=round(self.synchronous * size.steps),
+                warmup=batches_of(WARMUP, size),
             )
-            for lr, decay in itertools.product(self.rates, self.decays)
+            for lr, decay in itertools.product(self.rates_on(size), self.decays)
         ]
+
+    def rates_on(self, size: Size) -> list[float]:
+        """Larger for larger batches, as their root (Malladi et al., arXiv 2205.10287)."""
+        return [rate * math.sqrt(size.batch / SMALLER.batch) for rate in self.rates]
+
+    def seeds(self, size: Size) -> tuple[int, ...]:
+        """Of its best."""
+        return MORE_SEEDS if size in self.loud else SEEDS
 
     def is_at_edge(self, trial: Trial) -> bool:
         """Whether the best may be outside of what was tried."""
         decay = trial.beta1 if trial.momentum is None else trial.momentum
         outer = (self.decays[0], self.decays[-1]) if len(self.decays) > 2 else ()
-        return (
-            trial.lr in (self.rates[0], self.rates[-1]) or decay in outer or trial.warmup in (WARMUPS[0], WARMUPS[-1])
-        )
+        rates, longest = self.rates_on(trial.size), batches_of(WARMUPS[-1], trial.size)
+        return trial.lr in (rates[0], rates[-1]) or decay in outer or trial.warmup == longest
 
 
-def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float], **correction: Any) -> Arm:
+def batches_of(share: float, size: Size) -> int:
+    """At least one."""
+    return max(1, round(share * size.steps))
+
+
+def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float], **rest: Any) -> Arm:
     rates = tuple(first * 2**power for power in range(6))
-    return Arm(name=f"AdamW, {name}", baseline="AdamW, no delay", delay=delay, rates=rates, decays=decays, **correction)
+    return Arm(name=f"AdamW, {name}", baseline="AdamW, no delay", delay=delay, rates=rates, decays=decays, **rest)
 
 
-def _by_muon(name: str, delay: int, first: float, beta1: float = 0.9, **rest: Any) -> Arm:
-    return Arm(
-        name=f"Muon, {name}",
-        baseline="Muon, no delay",
-        delay=delay,
-        rates=tuple(first * 2**power for power in range(4)),
-        decays=DECAYS,
-        muon_beta1=beta1,
-        **rest,
-    )
+def _by_muon(
+    name: str, delay: int, first: float, decays: tuple[float, ...] = (0.7, 0.8, 0.9, 0.95), **rest: Any
+) -> Arm:
+    rates = tuple(first * 2**power for power in range(4))
+    settings = {"muon_beta1": 0.9, **rest}
+    return Arm(name=f"Muon, {name}", baseline="Muon, no delay", delay=delay, rates=rates, decays=decays, **settings)
 
 
-DECAYS = (0.7, 0.8, 0.9, 0.95)
-"""Of Muon's momentum."""
-LEAD: dict[str, Any] = {"beta1": 0.93, "nesterov": False, "correction": "lead", "lead": 2.0}
+LEAD: dict[str, Any] = {"correction": "lead", "lead": 2.0}
+MUON_LEAD: dict[str, Any] = {**LEAD, "muon_beta1": 0.93, "nesterov": False}
+HALF: dict[str, Any] = {"delayed": 0.5, "shares": LONGER}
+EVERYWHERE: dict[str, Any] = {"sizes": tuple(SIZES.values())}
 ARMS = (
-    _by_adamw("no delay", 0, 5e-4, (0.9, 0.95)),
-    _by_adamw("delay, as it is", 1, 2.5e-4, (0.8, 0.9)),
-    _by_adamw("delay, lead 2", 1, 2.5e-4, (0.9, 0.93), correction="lead", lead=2.0),
+    _by_adamw("no delay", 0, 5e-4, (0.9, 0.95), shares=CUTS, **EVERYWHERE),
+    _by_adamw("no delay, lead 2", 0, 5e-4, (0.9, 0.93), sizes=(SMALLER,), **LEAD),
+    _by_adamw("delay, as it is", 1, 2.5e-4, (0.8, 0.9), **EVERYWHERE),
+    _by_adamw("delay, lead 2", 1, 2.5e-4, (0.9, 0.93), **LEAD),
     _by_adamw("delay, update-lead 2", 1, 5e-4, (0.93, 0.95), correction="update-lead", lead=2.0),
-    _by_adamw("delay of half, lead 2", 1, 5e-4, (0.9, 0.93), correction="lead", lead=2.0, delayed=0.5),
-    _by_muon("no delay", 0, 8e-3),
-    _by_muon("delay, as it is", 1, 4e-3),
-    _by_muon("delay, lead 2", 1, 4e-3, **LEAD),
+    _by_adamw("delay of half, lead 2", 1, 5e-4, (0.9, 0.93), **LEAD, **HALF, **EVERYWHERE),
+    _by_muon("no delay", 0, 8e-3, shares=CUTS, loud=(LARGER,), **EVERYWHERE),
+    _by_muon("delay, as it is", 1, 4e-3, (0.6, 0.7, 0.8, 0.9), **EVERYWHERE),
+    _by_muon("delay, lead 2", 1, 4e-3, **MUON_LEAD),
     _by_muon("delay, update-lead 1", 1, 4e-3, correction="update-lead", lead=1.0),
-    _by_muon("delay, lead 2, after 20%", 1, 4e-3, **LEAD, synchronous=0.2),
-    _by_muon("delay of half, as it is", 1, 4e-3, delayed=0.5, is_last=True),
-    _by_muon("delay of half, lead 2", 1, 4e-3, **LEAD, delayed=0.5),
+    _by_muon("delay, lead 2, after 20%", 1, 4e-3, **MUON_LEAD, synchronous=0.2),
+    _by_muon("delay of half, as it is", 1, 4e-3, delayed=0.5, sizes=(SMALLER,)),
+    _by_muon("delay of half, lead 2", 1, 4e-3, **MUON_LEAD, **HALF, loud=(LARGER,), **EVERYWHERE),
 )
 """Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
 the first fifth of the batches without a delay. Of half: the other half of every batch has the newest weights."""
@@ -141,22 +159,17 @@ class Trials:
         return result.losses[-1] if len(result.losses) == 5 else math.inf
 
     def accuracies(self, trial: Trial | None) -> list[float]:
-        """After fine-tuning, of the seeds of `losses`; none where there is no such task, or some are missing."""
+        """After fine-tuning, of SEEDS; none where there is no such task, or some are missing."""
         results = [] if trial is None else [self._results.get(replace(trial, seed=seed)) for seed in SEEDS]
         found = [result.accuracy for result in results if result is not None and result.accuracy is not None]
         return found if len(found) == len(SEEDS) else []
 
-    def missing(self) -> Iterator[Trial]:
-        """In the order in which they are to be tried, as far as it is known now."""
+    def missing(self, names: Sequence[str]) -> Iterator[Trial]:
+        """Of the sizes of these names, in the order in which they are to be tried, as far as it is known now."""
         baselines = [arm for arm in reversed(ARMS) if arm.name == arm.baseline]  # Muon's before AdamW's.
-        sizes = sorted(SIZES.values(), key=lambda size: size.hidden)
-        for kind, is_last, baseline, size in itertools.product((GPT, BERT), (False, True), baselines, sizes):
-            if size.kind != kind:
-                continue
-            arms = [arm for arm in ARMS if (arm.baseline, arm.is_last) == (baseline.name, is_last)]
-            yield from self._missing_of(arms, size)
-            if not is_last:
-                yield from self._untried(self.cuts(baseline, size), SEEDS)
+        for name, baseline in itertools.product(names, baselines):
+            arms = [arm for arm in ARMS if arm.baseline == baseline.name and SIZES[name] in arm.sizes]
+            yield from self._missing_of(arms, SIZES[name])
 
     def _missing_of(self, arms: list[Arm], size: Size) -> Iterator[Trial]:
         in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
@@ -167,20 +180,22 @@ class Trials:
             yield from self._untried(self.finalists(arm, size), [seed])
         for arm in arms:
             best = self.best(arm, size)
-            yield from self._untried([best] if best is not None else [], SEEDS)
+            yield from self._untried([best] if best is not None else [], arm.seeds(size))
+        for arm in arms:
+            yield from self._untried(self.resized(arm, size), arm.seeds(size))
 
     def _untried(self, trials: list[Trial], seeds: Sequence[int]) -> Iterator[Trial]:
         with_seeds = (replace(trial, seed=seed) for trial in trials for seed in seeds)
         return (trial for trial in with_seeds if self.loss(trial) is None)
 
-    def cuts(self, arm: Arm, size: Size) -> list[Trial]:
-        """Its best with fewer batches, and as much less warm-up; none before that is known."""
+    def resized(self, arm: Arm, size: Size) -> list[Trial]:
+        """Its best for its shares of the batches, and the same shares of the warm-up; none before that is known."""
         best = self.best(arm, size)
         if best is None:
             return []
         return [
             replace(best, size=replace(size, steps=round(share * size.steps)), warmup=round(share * best.warmup))
-            for share in CUTS
+            for share in arm.shares
         ]
 
     def warmups(self, arm: Arm, size: Size) -> list[Trial]:
@@ -189,7 +204,7 @@ class Trials:
         if None in losses.values():
             return []
         best = min(losses, key=lambda trial: losses[trial])
-        return [replace(best, warmup=warmup) for warmup in WARMUPS]
+        return [replace(best, warmup=batches_of(share, size)) for share in WARMUPS]
 
     def tried(self, arm: Arm, size: Size) -> list[Trial]:
         """What the first seed is for, as far as it is known."""
@@ -206,9 +221,12 @@ class Trials:
         return [loss for loss in losses if loss is not None]
 
     def losses(self, trial: Trial | None) -> list[float]:
-        """Of the other seeds; none while some have not been tried."""
-        losses = [] if trial is None else [self.loss(replace(trial, seed=seed)) for seed in SEEDS]
-        return [] if None in losses else losses
+        """Of MORE_SEEDS, or else of SEEDS, with which those begin; none while some have not been tried."""
+        for seeds in (MORE_SEEDS, SEEDS) if trial is not None else ():
+            losses = [self.loss(replace(trial, seed=seed)) for seed in seeds]
+            if None not in losses:
+                return losses
+        return []
 
     def best(self, arm: Arm, size: Size) -> Trial | None:
         """The finalist with the lowest mean over the seeds that choose; None while some have not been tried."""
