@@ -68,7 +68,7 @@ def train(trial: Trial) -> Result:
     """
     torch.manual_seed(trial.seed)
     size = trial.size
-    model = Transformer(size)
+    model = Transformer(size).to(size.device)
     weights = list(model.parameters())
     mains = {name: torch.nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()}
     optimizers = _optimizers(trial, mains)
@@ -84,12 +84,12 @@ def train(trial: Trial) -> Result:
         if correction is not None:
             correction.delayed = step >= trial.synchronous
         count = (size.batch if trial.delayed is None else trial.delayed) if is_delayed else 0
-        inputs, labels = next(data)
+        inputs, labels = (part.to(size.device) for part in next(data))
         for part, values in ((slice(count), older), (slice(count, None), newest)):
             share = len(inputs[part]) / size.batch
             if share > 0:
                 _load(weights, values)
-                loss = model(inputs[part], labels[part])
+                loss = _loss(model, inputs[part], labels[part])
                 if not loss.isfinite():
                     return Result(losses=found)
                 (loss * share).backward()
@@ -109,6 +109,11 @@ def train(trial: Trial) -> Result:
             _load(weights, newest)
             found.append(validation_loss(model, size))
     return Result(losses=found, accuracy=accuracy(model, size, trial.seed) if size.kind == BERT else None)
+
+
+def _loss(model: Transformer, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", torch.bfloat16, enabled=inputs.is_cuda):
+        return model(inputs, labels)
 
 
 def _load(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -156,4 +161,5 @@ def validation_loss(model: Transformer, size: Size) -> float:
     data = batches(held_out, size, seed=0)
     count = VALIDATION_BATCHES[size.kind]
     with torch.no_grad():
-        return sum(float(model(*next(data))) for _ in range(count)) / count
+        losses = (_loss(model, *(part.to(size.device) for part in next(data))) for _ in range(count))
+        return sum(map(float, losses)) / count

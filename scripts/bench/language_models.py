@@ -44,6 +44,8 @@ class Size:
     steps: int
     corpus: str = PYTHON
     kind: str = GPT
+    device: str = "cpu"
+    """On a GPU, what autocast computes in bf16 is in bf16."""
 
 
 class Transformer(torch.nn.Module):

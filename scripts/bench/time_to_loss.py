@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["train", "report"])
     parser.add_argument("--trials", type=Path, default=TRIALS)
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="to train, in this order")
+    here = [name for name, size in SIZES.items() if size.device == "cpu" or torch.cuda.is_available()]
+    parser.add_argument("--sizes", nargs="+", choices=here, default=here, help="to train, in this order; 128M on a GPU")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path)
