@@ -12,7 +12,7 @@ from megatron_2bw.planner import memory, mixpipe
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.costs import PRICED, SCHEDULES
 from megatron_2bw.planner.layer import Split
-from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors, nearest_multiple
 from megatron_2bw.planner.naming import name
@@ -177,14 +177,13 @@ class Candidates:
         return f"{name(layout)} needs {needed / GIB:.1f} GiB of {self.cluster.gpu.memory_gb:g} on its fullest stage"
 
     def _layout(self, shape: Shape, more: dict[str, object]) -> Layout:
-        gpu = self.cluster.gpu
         defaults = {
             "pipeline": shape.pipeline,
             "tensor": shape.tensor,
             "data": shape.data,
             "global_batch": self.global_batch,
-            "precision": self.space.precision or (Precision.BF16 if gpu.has_bf16 else Precision.FP16),
-            "fused_attention": gpu.has_bf16 if self.space.fused_attention is None else self.space.fused_attention,
+            "precision": self.space.precision,
+            "fused_attention": self.space.fused_attention,
         }
         return Layout(**(defaults | more))
 

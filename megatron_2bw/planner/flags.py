@@ -12,7 +12,7 @@ from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.rules import MEGATRON, gpu_problem, problem
+from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
 from megatron_2bw.planner.unpriced import check_pipedream, check_priced
 
 MODEL_NUMBERS: dict[str, str] = {
@@ -93,7 +93,7 @@ def read(
         gpus: world size, from which Megatron derives the data-parallel size.
         kind: of the model; Megatron has a script per kind and no flag.
         gpu: that has to support what the flags ask for; None does not limit them.
-        fused: whether attention is, where no flag says; None: where ``gpu`` has bf16.
+        fused: whether attention is, where no flag says; None: where ``gpu`` has kernels for it.
 
     Raises:
         PlanError: a flag is missing, malformed, refused by Megatron or beyond the cost model.
@@ -102,12 +102,14 @@ def read(
     if options.text("--pipeline-schedule") == "pipedream":
         check_pipedream(options)
     model = read_model(options, kind=kind)
-    layout = _layout(options, model, gpus, fused=(gpu is None or gpu.has_bf16) if fused is None else fused)
+    layout = _layout(options, model, gpus, gpu=gpu, fused=fused)
     if options.text("--mixpipe-k", "0") == AUTO and has_choice(layout):
         if gpu is None:
             raise PlanError(f"--mixpipe-k {AUTO}: that depends on the GPU; give --cluster, or a number")
         layout = choose(model, layout, gpu.memory_gb * 2**30)
-    refused = problem(model, layout) or (gpu_problem(gpu, layout.precision) if gpu else None)
+    refused = problem(model, layout)
+    if gpu is not None:
+        refused = refused or gpu_problem(gpu, layout.precision, fused_attention=layout.fused_attention)
     if refused:
         raise PlanError(refused)
     return Configuration(model=model, layout=layout, notes=notes)
@@ -175,7 +177,7 @@ def _vocabulary(options: Options, kind: Kind) -> int:
     return VOCABULARIES[tokenizer]
 
 
-def _layout(options: Options, model: Model, gpus: int | None, *, fused: bool) -> Layout:
+def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None, fused: bool | None) -> Layout:
     numbers = {
         name: options.number(flag)
         for flag, name in LAYOUT_NUMBERS.items()
@@ -192,6 +194,8 @@ def _layout(options: Options, model: Model, gpus: int | None, *, fused: bool) ->
     if "--num-layers-per-virtual-pipeline-stage" in options:
         numbers["chunks"] = _chunks(options, model, numbers["pipeline"])
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
+    if fused is None:
+        fused = precision is not Precision.FP32 if gpu is None else fuses_attention(gpu, precision)
     return Layout(
         schedule=schedule_name(options.text("--pipeline-schedule", MEGATRON)),
         data=data,

@@ -11,10 +11,10 @@ from typing import Any
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.inputs import build, checked, cluster_of, load_cluster, load_model, parsed, sized, typed
-from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.layout import Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.report import prediction_json
-from megatron_2bw.planner.rules import gpu_problem, problem
+from megatron_2bw.planner.rules import fuses_attention, gpu_problem, problem
 from megatron_2bw.planner.search import price
 
 _MODEL = {field.name for field in dataclasses.fields(Model)}
@@ -72,8 +72,10 @@ def predicted(row: dict[str, Any], where: str) -> dict[str, Any]:
         if gpus % ranks:
             raise PlanError(f"{where}: gpus {gpus} is no multiple of pipeline x tensor = {ranks}; give data")
         fields["data"] = gpus // ranks
+    precision = fields.get("precision", Precision.BF16)
+    fields.setdefault("fused_attention", fuses_attention(base.gpu, precision))
     layout = build(Layout, fields, where)
-    refused = problem(model, layout) or gpu_problem(base.gpu, layout.precision)
+    refused = problem(model, layout) or gpu_problem(base.gpu, precision, fused_attention=layout.fused_attention)
     if refused:
         raise PlanError(f"{where}: {refused}")
     return prediction_json(model, price(model, layout, sized(base, gpus=layout.gpus)))

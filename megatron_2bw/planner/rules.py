@@ -125,11 +125,21 @@ def stage_problem(model: Model, layout: Layout) -> str | None:
     return None
 
 
-def gpu_problem(gpu: Gpu, precision: Precision) -> str | None:
+def gpu_problem(gpu: Gpu, precision: Precision, *, fused_attention: bool = False) -> str | None:
     """Why ``gpu`` cannot compute like that."""
     if precision is Precision.BF16 and not gpu.has_bf16:
         return f"precision {precision}: {gpu.name} has no {precision}; use {Precision.FP16}"
+    if fused_attention and not fuses_attention(gpu, precision):
+        return f"attention_backend fused: {gpu.name} has no such kernels in {precision}; use unfused"
     return None
+
+
+def fuses_attention(gpu: Gpu, precision: Precision) -> bool:
+    """Whether there are kernels that never store scores: for 16 bits, on GPUs from Ampere on, which have bf16, too.
+
+    Rule: Transformer Engine, ``get_attention_backend``: FlashAttention and FusedAttention need compute capability 8.0.
+    """
+    return gpu.has_bf16 and precision is not Precision.FP32
 
 
 def recompute_problem(model: Model, layout: Layout) -> str | None:

@@ -23,7 +23,7 @@ from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import DELAYED, delay_of, gpu_problem, least_microbatches
+from megatron_2bw.planner.rules import DELAYED, delay_of, least_microbatches
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.table import billions, gib
 
@@ -111,9 +111,7 @@ def search(
     if model.num_layers > MOST_LAYERS:
         raise PlanError(f"num_layers {model.num_layers}: the search handles at most {MOST_LAYERS}; use {MOST_LAYERS}")
     space = space or Space()
-    refused = gpu_problem(cluster.gpu, space.precision) if space.precision else None
-    if refused:
-        raise PlanError(refused)
+    space = space.on(cluster.gpu)
     candidates = Candidates(
         model=model, cluster=cluster, global_batch=global_batch, space=space, delayed=progress.delayed
     )

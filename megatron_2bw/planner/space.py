@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_2bw.planner.cluster import Gpu
+from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.rules import fuses_attention, gpu_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +38,22 @@ class Space:
     precision: Precision | None = None
     """None: bf16 where the GPU has it, else fp16."""
     fused_attention: bool | None = None
-    """None: where the GPU has bf16, since fused kernels need the same generations."""
+    """None: where the GPU has such kernels in that precision."""
     tight: bool = False
     """Let 2bw run with its least m, d-1, in place of d."""
+
+    def on(self, gpu: Gpu) -> Space:
+        """With the precision and the attention that ``gpu`` has, where there are no limits.
+
+        Raises:
+            PlanError: it does not have those of the limits.
+        """
+        precision = self.precision or (Precision.BF16 if gpu.has_bf16 else Precision.FP16)
+        fused = fuses_attention(gpu, precision) if self.fused_attention is None else self.fused_attention
+        refused = gpu_problem(gpu, precision, fused_attention=fused)
+        if refused:
+            raise PlanError(refused)
+        return replace(self, precision=precision, fused_attention=fused)
 
     def allows[Value](self, dimension: str, values: tuple[Value, ...]) -> tuple[Value, ...]:
         """``values`` in their order, without those that ``dimension`` rules out.

@@ -56,8 +56,9 @@ FP32_BYTES = 4
 FP32_SHARE = 1 / 15
 """Of the 16-bit peak, in fp32 without tensor cores: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100 (data sheets)."""
 
-LARGEST_PRODUCT_TFLOPS = {"a100": 271.2, "h100": 794.5, "h200": 794.5, "b200": 1745.0}
-"""Measured by the author of ml-engineering (compute/accelerator, maximum achievable matmul FLOPS), bf16."""
+LARGEST_PRODUCT_SHARE = {"a100": 271.2 / 312, "h100": 794.5 / 989, "h200": 794.5 / 989, "b200": 1745 / 2250}
+"""Of the data sheet's peak: measured by the author of ml-engineering (compute/accelerator, maximum achievable matmul
+FLOPS), bf16. GPUs are told by the first part of their names."""
 
 
 class ErrorBar(NamedTuple):
@@ -69,11 +70,9 @@ class ErrorBar(NamedTuple):
 
 def speed_of(gpu: Gpu) -> Speed:
     """The constants of ``gpu``: the A100's, its share of the peak scaled by the largest product measured."""
-    largest = LARGEST_PRODUCT_TFLOPS.get(_family(gpu))
-    if largest is None:
-        return A100
-    share = A100.product_share * (largest / gpu.peak_tflops) / (LARGEST_PRODUCT_TFLOPS["a100"] / 312)
-    return replace(A100, product_share=share)
+    measured = LARGEST_PRODUCT_SHARE["a100"]
+    share = LARGEST_PRODUCT_SHARE.get(_family(gpu), measured)
+    return replace(A100, product_share=A100.product_share * share / measured)
 
 
 def _family(gpu: Gpu) -> str:

@@ -41,7 +41,9 @@ LAYOUTS = {
     "uneven and interleaved": Layout(
         schedule="megatron", pipeline=3, data=1, global_batch=3, first_stage_layers=4, last_stage_layers=4, chunks=2
     ),
-    "alone": Layout(schedule="megatron", pipeline=1, data=1, global_batch=4, precision=Precision.FP32),
+    "alone": Layout(
+        schedule="megatron", pipeline=1, data=1, global_batch=4, precision=Precision.FP32, fused_attention=False
+    ),
     "tensor": Layout(
         schedule="megatron",
         pipeline=1,
@@ -175,6 +177,14 @@ def test_attention_is_fused_where_the_gpu_has_the_kernels():
     options = flags(f"{MODEL} --micro-batch-size 2 --fp16")
     fused = {name: read(options, gpus=1, gpu=gpu).layout.fused_attention for name, gpu in GPUS.items()}
     assert fused == {name: not name.startswith("v100") for name in GPUS}
+    assert not read(flags(f"{MODEL} --micro-batch-size 2"), gpus=1, gpu=GPUS["a100-40gb"]).layout.fused_attention
+
+
+@pytest.mark.parametrize(("gpu", "precision"), [("v100-16gb", "--fp16"), ("a100-40gb", "")])
+def test_fused_attention_is_refused_where_there_are_no_kernels(gpu: str, precision: str):
+    options = flags(f"{MODEL} --micro-batch-size 2 --attention-backend flash {precision}")
+    with pytest.raises(PlanError, match=f"fused: {gpu} has no such kernels in fp(16|32); use unfused"):
+        read(options, gpus=1, gpu=GPUS[gpu])
 
 
 RUN = f"{MODEL} --micro-batch-size 1"

@@ -265,7 +265,10 @@ def test_limits_are_kept():
     } == {False}
     full = best(Space(recomputes=(Recompute.FULL,), recompute_layers=(2,))).choices
     assert {(choice.layout.recompute, choice.layout.recompute_layers) for choice in full} == {(Recompute.FULL, 2)}
-    assert best(Space(precision=Precision.FP32)).best.layout.precision is Precision.FP32
+    single = best(Space(precision=Precision.FP32)).best.layout
+    assert (single.precision, single.fused_attention) == (Precision.FP32, False)
+    with pytest.raises(PlanError, match="has no such kernels in fp32; use unfused"):
+        best(Space(precision=Precision.FP32, fused_attention=True))
     plain = best(Space(schedules=("megatron",), pipelines=(2,), chunks=(1,))).best.layout
     assert (plain.schedule, plain.pipeline, plain.chunks) == ("megatron", 2, 1)
 
