@@ -131,12 +131,13 @@ def replace(present: Path, new: Path) -> None:
 
 
 def finish_replacements(folder: Path) -> None:
-    """Complete every `replace` in ``folder`` that a kill stopped between its two renames."""
+    """Complete every `replace` in ``folder`` that a kill stopped after its first rename."""
     for old in folder.glob("replaced_iter_*"):
         present = old.with_name(old.name.removeprefix("replaced_"))
         new = old.with_name(f"unfinished_{present.name}")
         if new.exists() and not present.exists():
             new.rename(present)
+        if present.exists():
             remove(old)
 
 

@@ -61,6 +61,8 @@ def _as_flags(model: torch.nn.Module, optimizer: Any) -> SimpleNamespace:
         for field in fields(config):
             name = _DDP_NAMES.get(field.name, field.name)
             setattr(args, name, getattr(args, name) or getattr(config, field.name))  # Some are in two configs.
+    for name in ("has_cond_embedder", "flextron"):  # Megatron asks for them too, and they are no fields.
+        setattr(args, name, getattr(get_model_config(model), name, None))
     bare = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
     args.untie_embeddings_and_output_weights = not getattr(bare, "share_embeddings_and_output_weights", False)
     args.grad_reduce_in_bf16 = args.bf16 and not args.accumulate_allreduce_grads_in_fp32

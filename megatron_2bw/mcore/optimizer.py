@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import chain
 from typing import Any, NamedTuple
@@ -87,6 +87,8 @@ class DelayedOptimizer:
         check_for_nan: bool,
         correction: Correction | None = None,
     ) -> None:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError("this stage has no weights to train: give it some, or use Megatron's schedule")
         updating = [part for part in inner.chained_optimizers if not part.is_stub_optimizer]
         for part in updating if correction is not None else ():
             _check_correction(correction, part)
@@ -126,14 +128,15 @@ class DelayedOptimizer:
         """Of the newest finished update."""
         self.skipped = 0
         """Of the updates that ``step`` reported last: how many were skipped. After a drain it reports two."""
+        self._taken_over = ExitStack()
         self._take_over()
         for part in updating if correction is not None else ():
-            correction.attach(part.optimizer)
+            self._taken_over.callback(correction.attach(part.optimizer))
             if isinstance(correction, UpdateLead):
                 copy = functools.partial(
                     _copy_ahead, correction, part.optimizer, part._copy_main_params_to_model_params
                 )
-                replace(part, "_copy_main_params_to_model_params", copy)
+                self._replace(part, "_copy_main_params_to_model_params", copy)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Ours, and not set yet.
@@ -233,7 +236,8 @@ class DelayedOptimizer:
         if batch != self._pending.batch:
             return self.outcome
         with self._pending.apply() as results, self._hyperparameters_of_batch():
-            self._statistics = results.get(Reduction.NORM, self._statistics)
+            if self._has_norm:
+                self._statistics = results[Reduction.NORM]
             if self._check_for_nan:
                 self._require_finite(batch)
             _forget_shards_of_weights(self._model)
@@ -254,6 +258,10 @@ class DelayedOptimizer:
             self.finish(self._pending.batch)
         self._finite.answer()
         self.weights.use_newest()
+
+    def release(self) -> None:
+        """Give Megatron's optimizer and gradient buffers their own methods back, as after `settle`."""
+        self._taken_over.close()
 
     def _require_finite(self, batch: int) -> None:
         norm = self._statistics.norm
@@ -289,15 +297,18 @@ class DelayedOptimizer:
         """Give Megatron's step what the chain has found out, where it would ask all ranks."""
         inner = self._inner
         for optimizer in inner.chained_optimizers:
-            replace(optimizer, "prepare_grads", functools.partial(self._prepare_grads, optimizer))
-        replace(inner, "get_grad_norm", lambda: self._statistics.norm)
-        replace(inner, "count_zeros", lambda: self._statistics.zeros)
+            self._replace(optimizer, "prepare_grads", functools.partial(self._prepare_grads, optimizer))
+        self._replace(inner, "get_grad_norm", lambda: self._statistics.norm)
+        self._replace(inner, "count_zeros", lambda: self._statistics.zeros)
         # Groups with a norm of their own never change and are asked for once, here; Megatron 0.18 has none.
         for name in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
             inner.has_grad_norm_group(name)
         # Captured gradients are zeroed when they are captured; before, a reduction may still read them.
         for buffer in [*self._model.buffers, *self._model.expert_parallel_buffers]:
-            replace(buffer, "reset", lambda: None)
+            self._replace(buffer, "reset", lambda: None)
+
+    def _replace(self, target: object, name: str, value: object) -> None:
+        self._taken_over.callback(replace(target, name, value))
 
     def _prepare_grads(self, optimizer: Any) -> bool:
         """In place of Megatron's; the chain has removed the loss scale and looked for overflows."""

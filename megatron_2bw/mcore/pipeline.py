@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -81,11 +82,13 @@ class Pipeline:
         self.is_delayed = self.schedule_name in DELAYED
         """Whether updates come after the call of their batch."""
         check_configs(self.schedule_name, model, optimizer)
-        if self.schedule_name not in TWO_BW and (correction is not None or extra_in_flight or delayed_microbatches):
-            raise ValueError(
-                f"{self.schedule_name} has no delay of one batch to correct, for some microbatches or all, and keeps "
-                "a fixed number in flight; use 2bw"
-            )
+        for keyword, value, reason in (
+            ("correction", correction, "has no delay of one batch to correct"),
+            ("extra_in_flight", extra_in_flight, "keeps a fixed number of activations in flight"),
+            ("delayed_microbatches", delayed_microbatches, "computes all microbatches of a batch alike"),
+        ):
+            if value and self.schedule_name not in TWO_BW:
+                raise ValueError(f"{self.schedule_name} {reason}: leave {keyword} out, or use 2bw")
         if (mirrored is None) is (self.schedule_name in MIRRORED):
             raise ValueError(
                 f"{self.schedule_name} needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
@@ -211,8 +214,10 @@ class Pipeline:
         self.forget()
 
     def forget(self) -> None:
-        """Give process and config back what they had before; waits for nobody."""
+        """Give process, config and optimizer back what they had before; waits for nobody."""
         self._undo()
+        if self.is_delayed:
+            self.optimizer.release()
         self.config.batch_p2p_sync = self._batch_p2p_sync
         if self.is_delayed and self.config.grad_scale_func == self.optimizer.scale_loss:
             self.config.grad_scale_func = self._grad_scale_func
@@ -222,6 +227,11 @@ class Pipeline:
     def random_state(self) -> RandomState | None:
         """The random state before the next batch, if forwards of that batch have run; None if it is the present."""
         return self._stage.random_states.get(self.batch) if isinstance(self._stage, DelayedStage) else None
+
+    @property
+    def is_between_calls(self) -> bool:
+        """Whether the other stages can be expected to get to the end of the run as well."""
+        return dist.is_initialized() and (self.executor is None or self.executor.at is None)
 
     def where(self) -> str:
         """What this rank is doing, for the message of a failure."""

@@ -47,6 +47,12 @@ def _is_sharded_by_layers(args: Any) -> bool:
     return args.optimizer not in ("adam", "sgd") and is_distributed
 
 
+def _quantizes(args: Any) -> bool:
+    by_recipe = given("te_precision_config_file", "kitchen_config_file", "quant_recipe", "use_kitchen")
+    return given("fp8", "fp4")(args) or by_recipe(args) or getattr(args, "kitchen_recipe_number", None) is not None
+
+
+_QUANTIZED = "--fp8-format / --fp4-format / --te-precision-config-file / --kitchen-config-file"
 _SAVED = "--save-params-interval and the like for activations, gradients and tokens per expert"
 _SAVES = tuple(f"save_{what}_interval" for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert"))
 _ONE_OF_TWO = "it looks at one stage per rank, and a rank has two"
@@ -176,15 +182,15 @@ REFUSED: tuple[Refused, ...] = (
         remedy=USE_MEGATRON,
     ),
     Refused(
-        flag="--fp8-format / --fp4-format",
-        is_set=given("fp8", "fp4"),
+        flag=_QUANTIZED,
+        is_set=_quantizes,
         schedules=DELAYED,
         reason="quantized weights are cached for one version, and there are several",
         remedy=USE_FLUSH,
     ),
     Refused(
-        flag="--fp8-format / --fp4-format",
-        is_set=given("fp8", "fp4"),
+        flag=_QUANTIZED,
+        is_set=_quantizes,
         schedules=MIRRORED,
         reason="a rank's second stage gets new weights from another rank, and quantized copies of them would stay old",
         remedy=USE_FLUSH,
@@ -369,6 +375,20 @@ REFUSED: tuple[Refused, ...] = (
         schedules=DELAYED,
         reason="it looks at gradients when Megatron reduces them, and delayed updates reduce them on their own",
         remedy=USE_FLUSH,
+    ),
+    Refused(
+        flag="has_cond_embedder / flextron of the config",
+        is_set=given("has_cond_embedder", "flextron"),
+        schedules=DELAYED,
+        reason="gradients of some weights need a reduction over the stages that delayed updates do not have",
+        remedy=USE_FLUSH,
+    ),
+    Refused(
+        flag="--pipeline-model-parallel-comm-backend ucc",
+        is_set=lambda args: getattr(args, "pipeline_model_parallel_comm_backend", None) == "ucc",
+        schedules=OURS,
+        reason="transfers have process groups of their own, with the backend of the others",
+        remedy=USE_MEGATRON,
     ),
     Refused(
         flag="--tensor-parallel-num-weight-shards",

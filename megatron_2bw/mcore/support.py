@@ -6,7 +6,7 @@ One table drives the checks before training and the documentation. A flag in no 
 from __future__ import annotations
 
 from megatron_2bw.mcore.refused import REFUSED
-from megatron_2bw.mcore.rows import DELAYED, MIRRORED, OURS, Mapped, Slowed, above, given, set_to
+from megatron_2bw.mcore.rows import DELAYED, MIRRORED, OURS, PIPEDREAM, TWO_BW, Mapped, Slowed, above, given, set_to
 
 __all__ = ["MAPPED", "OURS", "REFUSED", "SLOWED", "table"]
 
@@ -65,6 +65,24 @@ MAPPED: tuple[Mapped, ...] = (
         reason="gradients are in fp32 already",
         change=set_to("ddp_reduce_scatter_with_fp32_accumulation", False),
     ),
+    *(
+        Mapped(
+            flag="--ckpt-assume-constant-structure",
+            is_set=is_set,
+            schedules=schedules,
+            becomes="off",
+            reason=f"checkpoints {until} hold fewer weight versions than later ones",
+            change=set_to("ckpt_assume_constant_structure", False),
+        )
+        for schedules, until, is_set in (
+            (PIPEDREAM, "of the first batches", given("ckpt_assume_constant_structure")),
+            (
+                TWO_BW,
+                "of a synchronous beginning",
+                lambda args: args.ckpt_assume_constant_structure and args.synchronous_warmup_iters,
+            ),
+        )
+    ),
     Mapped(
         flag="--no-barrier-with-level-1-timing",
         is_set=lambda args: getattr(args, "timing_log_level", 0) > 0 and args.barrier_with_L1_time,
@@ -99,13 +117,31 @@ SLOWED: tuple[Slowed, ...] = (
         flag="--train-sync-interval",
         is_set=given("train_sync_interval"),
         schedules=DELAYED,
-        reason="all ranks meet after so many batches",
+        reason="every rank waits for its device after so many batches, and so for transfers with the neighbours",
     ),
     Slowed(
         flag="--log-straggler",
         is_set=given("log_straggler"),
         schedules=DELAYED,
         reason="all ranks compare their speeds at every log line",
+    ),
+    Slowed(
+        flag="--log-energy",
+        is_set=given("log_energy"),
+        schedules=DELAYED,
+        reason="all ranks add up what they used at every log line",
+    ),
+    Slowed(
+        flag="--check-weight-hash-across-dp-replicas-interval",
+        is_set=given("check_weight_hash_across_dp_replicas_interval"),
+        schedules=DELAYED,
+        reason="replicas compare their weights after so many batches",
+    ),
+    Slowed(
+        flag="--gpu-sniff-test-interval",
+        is_set=given("gpu_sniff_test_interval"),
+        schedules=DELAYED,
+        reason="all ranks compute and communicate for a test after so many batches",
     ),
     Slowed(
         flag="--num-experts",

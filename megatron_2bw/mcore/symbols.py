@@ -78,15 +78,17 @@ def check(symbols: Iterable[Used]) -> None:
             raise _unsupported(symbol, f"no longer takes {', '.join(missing)}")
 
 
-def replace(target: object, name: str, value: object) -> None:
-    """Set an attribute that Megatron reads.
+def replace(target: object, name: str, value: object) -> Callable[[], None]:
+    """Set an attribute that Megatron reads; returns what sets it back.
 
     Raises:
         UnsupportedMegatronError: there is none of that name, so nobody would read it.
     """
     if not hasattr(target, name):
         raise _unsupported(f"{type(target).__module__}.{type(target).__name__}.{name}", "is missing")
+    back = functools.partial(setattr, target, name, getattr(target, name))
     setattr(target, name, value)
+    return back
 
 
 def apply(hook: Hook) -> None:

@@ -173,7 +173,8 @@ def train(original: Any, *args: Any, **keywords: Any) -> Any:
     try:
         result = original(*args, **keywords)
     except SystemExit as exit_:
-        if not exit_.code and _session() is not None:
+        # From the loop itself; a signal's handler, or a forward step, may exit in the middle of a call.
+        if not exit_.code and _session() is not None and _session().pipeline.is_between_calls:
             _session().close()
         raise
     if _session() is not None:

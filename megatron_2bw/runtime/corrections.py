@@ -8,7 +8,7 @@ that is N of m microbatches. What is left of momentum then has to be paid for wi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -116,15 +116,15 @@ class MomentLead(_Lead):
                     f"{self.least_decay:g}, got {_decay(group):g}: raise it, or lower the lead"
                 )
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Correct every step of ``optimizer`` from here on.
+    def attach(self, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        """Correct every step of ``optimizer`` from here on; returns what ends that.
 
         Raises:
             ValueError: as `check` does.
         """
         self.check(optimizer)
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        hooks = (optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after))
+        return lambda: [hook.remove() for hook in hooks]
 
     def _share(self, decay: float) -> float:
         """k."""
@@ -182,9 +182,9 @@ class UpdateLead(_Lead):
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer can be corrected whose weights are not the model's own."""
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Correct every step of ``optimizer`` from here on."""
-        optimizer.register_step_pre_hook(self._keep)
+    def attach(self, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        """Correct every step of ``optimizer`` from here on; returns what ends that."""
+        return optimizer.register_step_pre_hook(self._keep).remove
 
     @contextmanager
     def shown(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -200,6 +200,7 @@ class UpdateLead(_Lead):
             weight.data = data
 
     def _keep(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._before.pop(optimizer, None)  # Of a step that nobody has shown, as loading takes one: it may be large.
         weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
         self._before[optimizer] = weights, [weight.detach().clone() for weight in weights]
 

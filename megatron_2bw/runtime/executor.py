@@ -101,11 +101,11 @@ class Executor:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether forwards of the next batch have run."""
-        return self._filled
+        """Whether forwards of the next batch have run, on this rank or another."""
+        return self._filled and any(program.ahead for program in self.schedule.programs)
 
     def abandon(self) -> None:
-        """Drop what ran ahead; the next call fills the pipeline again."""
+        """Drop what ran ahead, at the end of a run: the data that it read is gone."""
         self._links.flush()
         self._in_flight.clear()
         self._filled = False

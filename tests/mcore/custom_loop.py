@@ -15,8 +15,12 @@ from .case import MICRO_BATCH_SIZE, SEQUENCE_LENGTH, Case
 from .worker import forward_step, initialize, provide, write
 
 
-def main(case: Case, rank: int, port: int, folder: Path) -> None:
-    """Run ``case`` as ``rank``; Megatron's flags only size the model and the optimizer."""
+def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None) -> None:
+    """Run ``case`` as ``rank``; Megatron's flags only size the model and the optimizer.
+
+    Args:
+        then: the schedule of the second half of the batches.
+    """
     args = initialize(replace(case, schedule="megatron", synchronous=0, delayed=0), rank, case.ranks, port)
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -42,29 +46,34 @@ def main(case: Case, rank: int, port: int, folder: Path) -> None:
     model = build()
     config, overrides = training.get_megatron_optimizer_config(args)
     optimizer = training.get_megatron_optimizer(config, [model], config_overrides=overrides)
-    scheduler = training.get_optimizer_param_scheduler(optimizer)
+    megatrons = training.get_optimizer_param_scheduler(optimizer)
     mirrored = megatron_2bw.build_mirrored(build) if case.schedule == "chimera" else None
-    pipeline = megatron_2bw.Pipeline(
-        case.schedule, model, optimizer, mirrored=mirrored, delayed_microbatches=case.delayed or None
-    )
-    scheduler = pipeline.drive(scheduler)
     data = _microbatches(case, parallel_state.get_data_parallel_rank())
-    for batch in range(case.batches):
-        model.zero_grad_buffer()
-        pipeline.optimizer.zero_grad()
-        pipeline.forward_backward(
-            forward_step_func=partial(forward_step, case.kind, record),
-            data_iterator=data,
-            model=model,
-            num_microbatches=case.microbatches,
-            seq_length=SEQUENCE_LENGTH,
-            micro_batch_size=MICRO_BATCH_SIZE,
-            left=case.batches - 1 - batch,
-            synchronous=batch < case.synchronous,
+    spans = {case.schedule: range(case.batches)}
+    if then is not None:
+        half = case.batches // 2
+        spans = {case.schedule: range(half), then: range(half, case.batches)}
+    for schedule, batches in spans.items():
+        pipeline = megatron_2bw.Pipeline(
+            schedule, model, optimizer, mirrored=mirrored, delayed_microbatches=case.delayed or None
         )
-        pipeline.optimizer.step()
-        scheduler.step(case.global_batch_size)
-    pipeline.close()
+        scheduler = pipeline.drive(megatrons)
+        for batch in batches:
+            model.zero_grad_buffer()
+            pipeline.optimizer.zero_grad()
+            pipeline.forward_backward(
+                forward_step_func=partial(forward_step, case.kind, record),
+                data_iterator=data,
+                model=model,
+                num_microbatches=case.microbatches,
+                seq_length=SEQUENCE_LENGTH,
+                micro_batch_size=MICRO_BATCH_SIZE,
+                left=batches[-1] - batch,
+                synchronous=batch < case.synchronous,
+            )
+            pipeline.optimizer.step()
+            scheduler.step(case.global_batch_size)
+        pipeline.close()
     write(record, models[0], folder / f"rank{rank}.pt")
 
 

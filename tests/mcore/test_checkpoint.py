@@ -107,6 +107,7 @@ def test_a_replacement_that_was_stopped_halfway_is_finished(tmp_path: Path) -> N
     _checkpoint(tmp_path / "unfinished_iter_0000008", "half written by the next save")
     _checkpoint(tmp_path / "unfinished_iter_0000009", "half written, replacing nothing yet")
     finish_replacements(tmp_path)
+    assert not list(tmp_path.glob("replaced_*"))
     assert (tmp_path / "iter_0000006" / "file").read_text() == "new"
     assert (present / "file").read_text() == "present"
     assert not (tmp_path / "iter_0000009").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -31,6 +32,16 @@ def test_synchronous_schedules_equal_megatrons_training_loop() -> None:
 def test_a_mirrored_stage_of_its_own() -> None:
     case = replace(CASES[0], schedule="chimera")
     assert differing(looped(case), run(case)) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=["untied", "tied-w2"])
+def test_a_synchronous_schedule_can_go_on(case: Case) -> None:
+    """With Megatron's optimizer, as it was before."""
+    case = replace(case, schedule="2bw")
+    go_on = partial(custom_loop.main, then="1f1b-flush")
+    found = merge(collect(go_on, case, case.ranks), case.stages, case.microbatches)
+    differences = differing(found, oracle(case, delay=1, delayed_batches=case.batches // 2), norms=False)
+    assert differences == ["skipped updates"], "which are kept of delayed updates only"
 
 
 def test_what_does_not_work_is_refused() -> None:

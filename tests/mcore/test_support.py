@@ -42,7 +42,15 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"virtual_pipeline_model_parallel_size": 2},
     ],
     "--cuda-graph-impl": [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}],
-    "--fp8-format / --fp4-format": [{"fp8": "hybrid"}, {"fp4": "e2m1"}],
+    "--fp8-format / --fp4-format / --te-precision-config-file / --kitchen-config-file": [
+        {"fp8": "hybrid"},
+        {"fp4": "e2m1"},
+        {"te_precision_config_file": "file"},
+        {"kitchen_config_file": "file"},
+        {"kitchen_recipe_number": 0},
+    ],
+    "has_cond_embedder / flextron of the config": [{"has_cond_embedder": True}, {"flextron": True}],
+    "--pipeline-model-parallel-comm-backend ucc": [{"pipeline_model_parallel_comm_backend": "ucc"}],
     "--grad-reduce-in-bf16": [{"grad_reduce_in_bf16": True}],
     "--ddp-param-name-patterns-for-fp32-local-accumulation": [
         {"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]}
@@ -103,6 +111,10 @@ NOTICED: dict[str, dict[str, object]] = {
     "--overlap-param-gather": {"overlap_param_gather": True},
     "--accumulate-allreduce-grads-in-fp32": {"fp16": True},
     "--ddp-reduce-scatter-with-fp32-accumulation": {"ddp_reduce_scatter_with_fp32_accumulation": True},
+    "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True, "synchronous_warmup_iters": 5},
+    "--log-energy": {"log_energy": True},
+    "--check-weight-hash-across-dp-replicas-interval": {"check_weight_hash_across_dp_replicas_interval": 5},
+    "--gpu-sniff-test-interval": {"gpu_sniff_test_interval": 5},
     "--no-barrier-with-level-1-timing": {"timing_log_level": 1},
     "--log-params-norm": {"log_params_norm": True},
     "--sft / --dataloader-inter-document-masking": {"sft": True},
@@ -122,8 +134,13 @@ DERIVED = {
     "gtp_weight_remat_size",
     "num_microbatches_with_partial_activation_checkpoints",
     "dataloader_save",
+    "has_cond_embedder",
+    "flextron",
+    "kitchen_config_file",
+    "kitchen_recipe_number",
 }
-"""Not from Megatron's command line: it computes them from other arguments, or training scripts add them."""
+"""Not from Megatron's command line: it computes them from other arguments, training scripts or models add them, or an
+extension that is not installed does."""
 
 
 SINCE_0_19 = {"freeze_all_layers", "moe_routing_trace_path"}
