@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -121,3 +122,19 @@ def _assert_places(ended: Ended, ranks: set[int], stages: int) -> dict[int, str]
         assert int(found[1]) == rank // replicas
         places[rank] = found[2]
     return places
+
+
+@pytest.mark.parametrize(("code", "between", "closes"), [(0, True, True), (0, False, False), (1, True, False)])
+def test_an_exit_waits_for_the_others_only_between_calls(
+    code: int, between: bool, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--exit-signal-handler-for-training exits wherever the signal comes, without process groups."""
+    from megatron_2bw.mcore import arguments, wrappers
+
+    session = MagicMock(pipeline=MagicMock(is_between_calls=between))
+    monkeypatch.setattr(wrappers, "_session", lambda: session)
+    monkeypatch.setattr(arguments, "checked_before_training", lambda args: None)
+    monkeypatch.setattr("megatron.training.get_args", lambda: None)
+    with pytest.raises(SystemExit):
+        wrappers.train(lambda: sys.exit(code))
+    assert session.close.called is closes

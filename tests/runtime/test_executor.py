@@ -1,8 +1,12 @@
 """2bw and pipedream on a toy model equal delayed training in one process, to the last bit."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
+from megatron_2bw.runtime.executor import Executor
+from megatron_2bw.schedule.registry import build
 from tests.runtime.toy import expected, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,3 +56,14 @@ def test_a_drain_between_batches_changes_nothing():
 def test_pipedream_equals_a_loop_with_a_delay_of_each_stage():
     """Forwards run up to three batches ahead; runs of one and of two batches are shorter than that."""
     _assert_equal(train(4, 1, 12, "pipedream", drains=(0, 2)), expected(4, 1, 12, "pipedream"))
+
+
+@pytest.mark.parametrize(("schedule", "ahead"), [("1f1b-flush", False), ("gpipe", False), ("2bw", True)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whether_forwards_have_run_ahead(schedule, ahead, rank):
+    """Of any rank: all have to agree, and the last stage's own never do."""
+    executor = Executor(build(schedule, stages=2, microbatches=2), rank, MagicMock(), MagicMock())
+    executor.run(0, left=None)
+    assert executor.is_ahead is ahead
+    executor.run(1, left=0)
+    assert not executor.is_ahead
