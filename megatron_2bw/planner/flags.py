@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_2bw.planner.automatic import AUTO, choose, has_choice
@@ -13,7 +15,7 @@ from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
-from megatron_2bw.planner.unpriced import check_pipedream, check_priced
+from megatron_2bw.planner.unpriced import NAMED, check_accepted, check_pipedream, check_priced
 
 MODEL_NUMBERS: dict[str, str] = {
     "--num-layers": "num_layers",
@@ -47,6 +49,9 @@ LAYOUT_NUMBERS: dict[str, str] = {
 """Flags with a number of the Layout."""
 DROPOUT = ("--attention-dropout", "--hidden-dropout")
 """Flags that are both 0 where nothing is dropped."""
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
+ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 VOCABULARIES: dict[str, int] = {
     "GPT2BPETokenizer": 50257,
     "Llama2Tokenizer": 32000,
@@ -56,16 +61,44 @@ VOCABULARIES: dict[str, int] = {
 """Of tokenizers with one published vocabulary: GPT-2, Llama 2, BERT uncased and cased."""
 
 
+MODEL_SWITCHES = frozenset(
+    {
+        *"--group-query-attention --swiglu --quick-geglu --squared-relu --openai-gelu --disable-bias-linear".split(),
+        *"--add-qkv-bias --apply-layernorm-1p --qk-layernorm --untie-embeddings-and-output-weights".split(),
+        *"--use-rotary-position-embeddings --rotary-interleaved --use-rope-scaling".split(),
+    }
+)
+"""Flags without a value that describe a model."""
+_TOKENIZER = frozenset({"--vocab-size", "--tokenizer-type"})
 MODEL_FLAGS = frozenset(
     {
         *MODEL_NUMBERS,
+        *MODEL_SWITCHES,
         *DROPOUT,
-        *"--group-query-attention --swiglu --disable-bias-linear --normalization --position-embedding-type".split(),
-        *"--use-rotary-position-embeddings --untie-embeddings-and-output-weights --moe-ffn-hidden-size".split(),
-        *"--max-position-embeddings --padded-vocab-size --tokenizer-type".split(),
+        *_TOKENIZER,
+        *"--encoder-seq-length --normalization --position-embedding-type --moe-ffn-hidden-size".split(),
+        *"--max-position-embeddings --padded-vocab-size --norm-epsilon --init-method-std --rotary-base".split(),
+        *"--rotary-percent --rotary-seq-len-interpolation-factor --rope-scaling-factor".split(),
     }
 )
-"""All flags that ``read_model`` looks at, and the one that follows from them."""
+"""Flags that describe a model, whether its costs depend on them or not."""
+_NAMED = frozenset(
+    {
+        *MODEL_FLAGS,
+        *LAYOUT_NUMBERS,
+        *NAMED,
+        *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --sequence-parallel".split(),
+        *"--recompute-activations --recompute-granularity --recompute-method --bf16 --fp16 --transformer-impl".split(),
+        *"--use-distributed-optimizer --overlap-grad-reduce --attention-backend --use-flash-attn".split(),
+        *"--merge-file --vocab-file".split(),
+        # Megatron's own, which look like others.
+        *"--decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
+        *"--mtp-hybrid-override-pattern --expert-tensor-parallel-num-weight-shards".split(),
+    }
+)
+"""Flags that are spelled correctly."""
+_ALIKE = 0.88
+"""From which ratio of difflib on a flag looks misspelled: as low as no other flag of Megatron looks like these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +131,8 @@ def read(
     Raises:
         PlanError: a flag is missing, malformed, refused by Megatron or beyond the cost model.
     """
-    notes = check_priced(options)
+    check_accepted(options)
+    notes = (*check_priced(options), *_misspelled(options))
     if options.text("--pipeline-schedule") == "pipedream":
         check_pipedream(options)
     model = read_model(options, kind=kind)
@@ -113,6 +147,13 @@ def read(
     if refused:
         raise PlanError(refused)
     return Configuration(model=model, layout=layout, notes=notes)
+
+
+def _misspelled(options: Options) -> Iterator[str]:
+    """A note per flag that nothing here reads and that looks like one that is read."""
+    for flag in (flag for flag in options.values if flag not in _NAMED):
+        for nearest in difflib.get_close_matches(flag, _NAMED, n=1, cutoff=_ALIKE):
+            yield f"{flag}: not priced; did you mean {nearest}?"
 
 
 def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
@@ -131,24 +172,40 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
         numbers.setdefault("num_query_groups", 1)
     else:
         numbers.pop("num_query_groups", None)
-    swiglu = "--swiglu" in options or "--quick-geglu" in options
     if "ffn_hidden_size" not in numbers:
-        numbers["ffn_hidden_size"] = default_ffn(numbers["hidden_size"], swiglu=swiglu)
+        numbers["ffn_hidden_size"] = default_ffn(numbers["hidden_size"], swiglu="--swiglu" in options)
     if numbers.get("num_experts") and "--moe-ffn-hidden-size" in options:
         numbers["ffn_hidden_size"] = options.number("--moe-ffn-hidden-size")
-    rotary = "--use-rotary-position-embeddings" in options
-    positions = "rope" if rotary else options.text("--position-embedding-type", "learned_absolute")
+    positions = options.choice("--position-embedding-type", POSITIONS, POSITIONS[0])
+    learned = positions == "learned_absolute" and "--use-rotary-position-embeddings" not in options
     numbers["vocab_size"] = _vocabulary(options, kind)
     return Model(
         kind=kind,
-        swiglu=swiglu,
+        swiglu="--swiglu" in options or "--quick-geglu" in options,
         bias="--disable-bias-linear" not in options,
-        rmsnorm=options.text("--normalization", "LayerNorm") == "RMSNorm",
-        learned_positions=positions == "learned_absolute",
-        dropout=any(options.text(flag, "0.1").strip("0.") for flag in DROPOUT),
+        rmsnorm=options.choice("--normalization", NORMALIZATIONS, NORMALIZATIONS[0]) == "RMSNorm",
+        learned_positions=learned,
+        dropout=max(options.share(flag, 0.1) for flag in DROPOUT) > 0,
         tied="--untie-embeddings-and-output-weights" not in options,
+        given_flags=_given(options, numbers["seq_length"]),
         **numbers,
     )
+
+
+def _given(options: Options, seq_length: int) -> str:
+    """The flags that describe the model, in the words they came in, and the number of positions that Megatron needs."""
+    positions = options.number("--max-position-embeddings", seq_length)
+    if positions < seq_length:
+        raise PlanError(
+            f"--max-position-embeddings {positions}: fewer than --seq-length {seq_length}; use {seq_length}"
+        )
+    values = dict(options.values)
+    values.setdefault("--max-position-embeddings", [str(positions)])
+    words: list[str] = []
+    for flag, following in values.items():
+        if flag in MODEL_FLAGS - _TOKENIZER:
+            words += [flag, *([] if flag in MODEL_SWITCHES else map(options.explain, following[:1]))]
+    return " ".join(words)
 
 
 def default_ffn(hidden_size: int, *, swiglu: bool) -> int:
@@ -201,7 +258,9 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
         data=data,
         global_batch=options.number("--global-batch-size", numbers["microbatch"] * data),
         recompute=_recompute(options),
-        recompute_method=_one_of(options, "--recompute-method", RecomputeMethod, RecomputeMethod.UNIFORM),
+        recompute_method=RecomputeMethod(
+            options.choice("--recompute-method", RecomputeMethod, RecomputeMethod.UNIFORM)
+        ),
         sequence_parallel="--sequence-parallel" in options and numbers["tensor"] > 1,
         distributed_optimizer="--use-distributed-optimizer" in options,
         overlap_gradients="--overlap-grad-reduce" in options,
@@ -234,34 +293,29 @@ def _chunks(options: Options, model: Model, pipeline: int) -> int:
 def _recompute(options: Options) -> Recompute:
     if "--recompute-activations" in options:
         return Recompute.SELECTIVE
-    if "--checkpoint-activations" in options:
-        return Recompute.FULL
-    return _one_of(options, "--recompute-granularity", Recompute, Recompute.NONE)
-
-
-def _one_of[Choice: str](options: Options, flag: str, choices: type[Choice], default: Choice) -> Choice:
-    text = options.text(flag, default)
-    try:
-        return choices(text)
-    except ValueError as error:
-        raise PlanError(f"{flag} {text}: choose one of {', '.join(choices)}") from error
+    return Recompute(options.choice("--recompute-granularity", Recompute, Recompute.NONE))
 
 
 def _fused(options: Options, default: bool) -> bool:
     """Whether attention is fused, which Megatron decides by itself where no flag does."""
+    backend = options.choice("--attention-backend", ATTENTION_BACKENDS, ATTENTION_BACKENDS[0])
     if "--use-flash-attn" in options:
         return True
     if options.text("--transformer-impl", "transformer_engine") == "local":
         return False
-    return {"auto": default, "unfused": False, "local": False}.get(options.text("--attention-backend", "auto"), True)
+    return {"auto": default, "unfused": False, "local": False}.get(backend, True)
 
 
 def model_flags(model: Model) -> list[str]:
-    """Flags of the model, as far as it differs from Megatron's defaults; those of the tokenizer are left out.
+    """Flags of the model as they were given, else as far as it differs from Megatron's defaults.
+
+    Those of the tokenizer are left out.
 
     >>> " ".join(model_flags(Model(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=9)))
     '--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32'
     """
+    if model.given_flags:
+        return model.given_flags.split()
     words = [
         *f"--num-layers {model.num_layers} --hidden-size {model.hidden_size}".split(),
         *f"--num-attention-heads {model.num_attention_heads}".split(),

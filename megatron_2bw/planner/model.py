@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megatron_2bw.planner.errors import PlanError
@@ -62,6 +62,8 @@ class Model:
     """0: no mixture of experts."""
     moe_router_topk: int = 2
     make_vocab_size_divisible_by: int = 128
+    given_flags: str = field(default="", compare=False)
+    """Megatron's flags that described it, as given; empty where something else did."""
 
     def __post_init__(self) -> None:
         defaults = {
@@ -72,11 +74,11 @@ class Model:
         for name, value in defaults.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name == "num_experts" else 1
-            if field.type == "int" and (not isinstance(value, int) or value < least):
-                raise PlanError(f"{field.name} {value!r}: give a whole number of at least {least}")
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            least = 0 if f.name == "num_experts" else 1
+            if f.type == "int" and (not isinstance(value, int) or value < least):
+                raise PlanError(f"{f.name} {value!r}: give a whole number of at least {least}")
         if self.kv_channels * self.num_attention_heads != self.hidden_size and defaults["kv_channels"] == (
             self.kv_channels
         ):

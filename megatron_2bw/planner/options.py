@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from megatron_2bw.planner.errors import PlanError
@@ -83,3 +84,26 @@ class Options:
             return int(text)
         except ValueError as error:
             raise PlanError(f"{flag} {text}: give a whole number, such as {flag} {default or 1}") from error
+
+    def share(self, flag: str, default: float) -> float:
+        """The number from 0 to 1 behind ``flag``.
+
+        Raises:
+            PlanError: there is none.
+        """
+        text = self.text(flag, str(default))
+        with contextlib.suppress(ValueError):
+            if 0 <= float(text) <= 1:
+                return float(text)
+        raise PlanError(f"{flag} {text}: give a number from 0 to 1, such as {flag} {default}")
+
+    def choice(self, flag: str, choices: Collection[str], default: str) -> str:
+        """The one of ``choices`` behind ``flag``.
+
+        Raises:
+            PlanError: it is none of them.
+        """
+        text = self.text(flag, default)
+        if text not in choices:
+            raise PlanError(f"{flag} {text}: choose one of {', '.join(choices)}")
+        return text

@@ -296,7 +296,7 @@ class Profile:
     def _check_model(self, model: Model) -> None:
         for f in dataclasses.fields(Model):
             mine, theirs = getattr(self.model, f.name), getattr(model, f.name)
-            if f.name not in ("num_layers", "name") and mine != theirs:
+            if f.compare and f.name not in ("num_layers", "name") and mine != theirs:
                 raise PlanError(f"{f.name} {theirs}: the profile is of a model with {mine}; profile this one")
 
     def _measured(self) -> str:

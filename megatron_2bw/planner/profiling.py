@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_2bw.planner import activations
@@ -80,12 +80,12 @@ class Request:
 
     def words(self, tensor: int, path: Path) -> list[str]:
         """Behind ``torchrun``."""
-        model = replace(self.model, num_layers=LAYERS)
         return [
             *("-m", "megatron_2bw.mcore.profile", "--profile", str(path)),
             *("--microbatches", ",".join(map(str, self.microbatches)), "--recomputes", ",".join(self.recomputes)),
-            *(*layout_flags(model, self.layout(tensor)), *model_flags(model)),
-            *(*_TRAINING, *random_data(model), *self.more_flags),
+            *(*layout_flags(self.model, self.layout(tensor)), *model_flags(self.model)),
+            *("--num-layers", str(LAYERS)),  # In place of the model's: the last one counts.
+            *(*_TRAINING, *random_data(self.model), *self.more_flags),
         ]
 
 

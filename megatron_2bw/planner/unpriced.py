@@ -1,4 +1,4 @@
-"""Flags that change time or memory in ways that the cost model does not cover."""
+"""Flags that Megatron refuses, or that change time or memory in ways that the cost model does not cover."""
 
 from __future__ import annotations
 
@@ -50,10 +50,45 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),
     "--tp-comm-overlap": (_given, "priced without that overlap"),
     "--cuda-graph-impl": (_given, "priced without CUDA graphs"),
+    "--data-parallel-size": (_given, "no flag of Megatron, which derives it from the number of GPUs; give --gpus"),
 }
-
+_OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
+"""What full recomputation needs, and nothing else may have; with an example."""
+_OF_SHARDS = ("--use-distributed-optimizer", "--overlap-grad-reduce")
+"""What gathering parameters during forwards needs."""
 
 _PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-grad")
+
+
+NAMED = frozenset(
+    {*_REFUSED, *_NOTED, *_PIPEDREAM, "--overlap-param-gather", "--checkpoint-activations", "--clip-grad"}
+)
+"""Flags that are looked at here."""
+
+
+def check_accepted(options: Options) -> None:
+    """Whether Megatron takes these flags together: see its ``validate_args`` and ``TransformerConfig``.
+
+    Raises:
+        PlanError: it does not.
+    """
+    if "--bf16" in options and "--fp16" in options:
+        raise PlanError("--bf16 and --fp16 exclude each other; leave one out")
+    if "--checkpoint-activations" in options:
+        full = " ".join(f"{flag} {example}" for flag, example in _OF_FULL.items())
+        raise PlanError(f"--checkpoint-activations: no longer a flag; give --recompute-granularity full {full}")
+    granularity = options.text("--recompute-granularity", "none")
+    if "--recompute-activations" in options:
+        granularity = "selective"
+    for flag, example in _OF_FULL.items():
+        if granularity == "full" and flag not in options:
+            raise PlanError(f"--recompute-granularity full needs {flag}; give it, such as {flag} {example}")
+        if granularity == "selective" and flag in options:
+            raise PlanError(f"{flag} needs --recompute-granularity full; leave it out")
+    if "--overlap-param-gather" in options and options.text("--optimizer", "adam") != "dist_muon":
+        for flag in _OF_SHARDS:
+            if flag not in options:
+                raise PlanError(f"--overlap-param-gather needs {flag}; give it, or leave the overlap out")
 
 
 def check_pipedream(options: Options) -> None:

@@ -13,12 +13,13 @@ import pytest
 from megatron_2bw.mcore.arguments import add_arguments, validated
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import layout_flags, model_flags
+from megatron_2bw.planner.flags import layout_flags, model_flags, read
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.search import search
 from megatron_2bw.planner.space import Space
@@ -150,6 +151,14 @@ def test_megatron_builds_the_same_model(model: str, validate: Validate):
     assert args.untie_embeddings_and_output_weights != expected.tied
     assert (args.position_embedding_type == "learned_absolute") == expected.learned_positions
     assert (args.seq_length, args.max_position_embeddings) == (expected.seq_length, expected.seq_length)
+
+
+def test_no_flag_of_megatron_looks_misspelled(parser: argparse.ArgumentParser):
+    ours = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 9 --micro-batch-size 1"
+    for flag in (flag for action in parser._actions for flag in action.option_strings):
+        with suppress(PlanError):  # Not everything is priced.
+            notes = read(Options.parse([flag, "1", *ours.split()]), gpus=1).notes
+            assert not any("did you mean" in note for note in notes), flag
 
 
 WRONG: dict[str, dict[str, Any]] = {

@@ -79,6 +79,13 @@ def test_a_model_given_by_flags(capsys: pytest.CaptureFixture[str]):
     assert run(capsys, f"{same} --flags-only") == run(capsys, f"{PLAN} --flags-only")
 
 
+def test_a_model_given_by_flags_keeps_them(capsys: pytest.CaptureFixture[str]):
+    given = f"{FLAGS} --max-position-embeddings 4096 --rotary-base 5000 --quick-geglu --hidden-dropout 0.05"
+    code, flags, err = run(capsys, f"plan {given} --cluster dgx-a100 --global-batch-size 64 --flags-only")
+    assert (code, err) == (0, "")
+    assert flags.endswith(f" {given.replace('--vocab-size 1000 ', '')}\n")
+
+
 def test_sample_efficiency(capsys: pytest.CaptureFixture[str]):
     _, neutral, _ = run(capsys, PLAN)
     break_even = float(words_of(neutral).split("(break-even ")[1].split(")")[0])
@@ -282,6 +289,8 @@ BAD = {
     f"{PLAN} --hidden-size 4": "--model gpt-2.2b and --hidden-size both describe the model; give one",
     f"{PLAN} --hidden 4": "--hidden is neither an option of this command nor a flag that describes a model",
     f"{PLAN} stray": "stray is neither an option of this command nor a flag",
+    f"{PLAN} --swiglu stray": "stray is neither an option of this command nor a flag",
+    f"{PLAN} --hidden-size 4 stray": "stray is neither an option of this command nor a flag",
     f"{PLAN} --sample-efficiency 0": "sample_efficiency 0.0: give a number above 0",
     f"{PLAN} --sample-efficiency nan": "sample_efficiency nan: give a number above 0",
     f"{PLAN} --synchronous-warmup-fraction 1": "synchronous_warmup_fraction 1.0: give a share from 0 to below 1",

@@ -97,6 +97,34 @@ def test_models_survive_the_way_through_flags(model: str):
     assert read_back(VARIED[model], LAYOUTS["alone"]).model == VARIED[model]
 
 
+def test_flags_that_were_given_are_printed_as_given():
+    given = (
+        f"{MODEL} --max-position-embeddings 4096 --position-embedding-type none --hidden-dropout 0 --norm-epsilon 1e-6"
+    )
+    words = model_flags(read_model(flags(f"{given} --tokenizer-type NullTokenizer --lr 1")))
+    assert " ".join(words) == given.replace("--vocab-size 1000 ", "")
+    assert model_flags(read_model(flags(MODEL)))[-2:] == ["--max-position-embeddings", "128"]
+
+
+@pytest.mark.parametrize(
+    ("more", "notes"),
+    [
+        (
+            "--tensor-parallel-size 8",
+            ("--tensor-parallel-size: not priced; did you mean --tensor-model-parallel-size?",),
+        ),
+        ("--pipeline_schedule 2bw", ("--pipeline_schedule: not priced; did you mean --pipeline-schedule?",)),
+        (
+            "--data-parallel-size 4",
+            ("--data-parallel-size: no flag of Megatron, which derives it from the number of GPUs; give --gpus",),
+        ),
+        ("--lr 1e-4 --seed 3 --overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer", ()),
+    ],
+)
+def test_flags_that_look_misspelled_are_noted(more: str, notes: tuple[str, ...]):
+    assert read(flags(f"{MODEL} --micro-batch-size 1 {more}"), gpus=4).notes == notes
+
+
 def test_flags_are_unique_and_strings():
     for model, layout in itertools.product(VARIED.values(), LAYOUTS.values()):
         words = [*layout_flags(model, layout), *model_flags(model)]
@@ -121,7 +149,9 @@ MODEL = "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 
         ("--use-rotary-position-embeddings", "learned_positions", False),
         ("--position-embedding-type none", "learned_positions", False),
         ("--hidden-dropout 0", "dropout", True),
-        ("--hidden-dropout 0.00 --attention-dropout 0", "dropout", False),
+        ("--hidden-dropout 0.00 --attention-dropout 0e0", "dropout", False),
+        ("--quick-geglu", "swiglu", True),
+        ("--quick-geglu", "ffn_hidden_size", 2048),
         ("--padded-vocab-size 1024", "vocab_size", 1024),
         ("--tokenizer-type Llama2Tokenizer", "vocab_size", 1000),
         ("--seq-length 256", "seq_length", 256),
@@ -211,9 +241,43 @@ DEEP = f"{RUN} --pipeline-model-parallel-size 4"
         (f"{RUN} --pipeline-schedule 2bw", "pipeline 1: 2bw needs at least 2; use schedule megatron"),
         (f"{RUN} --recompute-granularity some", "--recompute-granularity some: choose one of none, selective, full"),
         (
-            f"{RUN} --recompute-granularity full --recompute-num-layers 17",
+            f"{RUN} --recompute-granularity full --recompute-method uniform --recompute-num-layers 17",
             "recompute_layers 17: a stage has 16 layers; use 16",
         ),
+        (
+            f"{RUN} --recompute-granularity full --recompute-num-layers 1",
+            "full needs --recompute-method; give it, such as",
+        ),
+        (f"{RUN} --recompute-granularity full --recompute-method block", "such as --recompute-num-layers 1"),
+        (
+            f"{RUN} --recompute-activations --recompute-method block",
+            "--recompute-method needs --recompute-granularity full",
+        ),
+        (f"{RUN} --checkpoint-activations", "--checkpoint-activations: no longer a flag; give --recompute-granularity"),
+        (f"{RUN} --bf16 --fp16", "--bf16 and --fp16 exclude each other; leave one out"),
+        (
+            f"{RUN} --overlap-param-gather --overlap-grad-reduce",
+            "--overlap-param-gather needs --use-distributed-optimizer",
+        ),
+        (
+            f"{RUN} --overlap-param-gather --use-distributed-optimizer",
+            "--overlap-param-gather needs --overlap-grad-reduce",
+        ),
+        (f"{RUN} --max-position-embeddings 64", "embeddings 64: fewer than --seq-length 128; use 128"),
+        (
+            f"{RUN} --position-embedding-type bogus",
+            "--position-embedding-type bogus: choose one of learned_absolute, rope",
+        ),
+        (f"{RUN} --normalization bogus", "--normalization bogus: choose one of LayerNorm, RMSNorm"),
+        (
+            f"{RUN} --attention-backend bogus",
+            "--attention-backend bogus: choose one of auto, flash, fused, unfused, local",
+        ),
+        (
+            f"{RUN} --hidden-dropout abc",
+            "--hidden-dropout abc: give a number from 0 to 1, such as --hidden-dropout 0.1",
+        ),
+        (f"{RUN} --attention-dropout nan", "--attention-dropout nan: give a number from 0 to 1"),
         (f"{RUN} --context-parallel-size 2", "the cost model does not cover context parallelism"),
         (f"{RUN} --fp8-format hybrid", "the cost model does not cover 8-bit matrix products"),
         (MODEL.replace("1000", "many"), "--vocab-size many: give a whole number"),

@@ -77,14 +77,15 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
     Raises:
         PlanError: by both, or there are other words.
     """
-    from megatron_2bw.planner.flags import MODEL_FLAGS, read_model
+    from megatron_2bw.planner.flags import MODEL_FLAGS, MODEL_SWITCHES, read_model
     from megatron_2bw.planner.inputs import load_model
     from megatron_2bw.planner.model import Kind
     from megatron_2bw.planner.options import Options
 
     options = Options.parse(words)
     loose = [word for word in words[:1] if not word.startswith("--")]
-    strange = [*loose, *(flag for flag in options.values if flag not in MODEL_FLAGS)]
+    loose += [word for flag, values in options.values.items() for word in values[flag not in MODEL_SWITCHES :]]
+    strange = [*(flag for flag in options.values if flag not in MODEL_FLAGS), *loose]
     if strange:
         raise PlanError(
             f"{strange[0]} is neither an option of this command nor a flag that describes a model; leave it out"
