@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,7 +25,7 @@ class Gpu:
     has_bf16: bool = True
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        _check_numbers(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Cluster:
     """A `profile.Profile` measured there, which prices layers, updates and links; None for the cost model."""
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        _check_numbers(self)
 
     @property
     def gpus(self) -> int:
@@ -55,11 +56,18 @@ class Cluster:
         return self.gpu.memory_gb * 2**30
 
 
-def _check_positive(part: Gpu | Cluster) -> None:
+_LEAST, _MOST = 1e-9, 1e12
+"""What is outside is no machine, and times would leave what a float holds."""
+
+
+def _check_numbers(part: Gpu | Cluster) -> None:
     for field in fields(part):
         value = getattr(part, field.name)
-        if field.type in ("int", "float") and not (isinstance(value, int | float) and value > 0):
-            raise PlanError(f"{field.name} {value!r} of {part.name}: give a number above 0")
+        least = 1 if field.type == "int" else _LEAST
+        if field.type in ("int", "float") and not (isinstance(value, int | float) and least <= value <= _MOST):
+            raise PlanError(
+                f"{field.name} {reprlib.repr(value)} of {part.name}: give a number from {least:g} to {_MOST:g}"
+            )
 
 
 def _gpu(name: str, memory_gb: float, peak_tflops: float, hbm_gb_s: float, nvlink_gb_s: float, **more: bool) -> Gpu:

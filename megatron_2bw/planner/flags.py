@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.inputs import misspelled
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
-from megatron_2bw.planner.unpriced import NAMED, check_accepted, check_pipedream, check_priced
+from megatron_2bw.planner.unpriced import CHECKED, check_accepted, check_pipedream, check_priced
 
 MODEL_NUMBERS: dict[str, str] = {
     "--num-layers": "num_layers",
@@ -82,11 +82,11 @@ MODEL_FLAGS = frozenset(
     }
 )
 """Flags that describe a model, whether its costs depend on them or not."""
-_NAMED = frozenset(
+_SPELLED = frozenset(
     {
         *MODEL_FLAGS,
         *LAYOUT_NUMBERS,
-        *NAMED,
+        *CHECKED,
         *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --sequence-parallel".split(),
         *"--recompute-activations --recompute-granularity --recompute-method --bf16 --fp16 --transformer-impl".split(),
         *"--use-distributed-optimizer --overlap-grad-reduce --attention-backend --use-flash-attn".split(),
@@ -97,8 +97,6 @@ _NAMED = frozenset(
     }
 )
 """Flags that are spelled correctly."""
-_ALIKE = 0.88
-"""From which ratio of difflib on a flag looks misspelled: as low as no other flag of Megatron looks like these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +149,8 @@ def read(
 
 def _misspelled(options: Options) -> Iterator[str]:
     """A note per flag that nothing here reads and that looks like one that is read."""
-    for flag in (flag for flag in options.values if flag not in _NAMED):
-        for nearest in difflib.get_close_matches(flag, _NAMED, n=1, cutoff=_ALIKE):
+    for flag in options.values:
+        if nearest := misspelled(flag, _SPELLED):
             yield f"{flag}: not priced; did you mean {nearest}?"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Collection
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,10 @@ from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster, Gpu, known
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.multiples import nearest_multiple
 
+_ALIKE = 0.88
+"""From which ratio of difflib on a word looks misspelled: as low as no other flag of Megatron looks like one read."""
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -63,7 +67,7 @@ def sized(cluster: Cluster, *, nodes: int | None = None, gpus: int | None = None
     if gpus < node:
         return dataclasses.replace(cluster, gpus_per_node=gpus, nodes=1)
     if gpus % node:
-        raise PlanError(f"gpus {gpus} is no multiple of {node}, the GPUs of a node; use {round(gpus / node) * node}")
+        raise PlanError(f"gpus {gpus} is no multiple of {node}, the GPUs of a node; use {nearest_multiple(gpus, node)}")
     return dataclasses.replace(cluster, nodes=gpus // node)
 
 
@@ -135,11 +139,21 @@ def parsed(text: str, where: str) -> dict[str, Any]:
     """
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{where}: no JSON: {error}") from error
     if not isinstance(values, dict):
         raise PlanError(f"{where}: {text.strip()[:40]!r} is no JSON object; write {{...}}")
     return values
+
+
+def misspelled(word: str, known: Collection[str]) -> str | None:
+    """The one of ``known`` that ``word`` seems to mean; None where it is one of them, or like none.
+
+    >>> misspelled("tensors", ("tensor", "data")), misspelled("data", ("data",)), misspelled("id", ("data",))
+    ('tensor', None, None)
+    """
+    found = [] if word in known else difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)
+    return found[0] if found else None
 
 
 @cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.multiples import nearest_multiple
+from megatron_2bw.planner.multiples import MOST, nearest_multiple, wrong_count
 from megatron_2bw.schedule.registry import MIRRORED
 
 
@@ -119,8 +119,8 @@ class Layout:
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise PlanError(f"{name} {value!r}: give a whole number of at least {least}")
+            if type(value) is not int or not least <= value <= MOST:
+                raise PlanError(wrong_count(name, value, least))
         unit = self.microbatch * self.data
         if self.global_batch % unit:
             nearest = nearest_multiple(self.global_batch, unit)

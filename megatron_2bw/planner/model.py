@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.multiples import nearest_divisor
+from megatron_2bw.planner.multiples import MOST, nearest_divisor, wrong_count
 
 
 class Kind(StrEnum):
@@ -77,8 +77,8 @@ class Model:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             least = 0 if f.name == "num_experts" else 1
-            if f.type == "int" and (not isinstance(value, int) or value < least):
-                raise PlanError(f"{f.name} {value!r}: give a whole number of at least {least}")
+            if f.type == "int" and (not isinstance(value, int) or not least <= value <= MOST):
+                raise PlanError(wrong_count(f.name, value, least))
         if self.kv_channels * self.num_attention_heads != self.hidden_size and defaults["kv_channels"] == (
             self.kv_channels
         ):

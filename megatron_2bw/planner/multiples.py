@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import math
+import reprlib
+from fractions import Fraction
 from functools import cache
+
+MOST = 10**12
+"""More than any size or count is; products of several stay within what a float holds."""
+
+
+def wrong_count(name: str, value: object, least: int) -> str:
+    """Why ``value`` is no count from ``least`` to ``MOST``."""
+    bound = f"at most {MOST}" if isinstance(value, int) and value > MOST else f"at least {least}"
+    return f"{name} {reprlib.repr(value)}: give a whole number of {bound}"
 
 
 @cache
@@ -32,4 +43,4 @@ def nearest_multiple(number: int, unit: int) -> int:
     >>> nearest_multiple(30, 8), nearest_multiple(1, 8)
     (32, 8)
     """
-    return max(round(number / unit), 1) * unit
+    return max(round(Fraction(number, unit)), 1) * unit

@@ -10,16 +10,29 @@ from typing import Any
 
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.inputs import build, checked, cluster_of, load_cluster, load_model, parsed, sized, typed
+from megatron_2bw.planner.inputs import (
+    build,
+    checked,
+    cluster_of,
+    load_cluster,
+    load_model,
+    misspelled,
+    model_of,
+    parsed,
+    sized,
+    typed,
+)
 from megatron_2bw.planner.layout import Layout, Precision
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.report import prediction_json
 from megatron_2bw.planner.rules import fuses_attention, gpu_problem, problem
 from megatron_2bw.planner.search import price
 
 _MODEL = {field.name for field in dataclasses.fields(Model)}
 _LAYOUT = {field.name for field in dataclasses.fields(Layout)}
-_MACHINE = {"model", "cluster", "nodes", "gpus"}
+_KEYS = {*_MODEL, *_LAYOUT, "model", "cluster", "nodes", "gpus"}
+_OUTCOMES = ("prediction", "error")
 
 
 def predicted_rows(
@@ -27,9 +40,9 @@ def predicted_rows(
 ) -> Iterator[tuple[str, bool]]:
     """(line, it failed) for every line of ``file``: the same object with ``prediction``, or with ``error``.
 
-    A row has the fields of Model and Layout side by side, or a ``model`` by name; ``cluster`` (a name or an
-    object), ``nodes`` and ``gpus`` where they differ from the arguments. ``data`` follows from ``gpus`` where it is
-    not given. What else a row has stays in it.
+    A row has the fields of Model and Layout side by side, or a ``model`` (a name or an object); ``cluster`` (the
+    same), ``nodes`` and ``gpus`` where they differ from the arguments. ``data`` follows from ``gpus`` where it is not
+    given. What else a row has stays in it, unless it looks like one of these misspelled.
 
     Raises:
         PlanError: the file cannot be read.
@@ -40,57 +53,69 @@ def predicted_rows(
         reason = error.strerror if isinstance(error, OSError) else "is no text"
         raise PlanError(f"--jsonl {file}: {reason}; give a file with one JSON object per line") from error
     defaults = {"cluster": cluster, "nodes": nodes, "gpus": gpus}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        where = f"{file.name}, line {number}"
+        where, row = f"{file.name}, line {number}", {}
         try:
-            row = parsed(line, where)
+            row = parsed(line, "row")
+            outcome = {"prediction": predicted({**defaults, **row})}
         except PlanError as error:
-            yield json.dumps({"error": str(error)}), True
-            continue
-        try:
-            outcome = {"prediction": predicted({**defaults, **row}, where)}
-        except PlanError as error:
-            outcome = {"error": str(error)}
-        yield json.dumps({**row, **outcome}), "error" in outcome
+            outcome = {"error": f"{where}: {error}"}
+        kept = {key: value for key, value in row.items() if key not in _OUTCOMES}
+        yield json.dumps({**kept, **outcome}), "error" in outcome
 
 
-def predicted(row: dict[str, Any], where: str) -> dict[str, Any]:
+def predicted(row: dict[str, Any]) -> dict[str, Any]:
     """The prediction for one row.
 
     Raises:
         PlanError: the row describes no configuration that runs.
     """
-    model = _model(row, where)
-    base = _cluster(row, where)
-    fields = typed(Layout, {key: value for key, value in row.items() if key in _LAYOUT}, where)
-    if "data" not in fields:
-        ranks = max(fields.get("pipeline", 1) * fields.get("tensor", 1), 1)
-        size = {key: checked(row[key], int, f"{where}: {key}") for key in ("nodes", "gpus") if row[key] is not None}
-        gpus = sized(base, **size).gpus
-        if gpus % ranks:
-            raise PlanError(f"{where}: gpus {gpus} is no multiple of pipeline x tensor = {ranks}; give data")
-        fields["data"] = gpus // ranks
-    precision = fields.get("precision", Precision.BF16)
-    fields.setdefault("fused_attention", fuses_attention(base.gpu, precision))
-    layout = build(Layout, fields, where)
-    refused = problem(model, layout) or gpu_problem(base.gpu, precision, fused_attention=layout.fused_attention)
+    for key in row:
+        if nearest := misspelled(key, _KEYS):
+            raise PlanError(f"unknown key {key!r}; did you mean {nearest!r}?")
+    model, base = _model(row), _cluster(row)
+    layout = _layout(row, base)
+    refused = problem(model, layout) or gpu_problem(base.gpu, layout.precision, fused_attention=layout.fused_attention)
     if refused:
-        raise PlanError(f"{where}: {refused}")
+        raise PlanError(refused)
     return prediction_json(model, price(model, layout, sized(base, gpus=layout.gpus)))
 
 
-def _model(row: dict[str, Any], where: str) -> Model:
-    if isinstance(row.get("model"), str):
-        return load_model(row["model"])
-    return build(Model, {key: value for key, value in row.items() if key in _MODEL}, where)
+def _model(row: dict[str, Any]) -> Model:
+    fields, source = {key: value for key, value in row.items() if key in _MODEL}, row.get("model")
+    if "model" not in row:
+        return build(Model, fields, "model")
+    if not isinstance(source, str | dict):
+        raise PlanError(f"model {source!r}: give a name or an object, or the sizes beside it")
+    model = load_model(source) if isinstance(source, str) else model_of(source, "model")
+    for key, value in fields.items():
+        if key != "name" and value != getattr(model, key):
+            raise PlanError(f"{key} {value!r}: the model has {getattr(model, key)!r}; leave out one of them")
+    return model
 
 
-def _cluster(row: dict[str, Any], where: str) -> Cluster:
+def _cluster(row: dict[str, Any]) -> Cluster:
     cluster = row["cluster"]
     if isinstance(cluster, dict):
-        return cluster_of(cluster, f"{where}: cluster")
+        return cluster_of(cluster, "cluster")
     if isinstance(cluster, str):
         return load_cluster(cluster)
-    raise PlanError(f"{where}: cluster is missing; give one of {', '.join(CLUSTERS)}, or an object")
+    raise PlanError(f"cluster is missing; give one of {', '.join(CLUSTERS)}, or an object")
+
+
+def _layout(row: dict[str, Any], base: Cluster) -> Layout:
+    fields = typed(Layout, {key: value for key, value in row.items() if key in _LAYOUT}, "layout")
+    if "schedule" in fields:
+        fields["schedule"] = schedule_name(fields["schedule"])
+    size = {key: checked(row[key], int, key) for key in ("nodes", "gpus") if row[key] is not None}
+    gpus = sized(base, **size).gpus
+    ranks = max(fields.get("pipeline", 1) * fields.get("tensor", 1), 1)
+    if "data" not in fields and gpus % ranks:
+        raise PlanError(f"gpus {gpus} is no multiple of pipeline x tensor = {ranks}; give data")
+    fields.setdefault("data", gpus // ranks)
+    if size and fields["data"] * ranks != gpus:
+        raise PlanError(f"data {fields['data']} x pipeline x tensor = {ranks} are not {gpus} GPUs; leave out data")
+    fields.setdefault("fused_attention", fuses_attention(base.gpu, fields.get("precision", Precision.BF16)))
+    return build(Layout, fields, "layout")

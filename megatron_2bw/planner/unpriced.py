@@ -60,7 +60,7 @@ _OF_SHARDS = ("--use-distributed-optimizer", "--overlap-grad-reduce")
 _PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-grad")
 
 
-NAMED = frozenset(
+CHECKED = frozenset(
     {*_REFUSED, *_NOTED, *_PIPEDREAM, "--overlap-param-gather", "--checkpoint-activations", "--clip-grad"}
 )
 """Flags that are looked at here."""

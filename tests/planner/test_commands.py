@@ -267,6 +267,72 @@ def test_estimate_of_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert run(capsys, f"estimate --cluster dgx-a100 --jsonl {file}")[0] == 0
 
 
+ROW = {"model": "gpt-2.2b", "schedule": "2bw", "pipeline": 4, "tensor": 2, "global_batch": 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"error": "of an earlier time"},
+        {"schedule": "dapple"},
+        {"note": "a line\u2028and another"},
+        {"num_layers": 32, "name": "the same", "gpu": "a label"},
+        {"model": dataclasses.asdict(MODELS["gpt-2.2b"])},
+        {"data": 8, "gpus": 64},
+        {"data": 8, "nodes": 8},
+    ],
+    ids=str,
+)
+def test_rows_that_have_a_prediction(capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, object]):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({**ROW, **changes}, ensure_ascii=False), encoding="utf-8")
+    code, out, err = run(capsys, f"estimate --cluster dgx-a100 --jsonl {file}")
+    (found,) = map(json.loads, out.splitlines())
+    assert (code, err, "error" in found) == (0, "", False)
+    assert found["prediction"]["time_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prediction": {"time_s": 1}, "pipeline": 0}, "layout: pipeline 0: give a whole number of at least 1"),
+        ({"seq_length": 10**320}, "seq_length 1000"),
+        ({"model": {**dataclasses.asdict(MODELS["gpt-2.2b"]), "hidden_size": 10**320}}, "of at most 1000000000000"),
+        ({"global_batch": 10**320}, "0000: give a whole number of at most 1000000000000"),
+        ({"gpus": 10**320 + 1}, "0001 is no multiple of 8, the GPUs of a node"),
+        ({"nodes": 10**320}, "0000 of dgx-a100: give a number from 1 to 1e+12"),
+        ({"num_layers": 99}, "num_layers 99: the model has 32; leave out one of them"),
+        ({"model": 7}, "model 7: give a name or an object"),
+        ({"model": "gpt-2.3b"}, "unknown model 'gpt-2.3b'; choose one of gpt-2.2b"),
+        ({"schedule": "3bw"}, "unknown schedule '3bw'; choose one of 2bw"),
+        ({"tensors": 8}, "unknown key 'tensors'; did you mean 'tensor'?"),
+        ({"gpus": 64, "data": 2}, "data 2 x pipeline x tensor = 8 are not 64 GPUs; leave out data"),
+        ({"nodes": 0}, "nodes 0: give a whole number of at least 1"),
+        ({"cluster": {"gpu": "a100", "gpus_per_node": 8, "inter_node_gb_s": 9}}, "unknown gpu 'a100'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_rows_that_have_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, object], message: str
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({**ROW, **changes}))
+    code, out, err = run(capsys, f"estimate --cluster dgx-a100 --jsonl {file}")
+    (found,) = map(json.loads, out.splitlines())
+    assert (code, err, "prediction" in found) == (2, "", False)
+    assert found["error"].startswith("rows.jsonl, line 1: ")
+    assert message in found["error"]
+
+
+def test_a_row_of_brackets_is_that_rows_error(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{'[' * 100_000}\n{json.dumps(ROW)}")
+    code, out, _ = run(capsys, f"estimate --cluster dgx-a100 --jsonl {file}")
+    bad, good = map(json.loads, out.splitlines())
+    assert (code, "prediction" in good) == (2, True)
+    assert "rows.jsonl, line 1: row: no JSON" in bad["error"]
+
+
 def test_files_of_model_and_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     model, cluster = tmp_path / "model.json", tmp_path / "cluster.json"
     model.write_text(json.dumps({**dataclasses.asdict(MODELS["gpt-2.2b"])}))
@@ -342,6 +408,11 @@ def test_nonsense_gets_one_message_and_exit_code_2(capsys: pytest.CaptureFixture
         ({"gpu": {"memory_gb": 16}}, "gpu: peak_tflops is missing; give a number"),
         ({"intra_node": 3}, "unknown key 'intra_node'; did you mean 'intra_node_gb_s'?"),
         ({"inter_node_gb_s": None}, "inter_node_gb_s None: give a number"),
+        ({"inter_node_gb_s": float("inf")}, "inter_node_gb_s inf of mine: give a number from 1e-09 to 1e+12"),
+        (
+            {"gpu": {"memory_gb": 16, "peak_tflops": 1, "hbm_gb_s": 1e-320, "nvlink_gb_s": 1}},
+            ".json: give a number from 1e-09 to 1e+12",
+        ),
     ],
 )
 def test_bad_clusters(capsys: pytest.CaptureFixture[str], tmp_path: Path, values: dict[str, object], message: str):
