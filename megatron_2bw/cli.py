@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_2bw import __version__
 from megatron_2bw.planner.commands import add_commands as add_planner_commands
@@ -38,8 +40,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
+_IN_OUR_WORDS = {
+    r"argument (\S+): ": r"\1 ",
+    r"invalid int value: '(.*)'": r"\1: give a whole number of at least 1",
+    r"invalid float value: '(.*)'": r"\1: give a number",
+    r"invalid choice: '(.*)' \(choose from (.*)\)": r"\1: choose one of \2",
+    r"not allowed with argument (\S+)": r"and \1 exclude each other; leave one out",
+    r"expected one argument": "has no value; give one",
+    r"the following arguments are required: (.*)": r"\1 is missing; give it, --help says what it is",
+}
+"""What argparse says, as patterns, and what is said in its place."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as the commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        for theirs, ours in _IN_OUR_WORDS.items():
+            message = re.sub(theirs, ours, message)
+        self.exit(2, f"megatron-2bw: error: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-2bw", description="Plan pipelines, look at schedules, check them.")
+    parser = _Parser(prog="megatron-2bw", description="Plan pipelines, look at schedules, check them.")
     parser.set_defaults(takes_flags=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

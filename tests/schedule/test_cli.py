@@ -121,8 +121,8 @@ BAD = {
     "show gpipe --stages 1 --microbatches 1 --svg /nowhere/a.svg": "cannot write /nowhere/a.svg: No such file",
     "validate nosuch": "unknown schedule 'nosuch'",
     "validate --max-stages -1": "'-1' is no count",
-    "": "the following arguments are required: COMMAND",
-    "train": "invalid choice: 'train'",
+    "": "COMMAND is missing; give it, --help says what it is",
+    "train": "COMMAND train: choose one of ",
 }
 
 
@@ -130,7 +130,7 @@ BAD = {
 def test_bad_input_gets_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str], command: str):
     code, _, err = run(capsys, command)
     assert code == 2
-    (message,) = (line for line in err.splitlines() if "error: " in line)
+    (message,) = err.splitlines()
     assert BAD[command] in message
 
 
