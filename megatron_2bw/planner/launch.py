@@ -15,7 +15,15 @@ from megatron_2bw.planner.model import Kind
 _TELLING = frozenset({"--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length", "--num-attention-heads"})
 """Flags that a training command has."""
 _SLURM = {"--nodes": "SLURM_NNODES", "--ntasks-per-node": "SLURM_NTASKS_PER_NODE", "--ntasks": "SLURM_NTASKS"}
-_SHORT = {"-N": "--nodes", "-n": "--ntasks"}
+_ALIASES = {
+    "-N": "--nodes",
+    "-n": "--ntasks",
+    "-np": "--ntasks",
+    "--np": "--ntasks",
+    "--num-gpus": "--nproc-per-node",
+    "--num-nodes": "--nnodes",
+}
+"""Of srun, mpirun and deepspeed, for what srun and torchrun call so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +52,10 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
     except OSError as error:
         raise PlanError(f"--from-script {file}: {error.strerror}; give a bash script") from error
     slurm = _slurm(text)
-    found = commands(text, file=file, environment={**slurm, **environment}, arguments=arguments)
+    try:
+        found = commands(text, file=file, environment={**slurm, **environment}, arguments=arguments)
+    except PlanError as error:
+        raise PlanError(f"--from-script {file}: {error}") from error
     training = [words for words in found if len(_TELLING.intersection(words)) > 1]
     different = list(dict.fromkeys(tuple(words) for words in training))
     if not different:
@@ -71,24 +82,24 @@ def _slurm(text: str) -> dict[str, str]:
 
 
 def _options(words: list[str] | tuple[str, ...]) -> dict[str, str]:
-    """Options of a launcher: ``--nodes 4``, ``--nodes=4``, ``-N 4``, ``-N4``, ``--nproc_per_node 8``."""
+    """Options of a launcher: ``--nodes 4``, ``--nodes=4``, ``-N 4``, ``-N4``, ``-np 4``, ``--nproc_per_node 8``."""
     found: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
-        if short := re.fullmatch(r"(-[Nn])(\d*)", word):
-            found.setdefault(_SHORT[short[1]], short[2] or following)
+        if short := re.fullmatch(r"(-N|-np?)(\d*)", word):
+            found.setdefault(_ALIASES[short[1]], short[2] or following)
         elif flag.startswith("--"):
-            found.setdefault(flag.replace("_", "-"), value if equals else following)
+            flag = flag.replace("_", "-")
+            found.setdefault(_ALIASES.get(flag, flag), value if equals else following)
     return found
 
 
 def _gpus(words: tuple[str, ...], slurm: Mapping[str, str], environment: Mapping[str, str]) -> int | None:
-    """World size, from torchrun's options, else from srun's, else from Slurm's variables."""
+    """World size, from torchrun's or deepspeed's options, else from srun's or mpirun's, else from Slurm's variables."""
     launcher = _options(words)
-    per_node = _count(launcher.get("--nproc-per-node"))
-    if per_node is not None:
-        nodes = _count(launcher.get("--nnodes", "1"))
-        return None if nodes is None else nodes * per_node
+    if "--nproc-per-node" in launcher:
+        per_node, nodes = _count(launcher["--nproc-per-node"]), _count(launcher.get("--nnodes", "1"))
+        return None if per_node is None or nodes is None else nodes * per_node
     variables = {**slurm, **environment}
     asked = {flag: _count(launcher.get(flag, variables.get(name))) for flag, name in _SLURM.items()}
     if asked["--ntasks"] is not None:

@@ -241,6 +241,14 @@ def test_estimate_of_a_script(capsys: pytest.CaptureFixture[str], name: str):
     assert json.loads(smaller)["time_s"] < json.loads(out)["time_s"]
 
 
+def test_a_script_that_does_not_say_how_many_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"python pretrain_gpt.py {FLAGS} --micro-batch-size 1")
+    note = "note: the script does not say how many GPUs it uses: priced on the cluster's 8; give --gpus\n"
+    assert run(capsys, f"estimate --cluster dgx-a100 --from-script {script}")[1].endswith(note)
+    assert note not in run(capsys, f"estimate --cluster dgx-a100 --from-script {script} --gpus 8")[1]
+
+
 def test_estimate_of_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     good = {"id": 7, "model": "gpt-2.2b", "schedule": "2bw", "pipeline": 4, "tensor": 2, "global_batch": 64}
     own = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 100}
@@ -367,6 +375,7 @@ BAD = {
     f"{PLAN} --cost-model paper --plot a.svg": "--cost-model paper has no plot; leave it out",
     f"{PLAN} --cost-model other": "--cost-model other: choose one of ",
     PLAN.replace("--global-batch-size 512", ""): "--global-batch-size is missing; give it",
+    f"estimate --cluster dgx-a100 --from-script {SCRIPTS}/conditions.sh --gpus 0": "gpus 0: give a whole number of at least 1",
     f"{PLAN} --json --flags-only": "--flags-only and --json exclude each other; leave one out",
     f"{PLAN} --gpus": "--gpus has no value; give one",
     f"{PLAN} --synchronous-warmup-fraction x": "--synchronous-warmup-fraction x: give a number",

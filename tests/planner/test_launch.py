@@ -100,7 +100,7 @@ TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attenti
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $MBS", "--micro-batch-size $MBS: nothing sets it"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),
         (f"for t in 1 2; do {TRAINING} --tensor-model-parallel-size $t; done", "2 different training commands"),
-        ("ARGS=(--num-layers 4", "line 1: the array that begins here has no closing bracket"),
+        ("ARGS=(--num-layers 4", "run.sh: line 1: the array that begins here has no closing bracket"),
         ('\n\necho "never closed', 'line 3: the quotation " that begins here has no end'),
         ("\necho ${TP", "line 2: the bracket { that begins here has no end"),
         ("if true; then echo x", "the script ends within an if, for, while, case or function"),
@@ -117,6 +117,24 @@ def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, t
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "gpus"),
+    [
+        ("torchrun --nproc_per_node 8 --nnodes=2", 16),
+        ("torchrun --nproc_per_node gpu --nnodes=2", None),
+        ("srun -N2 --ntasks-per-node 4", 8),
+        ("mpirun -np 64 -N 8", 64),
+        ("mpiexec -n 32", 32),
+        ("deepspeed --num_gpus 8 --num_nodes 2", 16),
+        ("", None),
+    ],
+)
+def test_the_number_of_gpus(launcher: str, gpus: int | None, tmp_path: Path):
+    file = tmp_path / "run.sh"
+    file.write_text(f"{launcher} {TRAINING}")
+    assert read_script(file, environment={}).gpus == gpus
 
 
 def test_nothing_runs(tmp_path: Path):

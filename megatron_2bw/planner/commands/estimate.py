@@ -61,26 +61,29 @@ def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron_2bw.planner.search import price
 
     cluster = described_cluster(args)
-    options, kind, gpus = _described(args, words, cluster)
+    options, kind, gpus, notes = _described(args, words, cluster)
     fused = None if cluster.profile is None else cluster.profile.setting.fused_attention
     configuration = read(options, gpus=gpus, kind=kind, gpu=cluster.gpu, fused=fused)
     check_size(args, cluster, configuration.layout.gpus)
     cluster = sized(cluster, gpus=configuration.layout.gpus)
     choice = price(configuration.model, configuration.layout, cluster)
+    notes += configuration.notes
     if args.json:
-        print(json.dumps({**choice_json(configuration.model, choice), "notes": configuration.notes}, indent=2))
+        print(json.dumps({**choice_json(configuration.model, choice), "notes": notes}, indent=2))
     else:
-        print("\n".join(estimate_lines(configuration.model, cluster, choice, configuration.notes)))
+        print("\n".join(estimate_lines(configuration.model, cluster, choice, notes)))
     return 0
 
 
-def _described(args: argparse.Namespace, words: Sequence[str], cluster: Cluster) -> tuple[Any, Any, int]:
-    """Flags, kind of model and number of GPUs, from the command line behind those of the script."""
+def _described(
+    args: argparse.Namespace, words: Sequence[str], cluster: Cluster
+) -> tuple[Any, Any, int, tuple[str, ...]]:
+    """Flags, kind of model, number of GPUs and notes, from the command line behind those of the script."""
     from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.model import Kind
     from megatron_2bw.planner.options import Options
 
-    kind, gpus = Kind(args.model_kind or "gpt"), None
+    kind, gpus, notes = Kind(args.model_kind or "gpt"), None, ()
     if args.from_script is None:
         options = Options.parse(words)
     else:
@@ -91,6 +94,9 @@ def _described(args: argparse.Namespace, words: Sequence[str], cluster: Cluster)
         options = Options.parse([*launch.words, *words], explain=shown, is_known=is_known)
         kind, gpus = Kind(args.model_kind) if args.model_kind else launch.kind, launch.gpus
     options = options.without(f"--{flag.removeprefix('--')}" for flag in args.ignore.split(",") if flag)
-    if args.nodes or args.gpus or gpus is None:
+    is_sized = args.nodes is not None or args.gpus is not None
+    if args.from_script is not None and gpus is None and not is_sized:
+        notes = (f"the script does not say how many GPUs it uses: priced on the cluster's {cluster.gpus}; give --gpus",)
+    if is_sized or gpus is None:
         gpus = sized(cluster, nodes=args.nodes, gpus=args.gpus).gpus
-    return options, kind, gpus
+    return options, kind, gpus, notes
