@@ -123,7 +123,8 @@ def typed(kind: type, values: dict[str, Any], where: str) -> dict[str, Any]:
     Raises:
         PlanError: a key is unknown or of the wrong type; ``where`` says where.
     """
-    fields, types = [field.name for field in dataclasses.fields(kind)], _types(kind)
+    types = _types(kind)
+    fields = [field.name for field in dataclasses.fields(kind) if types[field.name] is not Any]
     for key in values:
         if key not in fields:
             (nearest,) = difflib.get_close_matches(key, fields, n=1, cutoff=0.0)

@@ -314,6 +314,10 @@ class _Heading:
     versions: str
     processors: int = 0
 
+    def __post_init__(self) -> None:
+        if self.processors < 0:
+            raise PlanError(f"processors {self.processors}: give a whole number of at least 0")
+
 
 def _layer_of(model: Model) -> Model:
     return dataclasses.replace(model, num_layers=1, name="")

@@ -21,6 +21,7 @@ from megatron_2bw.planner.options import Options
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAN = "plan --model gpt-2.2b --cluster p3.16xlarge --nodes 8 --global-batch-size 512"
 FLAGS = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --vocab-size 1000"
+FROM_SCRIPT = f"estimate --cluster dgx-a100 --from-script {SCRIPTS / 'conditions.sh'}"
 ESTIMATE = f"estimate --cluster dgx-a100 --gpus 4 {FLAGS} --micro-batch-size 2 --global-batch-size 32 --bf16"
 
 
@@ -361,6 +362,8 @@ BAD = {
     PLAN.replace("--nodes 8", "--gpus 12"): "gpus 12 is no multiple of 8, the GPUs of a node; use 16",
     f"{PLAN} --gpus 8": "gpus 8 and nodes 8 disagree",
     f"{PLAN} --hidden-size 4": "--model gpt-2.2b and --hidden-size both describe the model; give one",
+    f"{PLAN} --model-kind bert": "--model gpt-2.2b and --model-kind both describe the model; give one",
+    f"{PLAN} --plot p.png": "--plot p.png: it is an SVG; give a name ending in .svg",
     f"{PLAN} --hidden 4": "--hidden is neither an option of this command nor a flag that describes a model",
     f"{PLAN} stray": "stray is neither an option of this command nor a flag",
     f"{PLAN} --swiglu stray": "stray is neither an option of this command nor a flag",
@@ -375,7 +378,7 @@ BAD = {
     f"{PLAN} --cost-model paper --plot a.svg": "--cost-model paper has no plot; leave it out",
     f"{PLAN} --cost-model other": "--cost-model other: choose one of ",
     PLAN.replace("--global-batch-size 512", ""): "--global-batch-size is missing; give it",
-    f"estimate --cluster dgx-a100 --from-script {SCRIPTS}/conditions.sh --gpus 0": "gpus 0: give a whole number of at least 1",
+    f"{FROM_SCRIPT} --gpus 0": "gpus 0: give a whole number of at least 1",
     f"{PLAN} --json --flags-only": "--flags-only and --json exclude each other; leave one out",
     f"{PLAN} --gpus": "--gpus has no value; give one",
     f"{PLAN} --synchronous-warmup-fraction x": "--synchronous-warmup-fraction x: give a number",
@@ -421,6 +424,8 @@ def test_nonsense_gets_one_message_and_exit_code_2(capsys: pytest.CaptureFixture
         ({"gpu": 3}, "gpu is missing; give a name"),
         ({"gpu": {"memory_gb": 16}}, "gpu: peak_tflops is missing; give a number"),
         ({"intra_node": 3}, "unknown key 'intra_node'; did you mean 'intra_node_gb_s'?"),
+        ({"profiled": 3}, "intra_node_gb_s, inter_node_gb_s\n"),
+        ({"profile": 3}, "unknown key 'profile'; give the file of a profile as --profile FILE"),
         ({"inter_node_gb_s": None}, "inter_node_gb_s None: give a number"),
         ({"inter_node_gb_s": float("inf")}, "inter_node_gb_s inf of mine: give a number from 1e-09 to 1e+12"),
         (

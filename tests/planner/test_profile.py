@@ -209,6 +209,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str, named: st
         (("all_reduces", 1, "time_s"), 0.0005, "the larger sum took no longer"),
         (("setting", "precision"), "fp8", "precision 'fp8'"),
         (("date",), 5, "date 5"),
+        (("processors",), -1, "processors -1: give a whole number of at least 0"),
     ],
 )
 def test_a_broken_file_gets_one_message(

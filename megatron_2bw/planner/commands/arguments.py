@@ -92,10 +92,9 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
         )
     if args.model is None:
         return read_model(options, kind=Kind(args.model_kind or "gpt"))
-    if options.values:
-        raise PlanError(
-            f"--model {args.model} and {next(iter(options.values))} both describe the model; give one of them"
-        )
+    described = [*options.values, *(["--model-kind"] if args.model_kind else [])]
+    if described:
+        raise PlanError(f"--model {args.model} and {described[0]} both describe the model; give one of them")
     return load_model(args.model)
 
 

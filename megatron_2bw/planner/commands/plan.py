@@ -119,6 +119,8 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
             raise PlanError(f"{flag} {count}: give a whole number of at least 1")
     if args.verify_top is None and (args.script or args.run_args):
         raise PlanError("--script and --run-args say how --verify-top runs layouts; give that too, or leave them out")
+    if args.plot and args.plot.suffix != ".svg":
+        raise PlanError(f"--plot {args.plot}: it is an SVG; give a name ending in .svg")
     if args.verify_top is not None and args.explain:
         raise PlanError("--explain says what the prediction rests on, --verify-top measures; leave one out")
     model = described_model(args, words)
