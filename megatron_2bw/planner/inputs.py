@@ -15,7 +15,7 @@ from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster, Gpu, known
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.multiples import nearest_multiple
+from megatron_2bw.planner.multiples import MOST, nearest_multiple, wrong_count
 
 _ALIKE = 0.88
 """From which ratio of difflib on a word looks misspelled: as low as no other flag of Megatron looks like one read."""
@@ -176,6 +176,8 @@ def checked(value: Any, kind: type, where: str) -> Any:
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise PlanError(f"{where} {value!r}: give {_wanted(kind)}")
+    if kind is int and abs(value) > MOST:  # Python refuses to print the product of two that are long enough.
+        raise PlanError(wrong_count(where, value, 0))
     return value
 
 
