@@ -70,6 +70,15 @@ MODEL_SWITCHES = frozenset(
 )
 """Flags without a value that describe a model."""
 _TOKENIZER = frozenset({"--vocab-size", "--tokenizer-type"})
+_UNPRICED = {
+    "--norm-epsilon": 1e-5,
+    "--init-method-std": 0.02,
+    "--rotary-base": 10000,
+    "--rotary-percent": 1.0,
+    "--rotary-seq-len-interpolation-factor": 1,
+    "--rope-scaling-factor": 8.0,
+}
+"""Flags with a number of the model that its costs do not depend on, and an example."""
 MODEL_FLAGS = frozenset(
     {
         *MODEL_NUMBERS,
@@ -77,8 +86,8 @@ MODEL_FLAGS = frozenset(
         *DROPOUT,
         *_TOKENIZER,
         *"--encoder-seq-length --normalization --position-embedding-type --moe-ffn-hidden-size".split(),
-        *"--max-position-embeddings --padded-vocab-size --norm-epsilon --init-method-std --rotary-base".split(),
-        *"--rotary-percent --rotary-seq-len-interpolation-factor --rope-scaling-factor".split(),
+        *"--max-position-embeddings --padded-vocab-size".split(),
+        *_UNPRICED,
     }
 )
 """Flags that describe a model, whether its costs depend on them or not."""
@@ -183,7 +192,7 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
         bias="--disable-bias-linear" not in options,
         rmsnorm=options.choice("--normalization", NORMALIZATIONS, NORMALIZATIONS[0]) == "RMSNorm",
         learned_positions=learned,
-        dropout=max(options.share(flag, 0.1) for flag in DROPOUT) > 0,
+        dropout=max(options.real(flag, 0.1, most=1) for flag in DROPOUT) > 0,
         tied="--untie-embeddings-and-output-weights" not in options,
         given_flags=_given(options, numbers["seq_length"]),
         **numbers,
@@ -197,6 +206,8 @@ def _given(options: Options, seq_length: int) -> str:
         raise PlanError(
             f"--max-position-embeddings {positions}: fewer than --seq-length {seq_length}; use {seq_length}"
         )
+    for flag, example in _UNPRICED.items():
+        options.real(flag, example)
     values = dict(options.values)
     values.setdefault("--max-position-embeddings", [str(positions)])
     words: list[str] = []

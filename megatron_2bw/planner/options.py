@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -85,17 +87,18 @@ class Options:
         except ValueError as error:
             raise PlanError(f"{flag} {text}: give a whole number, such as {flag} {default or 1}") from error
 
-    def share(self, flag: str, default: float) -> float:
-        """The number from 0 to 1 behind ``flag``.
+    def real(self, flag: str, default: float, *, most: float = math.inf) -> float:
+        """The number from 0 to ``most`` behind ``flag``.
 
         Raises:
             PlanError: there is none.
         """
         text = self.text(flag, str(default))
         with contextlib.suppress(ValueError):
-            if 0 <= float(text) <= 1:
+            if 0 <= float(text) <= min(most, sys.float_info.max):
                 return float(text)
-        raise PlanError(f"{flag} {text}: give a number from 0 to 1, such as {flag} {default}")
+        bounds = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
+        raise PlanError(f"{flag} {text}: give a number {bounds}, such as {flag} {default}")
 
     def choice(self, flag: str, choices: Collection[str], default: str) -> str:
         """The one of ``choices`` behind ``flag``.

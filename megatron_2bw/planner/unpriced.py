@@ -56,10 +56,7 @@ _OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
 """What full recomputation needs, and nothing else may have; with an example."""
 _OF_SHARDS = ("--use-distributed-optimizer", "--overlap-grad-reduce")
 """What gathering parameters during forwards needs."""
-
 _PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-grad")
-
-
 CHECKED = frozenset(
     {*_REFUSED, *_NOTED, *_PIPEDREAM, "--overlap-param-gather", "--checkpoint-activations", "--clip-grad"}
 )
@@ -85,8 +82,9 @@ def check_accepted(options: Options) -> None:
             raise PlanError(f"--recompute-granularity full needs {flag}; give it, such as {flag} {example}")
         if granularity == "selective" and flag in options:
             raise PlanError(f"{flag} needs --recompute-granularity full; leave it out")
-    if "--overlap-param-gather" in options and options.text("--optimizer", "adam") != "dist_muon":
-        for flag in _OF_SHARDS:
+    if "--overlap-param-gather" in options:
+        shards_by_itself = options.text("--optimizer", "adam") == "dist_muon"
+        for flag in _OF_SHARDS[shards_by_itself:]:
             if flag not in options:
                 raise PlanError(f"--overlap-param-gather needs {flag}; give it, or leave the overlap out")
 

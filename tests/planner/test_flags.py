@@ -277,6 +277,8 @@ DEEP = f"{RUN} --pipeline-model-parallel-size 4"
             f"{RUN} --hidden-dropout abc",
             "--hidden-dropout abc: give a number from 0 to 1, such as --hidden-dropout 0.1",
         ),
+        (f"{RUN} --rotary-base abc", "--rotary-base abc: give a number of at least 0, such as --rotary-base 10000"),
+        (f"{RUN} --norm-epsilon inf", "--norm-epsilon inf: give a number of at least 0"),
         (f"{RUN} --attention-dropout nan", "--attention-dropout nan: give a number from 0 to 1"),
         (f"{RUN} --context-parallel-size 2", "the cost model does not cover context parallelism"),
         (f"{RUN} --fp8-format hybrid", "the cost model does not cover 8-bit matrix products"),
