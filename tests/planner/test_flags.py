@@ -119,9 +119,13 @@ def test_flags_that_were_given_are_printed_as_given():
             ("--data-parallel-size: no flag of Megatron, which derives it from the number of GPUs; give --gpus",),
         ),
         ("--lr 1e-4 --seed 3 --overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer", ()),
+        (
+            "--overlap-param-gather --overlap-grad-reduce --optimizer dist_muon",
+            ("--optimizer: priced with Adam's state",),
+        ),
     ],
 )
-def test_flags_that_look_misspelled_are_noted(more: str, notes: tuple[str, ...]):
+def test_flags_that_are_not_priced_are_noted(more: str, notes: tuple[str, ...]):
     assert read(flags(f"{MODEL} --micro-batch-size 1 {more}"), gpus=4).notes == notes
 
 

@@ -125,6 +125,7 @@ def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, t
         ("torchrun --nproc_per_node 8 --nnodes=2", 16),
         ("torchrun --nproc_per_node gpu --nnodes=2", None),
         ("srun -N2 --ntasks-per-node 4", 8),
+        ("srun -N2 --ntasks-per-node 1 torchrun --nproc_per_node gpu", None),
         ("mpirun -np 64 -N 8", 64),
         ("mpiexec -n 32", 32),
         ("deepspeed --num_gpus 8 --num_nodes 2", 16),
