@@ -52,14 +52,14 @@ def predicted_rows(
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
         raise PlanError(f"--jsonl {file}: {reason}; give a file with one JSON object per line") from error
-    defaults = {"cluster": cluster, "nodes": nodes, "gpus": gpus}
+    defaults = {"cluster": cluster, "nodes": nodes}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where, row = f"{file.name}, line {number}", {}
         try:
             row = parsed(line, "row")
-            outcome = {"prediction": predicted({**defaults, **row})}
+            outcome = {"prediction": predicted({**defaults, **({} if "data" in row else {"gpus": gpus}), **row})}
         except PlanError as error:
             outcome = {"error": f"{where}: {error}"}
         kept = {key: value for key, value in row.items() if key not in _OUTCOMES}
@@ -72,8 +72,9 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     Raises:
         PlanError: the row describes no configuration that runs.
     """
-    for key in row:
-        if nearest := misspelled(key, _KEYS):
+    for key in row.keys() - _KEYS:
+        nearest = misspelled(key, _KEYS)
+        if nearest is not None and nearest not in row and not hasattr(Layout, key):
             raise PlanError(f"unknown key {key!r}; did you mean {nearest!r}?")
     model, base = _model(row), _cluster(row)
     layout = _layout(row, base)
@@ -109,13 +110,13 @@ def _layout(row: dict[str, Any], base: Cluster) -> Layout:
     fields = typed(Layout, {key: value for key, value in row.items() if key in _LAYOUT}, "layout")
     if "schedule" in fields:
         fields["schedule"] = schedule_name(fields["schedule"])
-    size = {key: checked(row[key], int, key) for key in ("nodes", "gpus") if row[key] is not None}
+    size = {key: checked(row[key], int, key) for key in ("nodes", "gpus") if row.get(key) is not None}
     gpus = sized(base, **size).gpus
     ranks = max(fields.get("pipeline", 1) * fields.get("tensor", 1), 1)
     if "data" not in fields and gpus % ranks:
         raise PlanError(f"gpus {gpus} is no multiple of pipeline x tensor = {ranks}; give data")
     fields.setdefault("data", gpus // ranks)
-    if size and fields["data"] * ranks != gpus:
+    if "gpus" in size and fields["data"] * ranks != gpus:
         raise PlanError(f"data {fields['data']} x pipeline x tensor = {ranks} are not {gpus} GPUs; leave out data")
     fields.setdefault("fused_attention", fuses_attention(base.gpu, fields.get("precision", Precision.BF16)))
     return build(Layout, fields, "layout")

@@ -289,6 +289,8 @@ ROW = {"model": "gpt-2.2b", "schedule": "2bw", "pipeline": 4, "tensor": 2, "glob
         {"model": dataclasses.asdict(MODELS["gpt-2.2b"])},
         {"data": 8, "gpus": 64},
         {"data": 8, "nodes": 8},
+        {"data": 8, "nodes": 16},
+        {"tensors": "beside tensor", "microbatches": 1},
     ],
     ids=str,
 )
@@ -315,7 +317,7 @@ def test_rows_that_have_a_prediction(capsys: pytest.CaptureFixture[str], tmp_pat
         ({"model": 7}, "model 7: give a name or an object"),
         ({"model": "gpt-2.3b"}, "unknown model 'gpt-2.3b'; choose one of gpt-2.2b"),
         ({"schedule": "3bw"}, "unknown schedule '3bw'; choose one of 2bw"),
-        ({"tensors": 8}, "unknown key 'tensors'; did you mean 'tensor'?"),
+        ({"recomputes": "full"}, "unknown key 'recomputes'; did you mean 'recompute'?"),
         ({"gpus": 64, "data": 2}, "data 2 x pipeline x tensor = 8 are not 64 GPUs; leave out data"),
         ({"nodes": 0}, "nodes 0: give a whole number of at least 1"),
         ({"cluster": {"gpu": "a100", "gpus_per_node": 8, "inter_node_gb_s": 9}}, "unknown gpu 'a100'"),
