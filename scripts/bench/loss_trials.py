@@ -49,7 +49,7 @@ class Arm:
     sizes: tuple[Size, ...] = (LARGER, SMALLER)
     """That it is tried on."""
     loud: tuple[Size, ...] = ()
-    """Those on which its best gets more seeds."""
+    """Those on which its best gets more seeds, with all batches and with more."""
     muon_beta1: float | None = None
     """Beside Muon, beta1 of AdamW for what Muon leaves to it; None for AdamW alone."""
     nesterov: bool = True
@@ -184,7 +184,8 @@ class Trials:
             best = self.best(arm, size)
             yield from self._untried([best] if best is not None else [], arm.seeds(size))
         for arm in arms:
-            yield from self._untried(self.resized(arm, size), arm.seeds(size))
+            # What is cut only says what the others' losses are worth.
+            yield from self._untried(self.resized(arm, size), SEEDS if arm.name == arm.baseline else arm.seeds(size))
 
     def _untried(self, trials: list[Trial], seeds: Sequence[int]) -> Iterator[Trial]:
         with_seeds = (replace(trial, seed=seed) for trial in trials for seed in seeds)
