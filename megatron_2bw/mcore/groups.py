@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -67,20 +68,33 @@ class UpdateGroups:
 def create_transfer_groups(timeout: timedelta, ways: Iterable[Way]) -> TransferGroups:
     """Collective over all ranks; afterwards, neighbours are connected both ways."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    created = TransferGroups(
-        ranks=dist.get_process_group_ranks(pipeline),
-        ways={
-            way: _clone(
-                pipeline,
-                timeout,
-                f"2bw {'activations' if way.activations else 'gradients'} {'down' if way.to_higher_rank else 'up'}",
-            )
-            for way in ways
-        },
-    )
+    names = {
+        way: f"2bw {'activations' if way.activations else 'gradients'} {'down' if way.to_higher_rank else 'up'}"
+        for way in ways
+    }
+    with _a_channel_for_each_pair():
+        created = TransferGroups(
+            ranks=dist.get_process_group_ranks(pipeline),
+            ways={way: _clone(pipeline, timeout, name) for way, name in names.items()},
+        )
     for way, group in created.ways.items():
         _connect_neighbours(created.ranks, group, way)
     return created
+
+
+@contextlib.contextmanager
+def _a_channel_for_each_pair() -> Iterator[None]:
+    """Let NCCL connect two ranks of the groups that are made inside when they first need it.
+
+    Where a training loop gave ``init_process_group`` a ``device_id``, groups have one channel for all their ranks: a
+    receive from one neighbour, posted early, would hold up what is sent to the other.
+    """
+    world = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _connect_neighbours(ranks: list[int], group: dist.ProcessGroup, way: Way) -> None:
@@ -101,8 +115,8 @@ def _connect_neighbours(ranks: list[int], group: dist.ProcessGroup, way: Way) ->
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where ``group`` transfers from and to."""
-    is_gloo = dist.get_backend(group) == "gloo"
-    return torch.device("cpu") if is_gloo else torch.device("cuda", torch.cuda.current_device())
+    is_on_host = dist.get_backend(group) == "gloo" or not torch.cuda.is_available()
+    return torch.device("cpu") if is_on_host else torch.device("cuda", torch.cuda.current_device())
 
 
 def create_mirror_groups(timeout: timedelta) -> MirrorGroups:
