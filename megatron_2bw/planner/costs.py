@@ -190,8 +190,7 @@ def _processor_share(cluster: Cluster) -> float:
 def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run, by closed form.
 
-    Exact but for stages with a number of layers of their own under 1F1B, PipeDream and what runs in both directions,
-    which are simulated.
+    PipeDream and what runs in both directions have none and are simulated.
     """
     if layout.schedule == "2bw":
         return periods.two_bw_s(
@@ -206,8 +205,10 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.inter_layer_s(pipeline)
     if layout.chunks > 1:
         return periods.interleaved_s(pipeline, layout.chunks)
-    if layout.first_stage_layers or layout.last_stage_layers or layout.schedule in (*MIRRORED, "pipedream"):
+    if layout.schedule in (*MIRRORED, "pipedream"):
         return simulated_s(layout, pipeline)
+    if layout.first_stage_layers or layout.last_stage_layers:
+        return periods.uneven_one_f_one_b_s(pipeline)
     return periods.one_f_one_b_s(pipeline)
 
 

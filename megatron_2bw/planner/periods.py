@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from megatron_2bw.schedule.program import GradientCopy
 
+ROUNDING = 1e-12
+"""Of times that are equal."""
+
 
 class Stage(NamedTuple):
     """Seconds of one microbatch on one stage."""
@@ -107,16 +110,71 @@ def one_f_one_b_s(pipeline: Pipeline) -> float:
     return pipeline.turn_s(0, pipeline.stages - 1) + _other_turns_s(pipeline) + flush_s(pipeline)
 
 
+def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
+    """The same whichever stages are slower: exact, by following the microbatches.
+
+    In step i, stage s runs backward i and then forward ``i + d - s``; what happens depends on the step before alone.
+    So once all stages are as much later as they were a step, or d steps, before, that repeats.
+
+    >>> lighter, even = Stage(1, 1), Stage(2, 2)
+    >>> uneven_one_f_one_b_s(Pipeline(stages=4, microbatches=100, first=lighter, middle=even, last=lighter))
+    410
+    """
+    p, left, later_s = pipeline, pipeline.microbatches, 0
+    stages = [stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count)]
+    ends_s = _first_forwards_s(p, stages)
+    steps = [ends_s]
+    while left:
+        after_s, arrival_s = [0] * p.stages, 0
+        for stage in range(p.stages - 1, -1, -1):
+            after_s[stage] = max(arrival_s, ends_s[stage]) + stages[stage].backward_s
+            arrival_s = after_s[stage] + p.send_s
+            if p.stages - stage < left:
+                input_s = ends_s[stage - 1] + p.send_s if stage else 0
+                after_s[stage] = max(after_s[stage], input_s) + stages[stage].forward_s
+        ends_s, left = after_s, left - 1
+        steps.append(ends_s)
+        for period in {1, p.stages}:
+            repeats = (left - p.stages) // period
+            if repeats > 0 and len(steps) > period:
+                shifts_s = [now_s - before_s for now_s, before_s in zip(ends_s, steps[-1 - period], strict=True)]
+                if max(shifts_s) - min(shifts_s) <= ROUNDING * max(ends_s):
+                    left, later_s = left - repeats * period, later_s + repeats * shifts_s[0]
+    return ends_s[0] + later_s + flush_s(p)
+
+
+def _first_forwards_s(p: Pipeline, stages: list[Stage]) -> list[float]:
+    """When each stage has done the forwards that come before its first backward."""
+    ends_s: list[float] = []
+    arrivals_s: list[float] = [0] * p.microbatches
+    for stage, (forward_s, _) in enumerate(stages):
+        end_s = 0
+        count = min(p.stages - stage, p.microbatches)
+        for microbatch in range(count):
+            end_s = max(end_s, arrivals_s[microbatch]) + forward_s
+            arrivals_s[microbatch] = end_s + p.send_s
+        ends_s.append(end_s)
+    return ends_s
+
+
 def _other_turns_s(p: Pipeline, per_boundary: int = 1) -> float:
-    """The slowest turns of all microbatches but one: over the last stage, or over as many stages as there are."""
+    """The slowest turns of all microbatches but one: over as many stages as there are, or over the slowest stage.
+
+    They end on the last stage, so one turn is from the slowest to the last stage.
+    """
     last, rest = p.stages - 1, p.microbatches - 1
     pair_s = p.turn_s(last, last)
+    longest_s = rest * pair_s
+    for stage in {0, max(last - 1, 0)}:
+        alone = rest - per_boundary * (last - stage) - 1
+        if alone >= 0:
+            longest_s = max(longest_s, p.turn_s(stage, last) + alone * p.turn_s(stage, stage))
     over_all, left = divmod(rest, per_boundary * last + 1)
     over_all_s = over_all * p.turn_s(0, last)
     if left:
         crossed = (left - 1) // per_boundary
         over_all_s += p.turn_s(last - crossed, last) + (left - 1 - per_boundary * crossed) * pair_s
-    return max(rest * pair_s, over_all_s)
+    return max(longest_s, over_all_s)
 
 
 def interleaved_s(pipeline: Pipeline, chunks: int) -> float:
@@ -154,7 +212,7 @@ def two_bw_s(
       batch, and one for each microbatch that is not delayed.
     - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward,
       whether the slowest stage or the turns set the pace;
-      without a copy, the update, for which all stages wait.
+      without a copy, the update, for which all stages wait; up to 15% too short where the last stage is the fastest.
 
     Args:
         pipeline: to run.
@@ -203,6 +261,6 @@ def _after_update_s(p: Pipeline, passing: int, per_boundary: int) -> float:
             turns, rest = divmod(left, size)
             pair_s, crossed = max(pairs_s), max(rest - 1, 0) // per_boundary
             shorter_s = (crossed + 1) * p.middle.pair_s + 2 * crossed * p.send_s
-            rest_s = max(rest * pair_s, shorter_s + (rest - per_boundary * crossed - 1) * pair_s)
+            rest_s = max(rest * pair_s, shorter_s + (rest - per_boundary * crossed - 1) * pair_s) if rest else 0.0
             longest_s = max(longest_s, turn_s + max(left * pair_s, turns * turn_s + rest_s))
     return longest_s

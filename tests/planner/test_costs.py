@@ -140,11 +140,11 @@ def test_a_rank_with_two_stages_shares_their_work():
     assert priced.bubble_ratio < flush.bubble_ratio
 
 
-def test_stages_with_layers_of_their_own_are_simulated():
+def test_stages_with_layers_of_their_own():
     lighter_ends = layout(pipeline=4, first_stage_layers=4, last_stage_layers=4)
     pipeline = costs.times_of(SMALL, lighter_ends, DGX).pipeline
     assert pipeline.first.pair_s < pipeline.middle.pair_s
-    assert costs.batch_s(lighter_ends, pipeline) == costs.simulated_s(lighter_ends, pipeline)
+    assert costs.batch_s(lighter_ends, pipeline) == pytest.approx(costs.simulated_s(lighter_ends, pipeline), rel=1e-9)
 
 
 def test_parts_add_up():

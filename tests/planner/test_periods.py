@@ -8,7 +8,16 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_2bw.planner.periods import Pipeline, Stage, gpipe_s, inter_layer_s, interleaved_s, one_f_one_b_s, two_bw_s
+from megatron_2bw.planner.periods import (
+    Pipeline,
+    Stage,
+    gpipe_s,
+    inter_layer_s,
+    interleaved_s,
+    one_f_one_b_s,
+    two_bw_s,
+    uneven_one_f_one_b_s,
+)
 from megatron_2bw.schedule.lowering import with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import build
@@ -59,6 +68,32 @@ def test_with_a_flush(name, closed_form_s):
     for p in pipelines(sizes, update_s=2, gradients_s=1, norm_s=1):
         simulated_s = simulate(build(name, stages=p.stages, microbatches=p.microbatches), durations(p), 1).makespan_s
         assert closed_form_s(p) == simulated_s, p
+
+
+def uneven(sizes: list[tuple[int, int]], ends: tuple[int, ...], **more: int) -> Iterator[Pipeline]:
+    """Pipelines whose first and last stages have layers of their own, and the others 8."""
+    for (stages, microbatches), first, last, send_s in itertools.product(sizes, ends, ends, SENDS):
+        first, middle, last = (Stage(layers, 2 * layers) for layers in (first, 8, last))
+        yield Pipeline(
+            stages=stages, microbatches=microbatches, first=first, middle=middle, last=last, send_s=send_s, **more
+        )
+
+
+def test_uneven_stages_with_a_flush():
+    """Few enough microbatches to follow all of them, and so many that they repeat."""
+    sizes = [(d, m) for d in range(1, 6) for m in (1, 3, 4, 9, 40)]
+    for p in uneven(sizes, (4, 7, 8, 10), update_s=2, gradients_s=1, norm_s=1):
+        program = build("1f1b-flush", stages=p.stages, microbatches=p.microbatches)
+        assert uneven_one_f_one_b_s(p) == simulate(program, durations(p), 1).makespan_s, p
+        assert one_f_one_b_s(p) <= uneven_one_f_one_b_s(p), p
+
+
+def test_uneven_stages_of_2bw():
+    """With shorter ends, as a search spreads them."""
+    sizes = [(d, m) for d in (2, 3, 4) for m in (max(d - 1, 1), d, 2 * d + 1)]
+    for p in uneven(sizes, (6, 7, 8), update_s=2, gradients_s=1, norm_s=1):
+        for copy, most_off in ((GradientCopy.WHOLE, 0.01), (GradientCopy.SHARD, 0.01), (GradientCopy.NONE, 0.15)):
+            assert two_bw_s(p, copy=copy) == pytest.approx(float(simulated_two_bw_s(p, copy=copy)), rel=most_off), p
 
 
 def test_even_stages_have_one_formula():
