@@ -114,7 +114,8 @@ def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
     """The same whichever stages are slower: exact, by following the microbatches.
 
     In step i, stage s runs backward i and then forward ``i + d - s``; what happens depends on the step before alone.
-    So once all stages are as much later as they were a step, or d steps, before, that repeats.
+    So once all stages are equally much later than a turn before, that repeats: the slowest turn is over one stage or
+    over all of them, with or without the ends, and as many microbatches pass in it.
 
     >>> lighter, even = Stage(1, 1), Stage(2, 2)
     >>> uneven_one_f_one_b_s(Pipeline(stages=4, microbatches=100, first=lighter, middle=even, last=lighter))
@@ -124,6 +125,7 @@ def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
     stages = [stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count)]
     ends_s = _first_forwards_s(p, stages)
     steps = [ends_s]
+    turns = {1, *range(max(p.stages - 2, 1), p.stages + 1)}
     while left:
         after_s, arrival_s = [0] * p.stages, 0
         for stage in range(p.stages - 1, -1, -1):
@@ -134,7 +136,7 @@ def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
                 after_s[stage] = max(after_s[stage], input_s) + stages[stage].forward_s
         ends_s, left = after_s, left - 1
         steps.append(ends_s)
-        for period in {1, p.stages}:
+        for period in turns:
             repeats = (left - p.stages) // period
             if repeats > 0 and len(steps) > period:
                 shifts_s = [now_s - before_s for now_s, before_s in zip(ends_s, steps[-1 - period], strict=True)]
@@ -191,10 +193,10 @@ def interleaved_s(pipeline: Pipeline, chunks: int) -> float:
     27.0
     """
     p = pipeline
-    first_s = p.microbatches * p.first.pair_s
+    slowest_s = p.microbatches * max(stage.pair_s for stage in p.kinds)
     last_s = p.microbatches * p.last.pair_s + p.stages * (p.first.pair_s - p.middle.pair_s)
     fill_s = (p.stages - 1) * p.middle.pair_s / chunks
-    return max(first_s, last_s) + fill_s + 2 * (p.stages * chunks - 1) * p.send_s + flush_s(p)
+    return max(slowest_s, last_s) + fill_s + 2 * (p.stages * chunks - 1) * p.send_s + flush_s(p)
 
 
 def two_bw_s(

@@ -92,7 +92,7 @@ def test_uneven_stages_of_2bw():
     """With shorter ends, as a search spreads them."""
     sizes = [(d, m) for d in (2, 3, 4) for m in (max(d - 1, 1), d, 2 * d + 1)]
     for p in uneven(sizes, (6, 7, 8), update_s=2, gradients_s=1, norm_s=1):
-        for copy, most_off in ((GradientCopy.WHOLE, 0.01), (GradientCopy.SHARD, 0.01), (GradientCopy.NONE, 0.15)):
+        for copy, most_off in ((GradientCopy.WHOLE, 0.03), (GradientCopy.SHARD, 0.03), (GradientCopy.NONE, 0.15)):
             assert two_bw_s(p, copy=copy) == pytest.approx(float(simulated_two_bw_s(p, copy=copy)), rel=most_off), p
 
 
