@@ -36,8 +36,9 @@ def paper_lines(cost_model: str, model: Model, cluster: Cluster, global_batch: i
     yield from _table(plans[:top])
     layout = layout_of(plans[0], cluster, global_batch)
     yield ""
-    if layout is None or problem(model, layout):
-        yield "This schedule does not run on Megatron: there are no flags for it."
+    refused = problem(model, layout)
+    if refused:
+        yield f"There are no flags for the best: {refused}."
     else:
         yield from launch_lines(model, layout, cluster)
 
@@ -46,12 +47,10 @@ def paper_flags(cost_model: str, model: Model, cluster: Cluster, global_batch: i
     """Flags of the best configuration.
 
     Raises:
-        PlanError: nothing fits, or Megatron has no flags for it.
+        PlanError: nothing fits, or the best does not run, with the reason.
     """
     best = COST_MODELS[cost_model][0](model, cluster, global_batch)[0]
     layout = layout_of(best, cluster, global_batch)
-    if layout is None:
-        raise PlanError(f"--cost-model {cost_model}: its schedule does not run on Megatron; leave --flags-only out")
     refused = problem(model, layout)
     if refused:
         raise PlanError(f"--cost-model {cost_model}: {refused}")
@@ -64,19 +63,21 @@ def paper_json(cost_model: str, model: Model, cluster: Cluster, global_batch: in
     return {"cost_model": cost_model, "choices": [dataclasses.asdict(plan) for plan in plans]}
 
 
-def layout_of(plan: paper.Plan | mixpipe.Plan, cluster: Cluster, global_batch: int) -> Layout | None:
-    """The Layout of ``plan``; None for schedules that Megatron cannot run."""
-    if isinstance(plan, mixpipe.Plan) or (plan.schedule != "2bw" and plan.depth > 1):
-        return None
+def layout_of(plan: paper.Plan | mixpipe.Plan, cluster: Cluster, global_batch: int) -> Layout:
+    """The Layout of ``plan``, which may not run: the papers' models leave out some rules."""
+    if isinstance(plan, mixpipe.Plan):
+        more = {"schedule": "mixpipe", "mixpipe_k": plan.injected, "mixpipe_gamma": plan.extra}
+    else:
+        recompute = Recompute.FULL if plan.recompute else Recompute.NONE
+        more = {"schedule": plan.schedule if plan.depth > 1 else MEGATRON, "recompute": recompute}
     return Layout(
-        schedule=plan.schedule if plan.depth > 1 else MEGATRON,
         pipeline=plan.depth,
         data=plan.width,
         microbatch=plan.microbatch,
         global_batch=global_batch,
-        recompute=Recompute.FULL if plan.recompute else Recompute.NONE,
         precision=Precision.BF16 if cluster.gpu.has_bf16 else Precision.FP16,
         fused_attention=cluster.gpu.has_bf16,
+        **more,
     )
 
 
