@@ -6,15 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 from megatron_2bw.planner import memory, mixpipe
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.costs import PRICED, SCHEDULES
+from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.multiples import divisors, nearest_multiple
+from megatron_2bw.planner.multiples import divisors, min_until, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import (
     DELAYED,
@@ -22,13 +24,22 @@ from megatron_2bw.planner.rules import (
     least_microbatches,
     microbatch_problem,
     model_problem,
+    problem,
     schedule_problem,
     stage_problem,
     tensor_problem,
 )
-from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.space import Space, field_of
+from megatron_2bw.planner.stages import layers_of_stages, shorter_ends
 
 GIB = 2**30
+STEPS = (
+    *("pipelines", "tensors", "widths", "shape"),
+    *("schedules", "chunks", "schedule", "microbatches", "mixpipe_k", "mixpipe_gamma", "extra_in_flight"),
+    *("sequence_parallel", "distributed_optimizer", "batch", "gradient_buffers"),
+    *("recomputes", "recompute_methods", "recompute_layers", "memory"),
+)
+"""What decides on a layout, one after the other: dimensions of the space, and the rules on what is chosen so far."""
 ROUNDING = 1e-9
 """By which a share of a whole number may miss another one."""
 
@@ -37,6 +48,8 @@ ROUNDING = 1e-9
 class Rejection:
     """A rule that some layouts break."""
 
+    step: str
+    """One of ``STEPS``."""
     rule: str
     """A few words."""
     reason: str
@@ -48,11 +61,13 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How the GPUs are split."""
+    """How GPUs and layers are split."""
 
     pipeline: int
     tensor: int
     data: int
+    first_stage_layers: int
+    last_stage_layers: int
 
 
 class Saving(NamedTuple):
@@ -100,34 +115,74 @@ class Candidates:
     """(bytes, layout) that needs least memory, of those that need too much."""
     widths: set[int] = field(default_factory=set)
     """Numbers of replicas that no rule but the batch size forbids."""
+    furthest: str = STEPS[0]
+    """The last of ``STEPS`` at which a layout was ruled out."""
 
     @property
     def capacity_bytes(self) -> float:
         """Memory of one GPU."""
         return self.cluster.memory_bytes
 
-    def reject(self, rule: str, reason: str, example: str) -> None:
+    def stop(self, step: str) -> None:
+        """Remember that ``step``, one of ``STEPS``, leaves nothing."""
+        self.furthest = max(self.furthest, step, key=STEPS.index)
+
+    def reject(self, step: str, rule: str, reason: str, example: str) -> None:
         """Count a broken rule."""
+        self.stop(step)
         self.layouts += 1
         if rule in self.rejected:
             self.rejected[rule].count += 1
         else:
-            self.rejected[rule] = Rejection(rule=rule, reason=reason, example=example)
+            self.rejected[rule] = Rejection(step=step, rule=rule, reason=reason, example=example)
+
+    def _allowed[Value](self, dimension: str, values: Sequence[Value]) -> Sequence[Value]:
+        """Those of ``values`` within the limits."""
+        allowed = self.space.allows(dimension, values)
+        if values and not allowed:
+            self.stop(dimension)
+        return allowed
+
+    def problem(self, layout: Layout) -> str | None:
+        """Why the search would not propose ``layout``, however much memory it needs; None if it would."""
+        return (
+            self._size_problem(layout.pipeline, layout.tensor, layout.data)
+            or schedule_problem(layout)
+            or self._delayed_problem(layout)
+            or microbatch_problem(layout, self._needed(layout))
+            or problem(self.model, layout)
+            or self._not_profiled(layout)
+        )
+
+    def _size_problem(self, pipeline: int, tensor: int, data: int) -> str | None:
+        """Why such a layout does not run on all of the GPUs and no others."""
+        gpus = self.cluster.gpus
+        if not pipeline or gpus % pipeline:
+            return f"pipeline {pipeline} does not divide {gpus} GPUs; use {nearest_divisor(gpus, pipeline)}"
+        of_stage = gpus // pipeline
+        if not tensor or of_stage % tensor:
+            nearest = nearest_divisor(of_stage, tensor)
+            return f"tensor {tensor} does not divide the {of_stage} GPUs of a stage; use {nearest}"
+        if tensor * data != of_stage:
+            return f"data {data}: a stage has {of_stage} GPUs, {tensor} per replica; use {of_stage // tensor}"
+        return None
 
     def _shapes(self) -> Iterator[Shape]:
         """Splits of the GPUs that suit model and batch."""
         gpus, space = self.cluster.gpus, self.space
-        for pipeline in space.allows("pipelines", divisors(gpus)):
-            for tensor in space.allows("tensors", divisors(gpus // pipeline)):
-                data = gpus // (pipeline * tensor)
-                if space.widths is not None and data not in space.widths:
-                    continue
-                shape = Shape(pipeline=pipeline, tensor=tensor, data=data)
-                problem = self._shape_problem(shape)
-                if problem:
-                    self.reject(*problem, f"d{pipeline},t{tensor},w{data}")
-                else:
-                    yield shape
+        for pipeline in self._allowed("pipelines", divisors(gpus)):
+            first, last = shorter_ends(self.model.num_layers, pipeline)
+            firsts, lasts = space.first_stage_layers or (first,), space.last_stage_layers or (last,)
+            for tensor, first, last in product(self._allowed("tensors", divisors(gpus // pipeline)), firsts, lasts):
+                for data in self._allowed("widths", (gpus // (pipeline * tensor),)):
+                    shape = Shape(
+                        pipeline=pipeline, tensor=tensor, data=data, first_stage_layers=first, last_stage_layers=last
+                    )
+                    broken = self._shape_problem(shape)
+                    if broken:
+                        self.reject("shape", *broken, f"d{pipeline},t{tensor},w{data}")
+                    else:
+                        yield shape
 
     def _shape_problem(self, shape: Shape) -> tuple[str, str] | None:
         """(rule, reason)"""
@@ -144,7 +199,7 @@ class Candidates:
         least = self._layout(shape, {"global_batch": shape.data, "schedule": MEGATRON})
         problem = stage_problem(self.model, least)
         if problem:
-            return "stages have the same number of layers", problem
+            return "stages have equally many layers, but for the ends", problem
         self.widths.add(shape.data)
         if self.global_batch % shape.data:
             nearest = nearest_multiple(self.global_batch, shape.data)
@@ -157,15 +212,13 @@ class Candidates:
     def _never_fits(self, shape: Shape) -> tuple[str, str] | None:
         """Whether not even the layout that needs least memory fits."""
         sequence = shape.tensor > 1 and self.model.seq_length % shape.tensor == 0
-        layers = max(self.model.num_layers // shape.pipeline, 1)
         lean = {"schedule": MEGATRON, "sequence_parallel": sequence, "distributed_optimizer": shape.data > 1}
         full = {"recompute": Recompute.FULL}
+        layers = layers_of_stages(self.model, self._layout(shape, {"schedule": MEGATRON, "global_batch": shape.data}))
         sizes = ({"recompute_layers": count} for count in distinct_group_sizes(layers))
         candidates = (self._layout(shape, lean | more) for more in ({}, *(full | size for size in sizes)))
-        needed, layout = min(
-            ((memory.largest(self.model, layout).total_bytes, layout) for layout in candidates),
-            key=lambda item: item[0],
-        )
+        sized = ((memory.largest(self.model, layout).total_bytes, layout) for layout in candidates)
+        needed, layout = min_until(sized, self.capacity_bytes)
         if needed <= self.capacity_bytes:
             return None
         return "memory, with everything recomputed and b = 1", self.does_not_fit(layout, needed)
@@ -176,11 +229,27 @@ class Candidates:
             self.leanest = needed, layout
         return f"{name(layout)} needs {needed / GIB:.1f} GiB of {self.cluster.gpu.memory_gb:g} on its fullest stage"
 
+    def layout(self, values: dict[str, Any]) -> Layout:
+        """The one with these values, by dimension, and what is usual for the others.
+
+        Raises:
+            PlanError: a value that no layout has, or no layout on these GPUs.
+        """
+        fields = {field_of(dimension): value for dimension, value in values.items()}
+        sizes = {size: fields[size] for size in ("pipeline", "tensor", "data")}
+        broken = self._size_problem(**sizes)
+        if broken:
+            raise PlanError(broken)
+        shape = Shape(first_stage_layers=0, last_stage_layers=0, **sizes)
+        return self._layout(shape, {"overlap_gradients": _overlaps(shape, fields["schedule"]), **fields})
+
     def _layout(self, shape: Shape, more: dict[str, object]) -> Layout:
         defaults = {
             "pipeline": shape.pipeline,
             "tensor": shape.tensor,
             "data": shape.data,
+            "first_stage_layers": shape.first_stage_layers,
+            "last_stage_layers": shape.last_stage_layers,
             "global_batch": self.global_batch,
             "precision": self.space.precision,
             "fused_attention": self.space.fused_attention,
@@ -191,26 +260,27 @@ class Candidates:
         """Layouts without recomputation and with two gradient buffers; all others derive from them."""
         for shape in self._shapes():
             for schedule, chunks in self._schedules(shape):
-                for microbatch in self.space.allows("microbatches", divisors(self.global_batch // shape.data)):
+                for microbatch in self._allowed("microbatches", divisors(self.global_batch // shape.data)):
                     base = {"schedule": schedule, "chunks": chunks, "microbatch": microbatch}
                     for order in self._orders(shape, schedule, microbatch):
                         yield from self._switched(shape, base | order)
 
     def _schedules(self, shape: Shape) -> Iterator[tuple[str, int]]:
         """(schedule, chunks)"""
-        layers = self.model.num_layers // shape.pipeline
-        for schedule in self.space.allows("schedules", PRICED if self.space.schedules else SCHEDULES):
+        even = self._layout(shape, {"schedule": MEGATRON, "global_batch": shape.data})
+        layers = math.gcd(*layers_of_stages(self.model, even))
+        for schedule in self._allowed("schedules", PRICED if self.space.schedules else SCHEDULES):
             interleaves = schedule == MEGATRON and shape.pipeline > 1
             chunks = divisors(layers) if interleaves else (1,)
             if interleaves and self.space.chunks is None and self.space.schedules is None:
                 chunks = chunks[1:]  # With one chunk it is 1f1b-flush.
-            for count in self.space.allows("chunks", chunks):
+            for count in self._allowed("chunks", chunks):
                 layout = self._layout(shape, {"schedule": schedule, "chunks": count})
                 problem = (
                     schedule_problem(layout) or model_problem(self.model, layout) or stage_problem(self.model, layout)
                 )
                 if problem:
-                    self.reject("the schedule suits depth and model", problem, name(layout))
+                    self.reject("schedule", "the schedule suits depth and model", problem, name(layout))
                 else:
                     yield schedule, count
 
@@ -222,7 +292,7 @@ class Candidates:
         if schedule not in DELAYED:
             yield {}
             return
-        for extra in self.space.allows("extra_in_flight", (0, 1)):
+        for extra in (0, 1) if self.space.extra_in_flight is None else self.space.extra_in_flight:
             for count in self._delayed(shape, microbatch):
                 yield {"extra_in_flight": extra, "delayed_microbatches": count}
 
@@ -233,7 +303,11 @@ class Candidates:
         for injected, extra in mixpipe.choices(stages) if has_choice else [(0, 0)]:
             # As many as stages is the default, and Chimera's order.
             k = injected % stages
-            if (ks is None or injected in ks or k in ks) and (gammas is None or extra in gammas):
+            if ks is not None and injected not in ks and k not in ks:
+                self.stop("mixpipe_k")
+            elif gammas is not None and extra not in gammas:
+                self.stop("mixpipe_gamma")
+            else:
                 yield {"mixpipe_k": k, "mixpipe_gamma": extra}
 
     def _delayed(self, shape: Shape, microbatch: int) -> tuple[int, ...]:
@@ -276,7 +350,7 @@ class Candidates:
 
     def _switched(self, shape: Shape, base: dict[str, object]) -> Iterator[Layout]:
         """Layouts that differ in what is not recomputation."""
-        base = base | {"overlap_gradients": shape.data > 1 and base["schedule"] not in WITHOUT_OVERLAP}
+        base = base | {"overlap_gradients": _overlaps(shape, base["schedule"])}
         for sequence in self._sequence_parallel(shape):
             for distributed in self._distributed(shape):
                 switches = {"sequence_parallel": sequence, "distributed_optimizer": distributed}
@@ -284,9 +358,11 @@ class Candidates:
                 problem = self._delayed_problem(layout) or microbatch_problem(layout, self._needed(layout))
                 unknown = None if problem else self._not_profiled(layout)
                 if problem:
-                    self.reject("the batch has the microbatches that the schedule needs", problem, name(layout))
+                    self.reject(
+                        "batch", "the batch has the microbatches that the schedule needs", problem, name(layout)
+                    )
                 elif unknown:
-                    self.reject("the profile has measured it", unknown, name(layout))
+                    self.reject("batch", "the profile has measured it", unknown, name(layout))
                 else:
                     self.layouts += sum(len(saving.sizes) for saving in self.savings(layout))
                     yield layout
@@ -298,38 +374,44 @@ class Candidates:
 
     def _sequence_parallel(self, shape: Shape) -> tuple[bool, ...]:
         """On where it works, unless the space says otherwise: it costs neither time nor memory."""
-        choices = self.space.allows("sequence_parallel", (True, False) if shape.tensor > 1 else (False,))
+        choices = self._allowed("sequence_parallel", (True, False) if shape.tensor > 1 else (False,))
         valid = [on for on in choices if not tensor_problem(self.model, shape.tensor, sequence_parallel=on)]
         return tuple(valid[:1])
 
     def _distributed(self, shape: Shape) -> tuple[bool, ...]:
-        return self.space.allows("distributed_optimizer", (True, False) if shape.data > 1 else (False,))
+        return self._allowed("distributed_optimizer", (True, False) if shape.data > 1 else (False,))
 
     def savings(self, base: Layout) -> Iterator[Saving]:
         """The ways to save memory."""
-        space, layers = self.space, self.model.num_layers // (base.pipeline * base.chunks)
-        recomputes = space.allows("recomputes", tuple(Recompute))
+        space = self.space
+        layers = tuple(count // base.chunks for count in layers_of_stages(self.model, base))
+        recomputes = self._allowed("recomputes", tuple(Recompute))
         if self.cluster.profile is not None:
             recomputes = [choice for choice in recomputes if not self._not_profiled(replace(base, recompute=choice))]
-        for buffers in space.allows("gradient_buffers", (2, 1)) if base.schedule in DELAYED else (2,):
+        for buffers in self._allowed("gradient_buffers", (2, 1)) if base.schedule in DELAYED else (2,):
             for recompute in recomputes:
                 if recompute == Recompute.FULL:
-                    for method in space.allows("recompute_methods", tuple(RecomputeMethod)):
+                    for method in self._allowed("recompute_methods", tuple(RecomputeMethod)):
                         block = method == RecomputeMethod.BLOCK
-                        sizes = range(1, layers) if block else distinct_group_sizes(layers)
+                        sizes = range(1, max(layers)) if block else distinct_group_sizes(layers)
                         if space.recompute_layers is not None:
-                            sizes = space.allows("recompute_layers", tuple(sizes))
+                            sizes = self._allowed("recompute_layers", tuple(range(1, max(layers) + 1)))
                         if sizes:
                             yield Saving(base, buffers, recompute, method, sizes)
                 elif recompute == Recompute.NONE or not base.fused_attention or space.recomputes is not None:
                     yield Saving(base, buffers, recompute, base.recompute_method, (1,))
 
 
-@cache
-def distinct_group_sizes(layers: int) -> tuple[int, ...]:
-    """Smallest sizes of groups that cut ``layers`` layers into each possible number of groups.
+def _overlaps(shape: Shape, schedule: str) -> bool:
+    """Whether replicas sum gradients during the backward."""
+    return shape.data > 1 and schedule not in WITHOUT_OVERLAP
 
-    >>> distinct_group_sizes(8)
-    (1, 2, 3, 4, 8)
+
+@cache
+def distinct_group_sizes(stages: tuple[int, ...]) -> tuple[int, ...]:
+    """Smallest sizes of groups that cut the layers of each stage into each possible number of groups.
+
+    >>> distinct_group_sizes((8, 8)), distinct_group_sizes((7, 8))
+    ((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8))
     """
-    return tuple(sorted({-(-layers // groups) for groups in range(1, layers + 1)}))
+    return tuple(sorted({-(-layers // groups) for layers in stages for groups in range(1, layers + 1)}))

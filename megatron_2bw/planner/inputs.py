@@ -65,7 +65,7 @@ def sized(cluster: Cluster, *, nodes: int | None = None, gpus: int | None = None
     if nodes is not None and gpus != nodes * node:
         raise PlanError(f"gpus {gpus} and nodes {nodes} disagree: a node has {node}; leave one out")
     if gpus < node:
-        return dataclasses.replace(cluster, gpus_per_node=gpus, nodes=1)
+        return dataclasses.replace(cluster, gpus_per_node=gpus, nodes=1, whole_node=node)
     if gpus % node:
         raise PlanError(f"gpus {gpus} is no multiple of {node}, the GPUs of a node; use {nearest_multiple(gpus, node)}")
     return dataclasses.replace(cluster, nodes=gpus // node)
@@ -90,6 +90,10 @@ def cluster_of(values: dict[str, Any], where: str) -> Cluster:
     """
     if "profile" in values:
         raise PlanError(f"{where}: unknown key 'profile'; give the file of a profile as --profile FILE")
+    if "whole_node" in values:
+        raise PlanError(
+            f"{where}: unknown key 'whole_node'; give the GPUs of a whole node as gpus_per_node, and --gpus N"
+        )
     gpu = values.get("gpu")
     if isinstance(gpu, dict):
         gpu = build(Gpu, {"name": where, **gpu}, f"{where}: gpu")

@@ -1,9 +1,10 @@
-"""Divisors and multiples: what to suggest where sizes do not divide."""
+"""Divisors and multiples: what to suggest where sizes do not divide; and the first thing that is small enough."""
 
 from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import cache
 
@@ -35,6 +36,21 @@ def nearest_divisor(number: int, wanted: int) -> int:
     8
     """
     return min(divisors(number), key=lambda divisor: (abs(divisor - wanted), divisor))
+
+
+def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tuple[float, Thing]:
+    """The first pair whose number is at most ``enough``, else the one with the smallest.
+
+    >>> min_until([(5, "a"), (3, "b"), (1, "c")], 3), min_until([(5, "a"), (4, "b")], 3)
+    ((3, 'b'), (4, 'b'))
+    """
+    best = None
+    for pair in found:
+        if best is None or pair[0] < best[0]:
+            best = pair
+        if pair[0] <= enough:
+            return pair
+    return best
 
 
 def nearest_multiple(number: int, unit: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
@@ -18,6 +19,8 @@ _COUNTS = {
     "w": "widths",
     "b": "microbatches",
     "v": "chunks",
+    "f": "first_stage_layers",
+    "l": "last_stage_layers",
     "x": "extra_in_flight",
     "n": "delayed_microbatches",
     "g": "gradient_buffers",
@@ -36,15 +39,17 @@ _RECOMPUTE = re.compile(r"(none|selective|full)|(block|uniform)(\d+)")
 def name(layout: Layout) -> str:
     """``layout`` in one word, without what is as usual.
 
-    d, t, w: pipeline, tensor and data-parallel size; b: microbatch size; v: chunks; sp: sequence parallel;
-    do: distributed optimizer; blockN, uniformN: full recomputation; x: extra in flight; n: delayed microbatches;
-    g: gradient buffers; k, y: mixpipe's K and Gamma.
+    d, t, w: pipeline, tensor and data-parallel size; b: microbatch size; v: chunks; f, l: layers of the first and the
+    last stage, if they have a number of their own; sp: sequence parallel; do: distributed optimizer; blockN, uniformN:
+    full recomputation; x: extra in flight; n: delayed microbatches; g: gradient buffers; k, y: mixpipe's K and Gamma.
 
     >>> name(Layout(schedule="2bw", pipeline=4, data=2, tensor=8, microbatch=2, global_batch=64, recompute="full"))
     '2bw:d4,t8,w2,b2,uniform1'
     """
     parts = [f"d{layout.pipeline}", f"t{layout.tensor}", f"w{layout.data}", f"b{layout.microbatch}"]
     parts += [f"v{layout.chunks}"] * (layout.chunks > 1)
+    parts += [f"f{layout.first_stage_layers}"] * (layout.first_stage_layers > 0)
+    parts += [f"l{layout.last_stage_layers}"] * (layout.last_stage_layers > 0)
     if layout.recompute == Recompute.FULL:
         parts.append(f"{layout.recompute_method}{layout.recompute_layers}")
     elif layout.recompute != Recompute.NONE:
@@ -59,6 +64,47 @@ def name(layout: Layout) -> str:
     return f"{layout.schedule}:{','.join(parts)}"
 
 
+def chosen(text: str) -> dict[str, Any]:
+    """Value by dimension of a Space, of what the name ``text`` says.
+
+    >>> chosen("2bw:d8,sp")
+    {'schedules': '2bw', 'pipelines': 8, 'sequence_parallel': True}
+
+    Raises:
+        PlanError: ``text`` is no name of a layout.
+    """
+    schedule, _, rest = text.partition(":")
+    values: dict[str, Any] = {"schedules": schedule_name(schedule)}
+    for part in filter(None, rest.split(",")):
+        count, recompute = re.fullmatch(r"([a-z])(\d+)", part), _RECOMPUTE.fullmatch(part)
+        if count and count[1] in _COUNTS:
+            values[_COUNTS[count[1]]] = int(count[2])
+        elif part in _SWITCHES:
+            dimension, value = _SWITCHES[part]
+            values[dimension] = value
+        elif recompute and recompute[1]:
+            values["recomputes"] = Recompute(recompute[1])
+        elif recompute:
+            values["recomputes"] = Recompute.FULL
+            values["recompute_methods"] = RecomputeMethod(recompute[2])
+            values["recompute_layers"] = int(recompute[3])
+        else:
+            raise PlanError(
+                f"layout {text!r}: {part!r} is none of {', '.join(f'{key}N' for key in _COUNTS)}, "
+                f"{', '.join(_SWITCHES)}, none, selective, full, blockN, uniformN; write such as 2bw:d4,t2,w1,b1"
+            )
+    return values
+
+
+def is_whole(text: str) -> bool:
+    """Whether ``text`` has all that the name of every layout says.
+
+    >>> is_whole("2bw:d8,t4,w2,b1"), is_whole("2bw:d8,t4,sp")
+    (True, False)
+    """
+    return chosen(text).keys() >= {"pipelines", "tensors", "widths", "microbatches"}
+
+
 def within(space: Space, text: str) -> Space:
     """``space`` narrowed to what ``text`` names; parts that it leaves out stay open.
 
@@ -68,27 +114,7 @@ def within(space: Space, text: str) -> Space:
     Raises:
         PlanError: ``text`` is no name of a layout.
     """
-    schedule, _, rest = text.partition(":")
-    chosen: dict[str, tuple] = {"schedules": (schedule_name(schedule),)}
-    for part in filter(None, rest.split(",")):
-        count, recompute = re.fullmatch(r"([a-z])(\d+)", part), _RECOMPUTE.fullmatch(part)
-        if count and count[1] in _COUNTS:
-            chosen[_COUNTS[count[1]]] = (int(count[2]),)
-        elif part in _SWITCHES:
-            dimension, value = _SWITCHES[part]
-            chosen[dimension] = (value,)
-        elif recompute and recompute[1]:
-            chosen["recomputes"] = (Recompute(recompute[1]),)
-        elif recompute:
-            chosen["recomputes"] = (Recompute.FULL,)
-            chosen["recompute_methods"] = (RecomputeMethod(recompute[2]),)
-            chosen["recompute_layers"] = (int(recompute[3]),)
-        else:
-            raise PlanError(
-                f"layout {text!r}: {part!r} is none of {', '.join(f'{key}N' for key in _COUNTS)}, "
-                f"{', '.join(_SWITCHES)}, none, selective, full, blockN, uniformN; write such as 2bw:d4,t2,w1,b1"
-            )
-    return dataclasses.replace(space, **chosen)
+    return dataclasses.replace(space, **{dimension: (value,) for dimension, value in chosen(text).items()})
 
 
 def schedule_name(text: str) -> str:

@@ -10,7 +10,7 @@ from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.programs import refusal
-from megatron_2bw.planner.stages import layers_of_stages
+from megatron_2bw.planner.stages import layers_of_stages, most_layers
 from megatron_2bw.schedule.registry import MIRRORED
 
 MEGATRON = "megatron"
@@ -144,7 +144,7 @@ def fuses_attention(gpu: Gpu, precision: Precision) -> bool:
 
 def recompute_problem(model: Model, layout: Layout) -> str | None:
     """Why the layers to recompute do not exist."""
-    most = max(model.num_layers // (layout.pipeline * layout.chunks), 1)
+    most = most_layers(model, layout)
     if layout.recompute is Recompute.FULL and layout.recompute_layers > most:
         return f"recompute_layers {layout.recompute_layers}: a stage has {most} layers; use {most}"
     return None

@@ -9,28 +9,33 @@ the pricing of every layout.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
 
 from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.candidates import ROUNDING, Candidates, Rejection, Saving
+from megatron_2bw.planner.candidates import GIB, ROUNDING, STEPS, Candidates, Rejection, Saving
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.efficiency import EXACT, Progress
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.multiples import nearest_multiple
+from megatron_2bw.planner.multiples import min_until, nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import DELAYED, delay_of, least_microbatches
-from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.space import Space, field_of
 from megatron_2bw.planner.table import billions, gib
 
 MOST_LAYERS = 10_000
 """A bound on the time of a search."""
-_FACTORS = tuple(2**exponent for exponent in range(1, 13))
+_FACTORS = tuple(sorted(size * 2**exponent for size in (1, 3) for exponent in range(12)))
 """Of more nodes, where there are not enough."""
+_TRIALS = 8
+"""Values of a limit to try, the nearest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +194,7 @@ class _Search:
                     return
             smallest = min(smallest, (needed, layout), key=lambda pair: pair[0])
         if candidates.capacity_bytes < smallest[0] < math.inf:
-            candidates.reject("memory", candidates.does_not_fit(smallest[1], smallest[0]), name(smallest[1]))
+            candidates.reject("memory", "memory", candidates.does_not_fit(smallest[1], smallest[0]), name(smallest[1]))
 
     def with_fewest_delayed(self, choice: Choice) -> Choice:
         """``choice`` with as few delayed microbatches as take no more time, where their number is free."""
@@ -239,18 +244,68 @@ class _Search:
     def why_none(self) -> str:
         """Why there is no layout, and what would have one."""
         candidates = self.candidates
-        batch, widths, rejected = candidates.global_batch, candidates.widths, candidates.rejected
+        batch, widths = candidates.global_batch, candidates.widths
         what = f"no layout of {billions(candidates.model.parameters)} parameters on {candidates.cluster.gpus} GPUs"
-        if not rejected:
-            return f"{what}: the limits leave no layout; lift one, such as the tensor- or data-parallel size"
+        limited = self._why_limited()
+        if limited:
+            return f"{what}: {limited}"
         if widths and all(batch % width for width in widths):
-            nearest = min((nearest_multiple(batch, width) for width in widths), key=lambda size: abs(size - batch))
-            return f"{what}: global_batch {batch} does not split over any number of replicas; use {nearest}"
+            nearest = sorted({nearest_multiple(batch, width) for width in widths}, key=lambda size: abs(size - batch))
+            use = next((f"; use {size}" for size in nearest if self._with(global_batch=size)._any()), "")
+            return f"{what}: global_batch {batch} does not split over any number of replicas{use}"
         if candidates.leanest is None:
-            return f"{what}: {max(rejected.values(), key=lambda rejection: rejection.count).reason}"
+            rejected = candidates.rejected.values()
+            last = max(rejected, key=lambda rejection: (STEPS.index(rejection.step), rejection.count), default=None)
+            return f"{what}: {last.reason if last else 'the limits exclude each other; lift one'}"
         needed, layout = candidates.leanest
         reason = f"{candidates.does_not_fit(layout, needed)} ({self._largest_parts(layout)})"
         return f"{what} fits: {reason}; {self._more_gpus()}"
+
+    def _why_limited(self) -> str | None:
+        """Which limit leaves no layout, the rule behind it and the nearest value that leaves one; None if none does."""
+        space, dimension = self.candidates.space, self.candidates.furthest
+        limit = getattr(space, dimension, None)
+        if limit is None:
+            return None
+        field = field_of(dimension)
+        others: dict[Any, Layout] = {}
+        for layout in self._with(space=replace(space, **{dimension: None}))._all():
+            others.setdefault(getattr(layout, field), layout)
+        pairs = sorted(product(limit, others), key=lambda pair: _distance(*pair))
+        for value, other in pairs[:_TRIALS]:
+            if self._with(space=replace(space, **{dimension: (other,)}))._any():
+                return f"{self._rule_broken(others[other], field, value)}; use {field} {other}"
+        lifted = Space(precision=space.precision, fused_attention=space.fused_attention, tight=space.tight)
+        found = self._with(space=lifted)._any()
+        given = ", ".join(map(str, limit))
+        return (
+            found and f"{field} {given} and the other limits leave none; without limits there is {name(found.layout)}"
+        )
+
+    def _rule_broken(self, layout: Layout, field: str, value: Any) -> str:
+        """Why ``layout`` cannot have ``value``, without a remedy."""
+        try:
+            reason = self.candidates.problem(replace(layout, **{field: value}))
+        except PlanError as error:
+            reason = str(error)
+        return re.split(r"[;:,] (?:or )?(?:use|raise|leave|switch|give) ", reason or f"{field} {value} leaves none")[0]
+
+    def _with(self, **changes: Any) -> _Search:
+        """Another search, of other ``Candidates``."""
+        given = {
+            name: getattr(self.candidates, name) for name in ("model", "cluster", "global_batch", "space", "delayed")
+        }
+        return replace(self, candidates=Candidates(**given | changes))
+
+    def _any(self) -> Choice | None:
+        """A layout that runs and fits."""
+        return next((choice for base in self.candidates.bases() for choice in self._fitting(base)), None)
+
+    def _all(self) -> Iterator[Layout]:
+        """Every layout that runs, whether it fits or not."""
+        for base in self.candidates.bases():
+            for saving in self.candidates.savings(base):
+                yield from (saving.layout(size) for size in saving.sizes)
 
     def _largest_parts(self, layout: Layout) -> str:
         """What takes most memory."""
@@ -259,35 +314,22 @@ class _Search:
         return ", ".join(f"{part} {gib(parts[part])}" for part in most)
 
     def _more_gpus(self) -> str:
-        """The nearest power of two times as many nodes that is enough."""
-        candidates = self.candidates
-        for factor in _FACTORS:
-            more = Candidates(
-                model=candidates.model,
-                cluster=replace(candidates.cluster, nodes=candidates.cluster.nodes * factor),
-                global_batch=candidates.global_batch * factor,
-                space=candidates.space,
-                delayed=candidates.delayed,
-            )
-            trial = _Search(candidates=more, progress=self.progress)
-            if any(True for base in more.bases() for _ in trial._fitting(base)):
-                return f"use {more.cluster.gpus} GPUs and a global_batch of {more.global_batch}"
-        return "use GPUs with more memory"
+        """The fewest more nodes that are enough, for the same batch if possible."""
+        cluster, batch, node = self.candidates.cluster, self.candidates.global_batch, self.candidates.cluster.whole_node
+        whole = cluster if node is None else replace(cluster, gpus_per_node=node, whole_node=None)
+        counts = [cluster.nodes * factor for factor in _FACTORS if factor > 1 or node is not None]
+        for share in (False, True):
+            for count in counts:
+                more = replace(whole, nodes=count)
+                size = batch * more.gpus // cluster.gpus if share else batch
+                if self._with(cluster=more, global_batch=size)._any():
+                    return f"use {more.gpus} GPUs" + (f" and a global_batch of {size}" if share else "")
+        return f"use GPUs with {math.ceil(self.candidates.leanest[0] / GIB)} GiB or more"
 
 
-def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tuple[float, Thing]:
-    """The first pair whose number is at most ``enough``, else the one with the smallest.
-
-    >>> min_until([(5, "a"), (3, "b"), (1, "c")], 3), min_until([(5, "a"), (4, "b")], 3)
-    ((3, 'b'), (4, 'b'))
-    """
-    best = None
-    for pair in found:
-        if best is None or pair[0] < best[0]:
-            best = pair
-        if pair[0] <= enough:
-            return pair
-    return best
+def _distance(value: Any, other: Any) -> tuple[Any, ...]:
+    """Of numbers, the smaller one of two being nearer; others are equally near."""
+    return (abs(value - other), other) if isinstance(value, int) else (0,)
 
 
 def _order(choice: Choice) -> tuple[float, float]:

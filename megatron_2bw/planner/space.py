@@ -9,6 +9,21 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.rules import fuses_attention, gpu_problem
 
+_FIELDS = {
+    "schedules": "schedule",
+    "pipelines": "pipeline",
+    "widths": "data",
+    "tensors": "tensor",
+    "microbatches": "microbatch",
+    "recomputes": "recompute",
+    "recompute_methods": "recompute_method",
+}
+
+
+def field_of(dimension: str) -> str:
+    """The field of a Layout that has one of the values of ``dimension``."""
+    return _FIELDS.get(dimension, dimension)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
@@ -22,6 +37,9 @@ class Space:
     microbatches: tuple[int, ...] | None = None
     """Sizes b."""
     chunks: tuple[int, ...] | None = None
+    first_stage_layers: tuple[int, ...] | None = None
+    """0: as many as the other stages. None: that, or fewer where the depth does not divide the layers."""
+    last_stage_layers: tuple[int, ...] | None = None
     recomputes: tuple[Recompute, ...] | None = None
     recompute_methods: tuple[RecomputeMethod, ...] | None = None
     recompute_layers: tuple[int, ...] | None = None

@@ -15,6 +15,7 @@ import megatron_2bw
 from megatron_2bw.cli import main
 from megatron_2bw.planner import efficiency
 from megatron_2bw.planner.flags import read
+from megatron_2bw.planner.model import Kind
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
 
@@ -171,11 +172,36 @@ def test_explain(capsys: pytest.CaptureFixture[str]):
     assert "longer to a loss than 2bw:" in out
     _, out, _ = run(capsys, f"{PLAN} --explain gpipe:d4,t1,w16,b32,none")
     assert "GiB of 16 on its fullest stage" in out
-    _, out, _ = run(capsys, f"{PLAN} --explain 2bw:d5")
-    assert "d5: " in out
     _, text, _ = run(capsys, f"{PLAN} --json")
-    name = json.loads(text)["choices"][0]["name"]
+    choices = json.loads(text)["choices"]
+    name = choices[0]["name"]
     assert run(capsys, f"{PLAN} --explain {name}")[1] == f"{name} is the best layout.\n"
+    for choice in choices[1:4]:
+        assert run(capsys, f"{PLAN} --explain {choice['name']}")[1].startswith(f"{choice['name']} takes ")
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ("2bw:d7", "pipeline 7 does not divide 64 GPUs; use pipeline 8"),
+        ("2bw:d0", "pipeline 0; use pipeline 2"),
+        ("2bw:d8,t16", "tensor 16 does not divide the 8 GPUs of a stage; use tensor 8"),
+        ("2bw:d8,t4,w3", "; use data 2"),
+        ("2bw:d8,t4,w3,b1", "data 3: a stage has 8 GPUs, 4 per replica; use 2"),
+        ("2bw:d8,t4,w2,b3", "global_batch 512 is no multiple of microbatch 3 x data 2: use 510"),
+        ("2bw:d8,t4,w2,b8,v2", "chunks 2: 2bw does not interleave; use schedule megatron"),
+        ("2bw:d8,t4,w2,b8,block99", "recompute_layers 99: a stage has 4 layers; use 4"),
+        ("2bw:d8,t2,w4,b512", "global_batch 512 is no multiple of microbatch 512 x data 4: use 2048"),
+        ("2bw:d8,t4,w2,b64", "microbatches 4: 2bw needs at least 8 on 8 stages; raise global_batch to 1024"),
+        ("2bw:d8,t4,w2,b8,uniform3", "takes "),
+        ("2bw:d8,x3", "The best layout of the form 2bw:d8,x3:"),
+    ],
+)
+def test_every_layout_has_a_reason(capsys: pytest.CaptureFixture[str], layout: str, reason: str):
+    code, out, _ = run(capsys, f"{PLAN} --explain {layout}")
+    assert code == 0
+    assert reason in out
+    assert "the limits" not in out
 
 
 def test_the_papers_own_planners(capsys: pytest.CaptureFixture[str]):
@@ -191,8 +217,25 @@ def test_the_papers_own_planners(capsys: pytest.CaptureFixture[str]):
     assert flags.startswith(f"--pipeline-schedule 2bw --pipeline-model-parallel-size {best['depth']} ")
     both = "plan --model bert-355m --cluster p3.16xlarge --nodes 2 --global-batch-size 64 --cost-model mixpipe"
     code, out, _ = run(capsys, both)
-    assert (code, "injected" in out, "there are no flags for it" in out) == (0, True, True)
-    assert "its schedule does not run on Megatron" in run(capsys, f"{both} --flags-only")[2]
+    assert (code, "injected" in out, "flags of mixpipe:d8," in out) == (0, True, True)
+    flags = run(capsys, f"{both} --flags-only")[1]
+    best = json.loads(run(capsys, f"{both} --json")[1])["choices"][0]
+    layout = read(Options.parse([*flags.split(), "--vocab-size", "30522"]), gpus=16, kind=Kind.BERT).layout
+    assert (
+        layout.schedule,
+        layout.pipeline,
+        layout.data,
+        layout.microbatch,
+        layout.mixpipe_k,
+        layout.mixpipe_gamma,
+    ) == (
+        "mixpipe",
+        *(best[field] for field in ("depth", "width", "microbatch", "injected", "extra")),
+    )
+    experts = both.replace("--model bert-355m", f"{FLAGS} --num-experts 4")
+    code, out, _ = run(capsys, experts)
+    assert (code, "There are no flags for the best: num_experts 4: mixpipe trains no experts" in out) == (0, True)
+    assert "num_experts 4: mixpipe trains no experts" in run(capsys, f"{experts} --flags-only")[2]
 
 
 def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -380,8 +423,14 @@ BAD = {
     f"{PLAN} --synchronous-warmup-fraction 0.1 --sample-efficiency auto": "auto chooses the share; leave one out",
     f"{PLAN} --delayed-microbatches-fraction 0": "delayed_microbatches_fraction 0.0: give a share above 0",
     f"{PLAN} --delayed-microbatches-fraction 0.5 --sample-efficiency auto": "auto chooses the share; leave one out",
-    f"{PLAN} --cost-model paper --sample-efficiency 0.9": "--cost-model paper has no sample-efficiency; leave it out",
-    f"{PLAN} --cost-model paper --plot a.svg": "--cost-model paper has no plot; leave it out",
+    f"{PLAN} --cost-model paper --sample-efficiency 0.9": "--cost-model paper has no --sample-efficiency; leave it",
+    f"{PLAN} --cost-model paper --plot a.svg": "--cost-model paper has no --plot; leave it out",
+    f"{PLAN} --cost-model paper --fp32": "--cost-model paper has no --fp32; leave it out, or use default",
+    f"{PLAN} --cost-model mixpipe --attention-backend flash": "--cost-model mixpipe has no --attention-backend; leave",
+    f"{PLAN} --cost-model paper --no-sequence-parallel": "--cost-model paper has no --sequence-parallel; leave it out",
+    f"{PLAN} --cost-model paper --use-distributed-optimizer": "has no --use-distributed-optimizer; leave it out",
+    f"{PLAN} --cost-model paper --allow-fewer-microbatches": "has no --allow-fewer-microbatches; leave it out",
+    f"{PLAN} --cost-model paper --pipeline-model-parallel-size 8": "has no --pipeline-model-parallel-size; leave it",
     f"{PLAN} --cost-model other": "--cost-model other: choose one of ",
     PLAN.replace("--global-batch-size 512", ""): "--global-batch-size is missing; give it",
     f"{FROM_SCRIPT} --gpus 0": "gpus 0: give a whole number of at least 1",
@@ -394,10 +443,10 @@ BAD = {
     f"{PLAN} --tensor-model-parallel-size 1,x": "--tensor-model-parallel-size 'x': give whole numbers",
     f"{PLAN} --micro-batch-size 0": "--micro-batch-size 0: give whole numbers of at least 1",
     f"{PLAN} --recompute-granularity all": "--recompute-granularity 'all': give none, selective, full",
-    f"{PLAN} --tensor-model-parallel-size 3": "the limits leave no layout",
+    f"{PLAN} --tensor-model-parallel-size 3": "tensor 3 does not divide the 64 GPUs of a stage; use tensor 2",
     f"{PLAN} --bf16": "precision bf16: v100-16gb has no bf16; use fp16",
     f"{PLAN} --flags-only --plot /nowhere/a.svg": "cannot write /nowhere/a.svg: No such file",
-    "plan --model gpt-1t --cluster dgx-a100 --global-batch-size 64": "use 256 GPUs and a global_batch of 2048",
+    "plan --model gpt-1t --cluster dgx-a100 --global-batch-size 64": "uniform3,sp needs 2116.3 GiB of 80",
     f"plan {FLAGS} --num-attention-heads 7 --cluster dgx-a100 --global-batch-size 8": "num_attention_heads 7 does not",
     "plan --cluster dgx-a100 --global-batch-size 8": "--num-layers is missing",
     "plan --model gpt-1t --global-batch-size 8": "--cluster is missing",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_2bw.planner import costs, memory, mixpipe
+from megatron_2bw.planner.candidates import Candidates
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.efficiency import Progress
 from megatron_2bw.planner.errors import PlanError
@@ -20,10 +22,10 @@ from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeM
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.multiples import divisors
-from megatron_2bw.planner.naming import name, within
+from megatron_2bw.planner.naming import chosen, name, within
 from megatron_2bw.planner.rules import DELAYED, problem
-from megatron_2bw.planner.search import Plan, search
-from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.search import Plan, price, search
+from megatron_2bw.planner.space import Space, field_of
 
 MODEL = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=50257)
 
@@ -304,7 +306,8 @@ def test_pipedream_pays_for_a_beginning_that_it_gains_by():
 def test_rules_are_counted_with_an_example():
     plan = search(MODEL, cluster(6, 3), 24)
     rules = {rejection.rule: rejection for rejection in plan.rejected}
-    assert "pipeline 3 x chunks 1 does not divide num_layers 8" in rules["stages have the same number of layers"].reason
+    odd = "stages have equally many layers, but for the ends"
+    assert "pipeline 6 x chunks 1 does not divide num_layers 8" in rules[odd].reason
     assert "tensor 3 does not divide num_attention_heads 16" in " ".join(r.reason for r in plan.rejected)
     assert "GiB of 3 on its fullest stage" in rules["memory"].reason
     assert all(rejection.count >= 1 and rejection.example for rejection in plan.rejected)
@@ -316,11 +319,44 @@ def test_a_model_that_is_too_large_names_what_would_do():
         search(MODELS["gpt-39b"], sized(CLUSTERS["dgx-a100"], gpus=4), 16)
     message = str(refusal.value)
     assert "no layout of 39.1B parameters on 4 GPUs fits" in message
-    enough = int(message.split("; use ")[1].split()[0])
-    batch = int(message.split("global_batch of ")[1])
-    assert search(MODELS["gpt-39b"], sized(CLUSTERS["dgx-a100"], gpus=enough), batch).choices
+    enough = int(message.split("; use ")[1].removesuffix(" GPUs"))
+    assert search(MODELS["gpt-39b"], sized(CLUSTERS["dgx-a100"], gpus=enough), 16).choices
     with pytest.raises(PlanError):
-        search(MODELS["gpt-39b"], sized(CLUSTERS["dgx-a100"], gpus=enough // 2), batch)
+        search(MODELS["gpt-39b"], sized(CLUSTERS["dgx-a100"], gpus=enough // 2), 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "gpus", "batch", "space", "remedy"),
+    [
+        ("gpt-76b", "dgx-a100", 5, 64, Space(schedules=("megatron",)), "use 24 GPUs"),
+        ("gpt-1t", "dgx-h100", 16, 1536, None, "use 256 GPUs"),
+        ("llama3-405b", "dgx-h100", 8, 2048, None, "use 96 GPUs"),
+        ("gpt-76b", "dgx-a100", 8, 1, Space(pipelines=(1,), tensors=(8,)), "use 48 GPUs and a global_batch of 6"),
+        ("gpt-1t", "dgx-a100", 8, 8, Space(pipelines=(1,), widths=(1,)), "use GPUs with 2117 GiB or more"),
+    ],
+)
+def test_what_is_said_to_be_enough_is(
+    model: str, machine: str, gpus: int, batch: int, space: Space | None, remedy: str
+):
+    node = CLUSTERS[machine]
+    with pytest.raises(PlanError) as refusal:
+        search(MODELS[model], sized(node, gpus=gpus), batch, space)
+    assert str(refusal.value).endswith(f"; {remedy}")
+    numbers = [int(number) for number in re.findall(r"\d+", remedy)]
+    if "GiB" in remedy:
+        node = dataclasses.replace(node, gpu=dataclasses.replace(node.gpu, memory_gb=numbers[0]))
+        assert search(MODELS[model], node, batch, space).choices
+    else:
+        assert search(MODELS[model], sized(node, gpus=numbers[0]), numbers[1] if numbers[1:] else batch, space).choices
+
+
+def test_a_batch_that_does_not_split_is_replaced_by_one_that_has_a_layout():
+    """All 5 GPUs as replicas would need no other than 255, but 2bw a pipeline."""
+    few = dataclasses.replace(MODEL, num_layers=6)
+    with pytest.raises(PlanError, match="global_batch 256 does not split over any number of replicas; use 255"):
+        search(few, cluster(5, 80), 256)
+    with pytest.raises(PlanError, match=r"does not split over any number of replicas$"):
+        search(few, cluster(5, 80), 256, Space(schedules=("2bw",)))
 
 
 @pytest.mark.parametrize(
@@ -329,9 +365,13 @@ def test_a_model_that_is_too_large_names_what_would_do():
         (dataclasses.replace(MODEL, num_layers=10**11), 4, 8, None, "the search handles at most 10000"),
         (MODEL, 4, 0, None, "global_batch 0: give a whole number of at least 1"),
         (MODEL, 7, 100, None, "global_batch 100 does not split over any number of replicas; use 98"),
-        (MODEL, 4, 8, Space(tensors=(3,)), "the limits leave no layout"),
-        (MODEL, 4, 8, Space(pipelines=(4,), tensors=(2,)), "the limits leave no layout"),
-        (dataclasses.replace(MODEL, num_layers=7), 4, 8, Space(pipelines=(2,)), "does not divide num_layers 7"),
+        (
+            dataclasses.replace(MODEL, num_layers=5),
+            4,
+            8,
+            Space(pipelines=(4,)),
+            "pipeline 4 x chunks 1 does not divide num_layers 5: use 5 stages",
+        ),
     ],
 )
 def test_nonsense(model: Model, gpus: int, batch: int, space: Space | None, message: str):
@@ -340,11 +380,99 @@ def test_nonsense(model: Model, gpus: int, batch: int, space: Space | None, mess
     assert message in str(refusal.value)
 
 
-def test_names_of_layouts_find_them_again():
-    machine, batch = CASES["narrow"]
-    for choice in search(MODEL, machine, batch, keep=50).choices:
-        found = search(MODEL, machine, batch, within(Space(), name(choice.layout)), keep=1).best
-        assert name(found.layout) == name(choice.layout) or found.loss_time_s <= choice.loss_time_s
+@pytest.mark.parametrize(
+    ("space", "message", "field", "value"),
+    [
+        (Space(pipelines=(3,)), "pipeline 3 does not divide 4 GPUs", "pipelines", 2),
+        (Space(pipelines=(0,)), "pipeline 0", "pipelines", 1),
+        (Space(tensors=(8,)), "tensor 8 does not divide the 4 GPUs of a stage", "tensors", 4),
+        (Space(pipelines=(4,), tensors=(2,)), "tensor 2 does not divide the 1 GPUs of a stage", "tensors", 1),
+        (Space(pipelines=(2,), widths=(4,)), "data 4: a stage has 2 GPUs, 1 per replica", "widths", 2),
+        (Space(microbatches=(3,)), "global_batch 8 is no multiple of microbatch 3 x data 4", "microbatches", 2),
+        (Space(chunks=(3,)), "chunks 3 does not divide the 4 layers of a stage", "chunks", 2),
+        (Space(schedules=("2bw",), chunks=(2,)), "chunks 2: 2bw does not interleave", "chunks", 1),
+        (
+            Space(tensors=(1,), sequence_parallel=(True,)),
+            "sequence_parallel needs tensor above 1",
+            "sequence_parallel",
+            False,
+        ),
+        (
+            Space(recomputes=(Recompute.FULL,), recompute_layers=(40,)),
+            "recompute_layers 40: a stage has 8 layers",
+            "recompute_layers",
+            8,
+        ),
+        (
+            Space(schedules=("2bw",), gradient_buffers=(3,)),
+            "gradient_buffers 3: there are 1 or 2",
+            "gradient_buffers",
+            2,
+        ),
+        (
+            Space(schedules=("mixpipe",), pipelines=(4,), mixpipe_k=(3,)),
+            "mixpipe_k 3: an even number up to pipeline 4",
+            "mixpipe_k",
+            2,
+        ),
+    ],
+    ids=str,
+)
+def test_a_limit_that_leaves_nothing_is_named_with_the_nearest_that_does(
+    space: Space, message: str, field: str, value: object
+):
+    with pytest.raises(PlanError) as refusal:
+        best(space)
+    assert f": {message}; use {field_of(field)} {value}" in str(refusal.value)
+    assert best(dataclasses.replace(space, **{field: (value,)})).choices
+
+
+def test_limits_that_exclude_each_other():
+    with pytest.raises(PlanError, match="tensor 4 and the other limits leave none; without limits there is "):
+        best(Space(pipelines=(4,), tensors=(4,), widths=(4,)))
+
+
+def test_values_that_only_limits_have():
+    """A search by itself does without them."""
+    assert best(Space(recomputes=(Recompute.FULL,), recompute_layers=(3,))).best.layout.recompute_layers == 3
+    more = best(Space(schedules=("2bw",), pipelines=(2,), extra_in_flight=(3,))).best.layout
+    assert (more.schedule, more.extra_in_flight) == ("2bw", 3)
+    ends = best(Space(pipelines=(4,), first_stage_layers=(1,), last_stage_layers=(3,))).best.layout
+    assert (ends.first_stage_layers, ends.last_stage_layers) == (1, 3)
+
+
+def test_stages_that_cannot_be_equal():
+    """The first and the last are shorter; a search prices and names them as an estimate does."""
+    for layers, depth, ends in ((7, 2, (4, 3)), (15, 4, (4, 3)), (126, 16, (7, 7)), (105, 16, (4, 3))):
+        model, machine = dataclasses.replace(MODEL, num_layers=layers), cluster(depth, 80)
+        found = search(model, machine, 4 * depth, Space(pipelines=(depth,)))
+        for choice in found.choices:
+            layout = choice.layout
+            assert (layout.first_stage_layers, layout.last_stage_layers) == ends
+            assert problem(model, layout) is None
+            assert choice == price(model, layout, machine)
+            assert f",f{ends[0]},l{ends[1]}" in name(layout)
+        assert {choice.layout.schedule for choice in found.choices} >= {"2bw", "1f1b-flush", "gpipe"}
+
+
+def test_large_models_with_a_number_of_layers_that_few_depths_divide():
+    for model, machine, nodes in (("llama3-405b", "dgx-h100", 16), ("gpt-530b", "dgx-a100", 64)):
+        whole = dataclasses.replace(CLUSTERS[machine], nodes=nodes)
+        assert search(MODELS[model], whole, 2048).best.layout.first_stage_layers
+
+
+def test_names_of_layouts_mean_them():
+    for layers in (8, 7):
+        model, (machine, batch) = dataclasses.replace(MODEL, num_layers=layers), CASES["narrow"]
+        plan = search(model, machine, batch, keep=50)
+        assert len({name(choice.layout) for choice in plan.choices}) == len(plan.choices)
+        for choice in plan.choices:
+            assert (
+                Candidates(model=model, cluster=machine, global_batch=batch, space=Space()).layout(
+                    chosen(name(choice.layout))
+                )
+                == choice.layout
+            )
 
 
 @pytest.mark.parametrize("text", ["", "3bw:d2", "2bw:q4", "2bw:d", "2bw:d2;t3", "2bw:twice"])

@@ -40,6 +40,8 @@ _LIMITS = {
     "--data-parallel-size": ("widths", int),
     "--micro-batch-size": ("microbatches", int),
     "--num-virtual-stages-per-pipeline-rank": ("chunks", int),
+    "--decoder-first-pipeline-num-layers": ("first_stage_layers", int),
+    "--decoder-last-pipeline-num-layers": ("last_stage_layers", int),
     "--recompute-granularity": ("recomputes", "Recompute"),
     "--recompute-method": ("recompute_methods", "RecomputeMethod"),
     "--recompute-num-layers": ("recompute_layers", int),
@@ -200,20 +202,24 @@ def _number(text: str) -> float:
 def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> int:
     from megatron_2bw.planner.papers import paper_flags, paper_json, paper_lines
 
-    for option in (
-        "sample_efficiency",
-        "synchronous_warmup_fraction",
-        "delayed_microbatches_fraction",
-        "verify_top",
-        "explain",
-        "plot",
-        "profile",
-        *(dimension for dimension, _ in _LIMITS.values()),
-    ):
-        if getattr(args, option) is not None:
-            raise PlanError(
-                f"--cost-model {args.cost_model} has no {option.replace('_', '-')}; leave it out, or use default"
-            )
+    given = {
+        "--sample-efficiency": args.sample_efficiency,
+        "--synchronous-warmup-fraction": args.synchronous_warmup_fraction,
+        "--delayed-microbatches-fraction": args.delayed_microbatches_fraction,
+        "--verify-top": args.verify_top,
+        "--explain": args.explain,
+        "--plot": args.plot,
+        "--profile": args.profile,
+        **{flag: getattr(args, dimension) for flag, (dimension, _) in _LIMITS.items()},
+        "--sequence-parallel": args.sequence_parallel,
+        "--use-distributed-optimizer": args.use_distributed_optimizer,
+        f"--{args.precision}": args.precision,
+        "--attention-backend": args.attention_backend,
+        "--allow-fewer-microbatches": args.allow_fewer_microbatches or None,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            raise PlanError(f"--cost-model {args.cost_model} has no {flag}; leave it out, or use default")
     problem = (args.cost_model, model, cluster, args.global_batch_size)
     if args.flags_only:
         print(*paper_flags(*problem))
