@@ -214,11 +214,16 @@ class Candidates:
         sequence = shape.tensor > 1 and self.model.seq_length % shape.tensor == 0
         lean = {"schedule": MEGATRON, "sequence_parallel": sequence, "distributed_optimizer": shape.data > 1}
         full = {"recompute": Recompute.FULL}
-        layers = layers_of_stages(self.model, self._layout(shape, {"schedule": MEGATRON, "global_batch": shape.data}))
-        sizes = ({"recompute_layers": count} for count in distinct_group_sizes(layers))
-        candidates = (self._layout(shape, lean | more) for more in ({}, *(full | size for size in sizes)))
-        sized = ((memory.largest(self.model, layout).total_bytes, layout) for layout in candidates)
-        needed, layout = min_until(sized, self.capacity_bytes)
+        plain = self._layout(shape, lean)
+        fullest = memory.largest(self.model, plain)
+        needed, layout = fullest.total_bytes, plain
+        lasting_bytes = fullest.weights_bytes + fullest.gradients_bytes + fullest.optimizer_bytes
+        # Another shape that does not fit needs less than these alone: how much less recomputing needs is of no use.
+        if self.leanest is None or lasting_bytes <= max(self.leanest[0], self.capacity_bytes):
+            sizes = ({"recompute_layers": size} for size in distinct_group_sizes(layers_of_stages(self.model, plain)))
+            layouts = (self._layout(shape, lean | more) for more in ({}, *(full | size for size in sizes)))
+            sized = ((memory.largest(self.model, layout).total_bytes, layout) for layout in layouts)
+            needed, layout = min_until(sized, self.capacity_bytes)
         if needed <= self.capacity_bytes:
             return None
         return "memory, with everything recomputed and b = 1", self.does_not_fit(layout, needed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from megatron_2bw.planner.errors import PlanError
@@ -38,21 +38,44 @@ def layers_of_stages(model: Model, layout: Layout) -> Layers:
     Raises:
         PlanError: the layers cannot be spread like that.
     """
-    stages, chunks = layout.pipeline, layout.chunks
+    ends = layout.first_stage_layers, layout.last_stage_layers
+    layers = _spread(model.num_layers, layout.pipeline, layout.chunks, *ends)
+    if isinstance(layers, str):
+        raise PlanError(layers)
+    return layers
+
+
+@cache
+def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) -> Layers | str:
+    """The layers of the stages, or why there are none."""
     if stages == 1 and chunks == 1:
-        return Layers(model.num_layers, 0, model.num_layers)
-    given = layout.first_stage_layers, layout.last_stage_layers
-    rest, even = model.num_layers - sum(given), stages - sum(map(bool, given))
+        return Layers(num_layers, 0, num_layers)
+    rest, even = num_layers - first - last, stages - bool(first) - bool(last)
     if even == 0:
         if rest:
-            raise PlanError(
-                f"first_stage_layers {given[0]} and last_stage_layers {given[1]} do not sum to num_layers "
-                f"{model.num_layers} on 2 stages: set one of them to 0"
+            return (
+                f"first_stage_layers {first} and last_stage_layers {last} do not sum to num_layers {num_layers} on 2 "
+                "stages: set one of them to 0"
             )
-        return Layers(given[0], 0, given[1])
-    if rest <= 0 or rest % even or any(layers % chunks for layers in (*given, rest // even)):
-        raise PlanError(_why_not(model, layout, rest, even))
-    return Layers(given[0] or rest // even, rest // even, given[1] or rest // even)
+        return Layers(first, 0, last)
+    each = rest // even
+    if rest > 0 and rest % even == first % chunks == last % chunks == each % chunks == 0:
+        return Layers(first or each, each, last or each)
+    if first or last:
+        return (
+            f"num_layers {num_layers} leaves {rest} layers for {even} equal stages of {chunks} chunks: give "
+            f"first_stage_layers and last_stage_layers that leave a multiple of {even * chunks}"
+        )
+    per_stage = num_layers // stages
+    if chunks > 1 and num_layers % stages == 0:
+        return (
+            f"chunks {chunks} does not divide the {per_stage} layers of a stage: use "
+            f"{nearest_divisor(per_stage, chunks)}"
+        )
+    return (
+        f"pipeline {stages} x chunks {chunks} does not divide num_layers {num_layers}: use "
+        f"{nearest_divisor(num_layers, stages)} stages, or give first_stage_layers or last_stage_layers"
+    )
 
 
 def shorter_ends(layers: int, stages: int) -> tuple[int, int]:
@@ -75,24 +98,6 @@ def most_layers(model: Model, layout: Layout) -> int:
         PlanError: the layers cannot be spread like that.
     """
     return max(layers_of_stages(model, layout)) // layout.chunks
-
-
-def _why_not(model: Model, layout: Layout, rest: int, even: int) -> str:
-    if any((layout.first_stage_layers, layout.last_stage_layers)):
-        return (
-            f"num_layers {model.num_layers} leaves {rest} layers for {even} equal stages of {layout.chunks} chunks: "
-            f"give first_stage_layers and last_stage_layers that leave a multiple of {even * layout.chunks}"
-        )
-    per_stage = model.num_layers // layout.pipeline
-    if layout.chunks > 1 and model.num_layers % layout.pipeline == 0:
-        return (
-            f"chunks {layout.chunks} does not divide the {per_stage} layers of a stage: use "
-            f"{nearest_divisor(per_stage, layout.chunks)}"
-        )
-    return (
-        f"pipeline {layout.pipeline} x chunks {layout.chunks} does not divide num_layers {model.num_layers}: use "
-        f"{nearest_divisor(model.num_layers, layout.pipeline)} stages, or give first_stage_layers or last_stage_layers"
-    )
 
 
 def is_interleaved(layout: Layout) -> bool:
