@@ -100,13 +100,16 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
 
 
 def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
-    """What a batch takes at least: the prediction itself, or less where that is simulated.
+    """What a batch takes at least: the prediction itself, or less where that is simulated or followed step by step.
 
     In both directions, the ranks in the middle have half of all stages' forwards before them and backwards behind them.
     """
-    if layout.schedule not in MIRRORED or _processor_share(cluster) < 1:
+    is_uneven = layout.schedule == "1f1b-flush" and layout.first_stage_layers
+    if not (is_uneven or layout.schedule in MIRRORED) or _processor_share(cluster) < 1:
         return iteration(model, layout, cluster).time_s
     pipeline = times_of(model, layout, cluster).pipeline
+    if is_uneven:
+        return periods.one_f_one_b_s(pipeline)
     m, half = layout.microbatches, layout.pipeline // 2
     ends_s = m * (pipeline.first.pair_s + pipeline.last.pair_s) / 2
     middle_s = m * pipeline.middle.pair_s + pipeline.turn_s(0, half - 2) if half > 1 else 0.0

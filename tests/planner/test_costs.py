@@ -132,6 +132,15 @@ def test_no_batch_is_shorter_than_its_bound(schedule: str):
         assert 0.15 * time_s(priced, cluster=TWO_DGX) < least_s <= time_s(priced, cluster=TWO_DGX) * (1 + 1e-9)
 
 
+def test_no_batch_on_uneven_stages_is_shorter_than_its_bound():
+    for stages, microbatches in itertools.product((4, 8), (8, 64)):
+        ends = (SMALL.num_layers - (stages - 2) * (SMALL.num_layers // stages)) // 2
+        more = {"first_stage_layers": ends - 1, "last_stage_layers": ends + 1}
+        uneven = layout(pipeline=stages, global_batch=4 * microbatches, **more)
+        least_s = costs.least_s(SMALL, uneven, TWO_DGX)
+        assert 0.9 * time_s(uneven, cluster=TWO_DGX) < least_s <= time_s(uneven, cluster=TWO_DGX) * (1 + 1e-9)
+
+
 def test_a_rank_with_two_stages_shares_their_work():
     priced = costs.iteration(SMALL, layout(schedule="chimera"), DGX)
     flush = costs.iteration(SMALL, layout(), DGX)

@@ -455,6 +455,26 @@ def test_stages_that_cannot_be_equal():
         assert {choice.layout.schedule for choice in found.choices} >= {"2bw", "1f1b-flush", "gpipe"}
 
 
+def test_nothing_beats_the_best_where_stages_cannot_be_equal():
+    """As pricing every layout of such stages finds it."""
+    model, batch = dataclasses.replace(MODEL, num_layers=7), 8
+    for memory_gb in (80, 3.6, 3.2):
+        machine = cluster(4, memory_gb)
+        best: dict[str, float] = {}
+        for even in every_layout(dataclasses.replace(MODEL, num_layers=8), machine, batch):
+            ends = {2: (4, 3), 4: (2, 1)}.get(even.pipeline, (0, 0))
+            layout = dataclasses.replace(even, first_stage_layers=ends[0], last_stage_layers=ends[1])
+            if problem(model, layout) is None and memory.largest(model, layout).total_bytes <= machine.memory_bytes:
+                time_s = costs.iteration(model, layout, machine).time_s
+                best[layout.schedule] = min(time_s, best.get(layout.schedule, math.inf))
+        ours: dict[str, float] = {}
+        for choice in search(model, machine, batch).choices:
+            ours.setdefault(choice.layout.schedule, choice.loss_time_s)
+        for times in (best, ours):
+            times["megatron"] = min(times.get("megatron", math.inf), times.get("1f1b-flush", math.inf))
+        assert ours == pytest.approx(best, rel=1e-12)
+
+
 def test_large_models_with_a_number_of_layers_that_few_depths_divide():
     for model, machine, nodes in (("llama3-405b", "dgx-h100", 16), ("gpt-530b", "dgx-a100", 64)):
         whole = dataclasses.replace(CLUSTERS[machine], nodes=nodes)
