@@ -17,7 +17,7 @@ from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, Reco
 from megatron_2bw.planner.memory import state_bytes_per_weight
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.periods import Pipeline, Stage
-from megatron_2bw.planner.programs import programs_of
+from megatron_2bw.planner.programs import programs_of, shortened
 from megatron_2bw.planner.speeds import Machine, Speed, error_bar, machine_of
 from megatron_2bw.planner.stages import layers_of_stages, weights_of
 from megatron_2bw.schedule.action import COMPUTE
@@ -209,10 +209,22 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     if layout.chunks > 1:
         return periods.interleaved_s(pipeline, layout.chunks)
     if layout.schedule in (*MIRRORED, "pipedream"):
-        return simulated_s(layout, pipeline)
+        return _repeated_s(layout, pipeline)
     if layout.first_stage_layers or layout.last_stage_layers:
         return periods.uneven_one_f_one_b_s(pipeline)
     return periods.one_f_one_b_s(pipeline)
+
+
+def _repeated_s(layout: Layout, pipeline: Pipeline) -> float:
+    """What ``simulated_s`` finds, with each unit of microbatches that is left out as long as the last one."""
+    fewer, lacks = shortened(layout)
+    time_s = simulated_s(fewer, replace(pipeline, microbatches=fewer.microbatches))
+    if not lacks:
+        return time_s
+    unit = (layout.microbatches - fewer.microbatches) // lacks
+    fewest = replace(fewer, global_batch=fewer.global_batch - unit * fewer.microbatch * fewer.data)
+    unit_s = time_s - simulated_s(fewest, replace(pipeline, microbatches=fewest.microbatches))
+    return time_s + lacks * unit_s
 
 
 def simulated_s(layout: Layout, pipeline: Pipeline) -> float:

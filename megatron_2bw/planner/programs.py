@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from megatron_2bw.planner.errors import PlanError
@@ -34,18 +35,34 @@ def programs_of(layout: Layout) -> Schedule:
 
 def refusal(layout: Layout) -> str | None:
     """Why there are none; None if there are."""
-    try:
-        programs_of(layout)
-    except PlanError as error:
-        return str(error)
-    return None
+    for same in (shortened(layout)[0], layout):  # The message is about the microbatches that there are.
+        try:
+            programs_of(same)
+        except PlanError as error:
+            refused = str(error)
+        else:
+            return None
+    return refused
+
+
+def shortened(layout: Layout) -> tuple[Layout, int]:
+    """``layout`` with fewer microbatches where its Programs repeat themselves, and how many units of them it lacks.
+
+    gems and chimera run one unit after the other: two microbatches, one in each direction, and as many as stages.
+    Each unit takes as long as the one before, and no more activations, from the second on; four are kept.
+    """
+    unit = {"gems": 2, "chimera": layout.pipeline}.get(layout.schedule)
+    lacks = 0 if unit is None else max(layout.microbatches // unit - 4, 0)
+    if not lacks:
+        return layout, 0
+    return replace(layout, global_batch=layout.global_batch - lacks * unit * layout.microbatch * layout.data), lacks
 
 
 @lru_cache(maxsize=4096)
 def open_losses(layout: Layout, rank: int) -> int:
     """Most forwards of the last stage at once on ``rank`` whose backward has not run."""
     most = present = 0
-    for action in programs_of(layout).programs[rank].steady:
+    for action in programs_of(shortened(layout)[0]).programs[rank].steady:
         if action.stage == layout.pipeline - 1 and action.type in _CHANGES:
             present += _CHANGES[action.type]
             most = max(most, present)

@@ -9,7 +9,7 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_divisor
-from megatron_2bw.planner.programs import programs_of
+from megatron_2bw.planner.programs import programs_of, shortened
 from megatron_2bw.schedule.registry import MIRRORED
 
 
@@ -127,7 +127,7 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
     if layout.schedule == "inter-layer":
         return 1
     if layout.schedule in MIRRORED:
-        return programs_of(layout).in_flight[stage]
+        return programs_of(shortened(layout)[0]).in_flight[stage]
     if layout.schedule == "pipedream":
         return after + 1
     return microbatches if layout.schedule == "gpipe" else min(after + 1, microbatches)

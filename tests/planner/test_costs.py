@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import costs, periods
+from megatron_2bw.planner import costs, periods, programs
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Split, works_of
@@ -102,6 +102,35 @@ def test_simulated_ones_last_as_long_as_their_papers_say(schedule: str, options:
     pipeline = periods.Pipeline(stages=4, microbatches=microbatches, first=even, middle=even, last=even)
     asked = layout(schedule=schedule, data=1, microbatch=1, global_batch=microbatches, **options)
     assert costs.batch_s(asked, pipeline) == period
+
+
+@pytest.mark.parametrize("schedule", ["gems", "chimera"])
+def test_units_of_microbatches_repeat(schedule: str):
+    """What is left out takes as long, and as many activations, as all of it."""
+    for stages, units, backward, ends, send_s in itertools.product(
+        (2, 4, 6), (5, 9), (2, 2.4, 3), (0, 0.5), (0, 0.05, 0.3)
+    ):
+        count = units * (stages if schedule == "chimera" else 2) + (schedule == "gems" and units % 2)
+        asked = layout(schedule=schedule, pipeline=stages, data=1, microbatch=1, global_batch=count)
+        pipeline = periods.Pipeline(
+            stages=stages,
+            microbatches=count,
+            first=periods.Stage(1 + ends / 10, backward),
+            middle=periods.Stage(1, backward),
+            last=periods.Stage(1 + ends, backward + 2 * ends),
+            send_s=send_s,
+            update_s=0.1,
+            gradients_s=0.2,
+        )
+        assert programs.shortened(asked)[1] == units - 4
+        assert costs.batch_s(asked, pipeline) == pytest.approx(costs.simulated_s(asked, pipeline), rel=1e-12), asked
+        in_flight = programs.programs_of(asked).in_flight
+        assert in_flight == programs.programs_of(programs.shortened(asked)[0]).in_flight
+
+
+def test_a_refusal_is_about_all_microbatches():
+    asked = layout(schedule="chimera", pipeline=4, data=1, microbatch=1, global_batch=1002)
+    assert "got 1002" in programs.refusal(asked)
 
 
 def test_both_copies_of_a_stage_on_one_node():
