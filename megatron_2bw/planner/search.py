@@ -34,6 +34,8 @@ MOST_LAYERS = 10_000
 """A bound on the time of a search."""
 _FACTORS = tuple(sorted(size * 2**exponent for size in (1, 3) for exponent in range(12)))
 """Of more nodes, where there are not enough."""
+_MEMORIES = (1, 1.25, 1.5, 2, 3, 4)
+"""Times as much as the layout that needs least, where no number of nodes is enough."""
 _TRIALS = 8
 """Values of a limit to try, the nearest first."""
 
@@ -324,7 +326,11 @@ class _Search:
                 size = batch * more.gpus // cluster.gpus if share else batch
                 if self._with(cluster=more, global_batch=size)._any():
                     return f"use {more.gpus} GPUs" + (f" and a global_batch of {size}" if share else "")
-        return f"use GPUs with {math.ceil(self.candidates.leanest[0] / GIB)} GiB or more"
+        for factor in _MEMORIES:  # Limits may need more than the layout that needs least.
+            memory_gb = math.ceil(self.candidates.leanest[0] / GIB * factor)
+            if self._with(cluster=replace(cluster, gpu=replace(cluster.gpu, memory_gb=memory_gb)))._any():
+                return f"use GPUs with {memory_gb} GiB"
+        return "lift a limit"
 
 
 def _distance(value: Any, other: Any) -> tuple[Any, ...]:

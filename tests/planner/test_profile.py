@@ -250,7 +250,7 @@ def test_plan_and_estimate_read_it(files: list[str], capsys: pytest.CaptureFixtu
         ("--verify-top 1 --explain 2bw:d2", "leave one out"),
         ("--script x.py", "--verify-top"),
         ("--verify-top 1 --script missing.py", "there is no missing.py"),
-        ("--verify-top 1 --cost-model paper", "no verify-top"),
+        ("--verify-top 1 --cost-model paper", "no --verify-top"),
     ],
 )
 def test_options_that_contradict_each_other(files: list[str], options: str, named: str, capsys):

@@ -23,6 +23,7 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import chosen, name, within
+from megatron_2bw.planner.report import compared
 from megatron_2bw.planner.rules import DELAYED, problem
 from megatron_2bw.planner.search import Plan, price, search
 from megatron_2bw.planner.space import Space, field_of
@@ -332,7 +333,15 @@ def test_a_model_that_is_too_large_names_what_would_do():
         ("gpt-1t", "dgx-h100", 16, 1536, None, "use 256 GPUs"),
         ("llama3-405b", "dgx-h100", 8, 2048, None, "use 96 GPUs"),
         ("gpt-76b", "dgx-a100", 8, 1, Space(pipelines=(1,), tensors=(8,)), "use 48 GPUs and a global_batch of 6"),
-        ("gpt-1t", "dgx-a100", 8, 8, Space(pipelines=(1,), widths=(1,)), "use GPUs with 2117 GiB or more"),
+        ("gpt-1t", "dgx-a100", 8, 8, Space(pipelines=(1,), widths=(1,)), "use GPUs with 2117 GiB"),
+        (
+            "gpt-1t",
+            "dgx-a100",
+            8,
+            8,
+            Space(schedules=("2bw",), pipelines=(2,), tensors=(4,), widths=(1,)),
+            "use GPUs with 2651 GiB",
+        ),
     ],
 )
 def test_what_is_said_to_be_enough_is(
@@ -493,6 +502,13 @@ def test_names_of_layouts_mean_them():
                 )
                 == choice.layout
             )
+
+
+def test_a_layout_that_is_compared_may_be_faster():
+    """One beyond the limits of the search that it is compared with."""
+    first, *_, last = best().choices
+    assert " longer to a loss than " in next(compared(first, last))
+    assert " less to a loss than " in next(compared(last, first))
 
 
 @pytest.mark.parametrize("text", ["", "3bw:d2", "2bw:q4", "2bw:d", "2bw:d2;t3", "2bw:twice"])
