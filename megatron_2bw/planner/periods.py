@@ -119,7 +119,7 @@ def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
 
     >>> lighter, even = Stage(1, 1), Stage(2, 2)
     >>> uneven_one_f_one_b_s(Pipeline(stages=4, microbatches=100, first=lighter, middle=even, last=lighter))
-    410
+    406
     """
     p, left, later_s = pipeline, pipeline.microbatches, 0
     stages = [stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count)]
