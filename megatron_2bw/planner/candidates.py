@@ -118,6 +118,9 @@ class Candidates:
     furthest: str = STEPS[0]
     """The last of ``STEPS`` at which a layout was ruled out."""
 
+    def __post_init__(self) -> None:
+        self.space = self.space.on(self.cluster.gpu)
+
     @property
     def capacity_bytes(self) -> float:
         """Memory of one GPU."""

@@ -42,8 +42,8 @@ class Cluster:
     """Of one node to the others, one direction, over all of its network cards."""
     profile: Any = None
     """A `profile.Profile` measured there, which prices layers, updates and links; None for the cost model."""
-    whole_node: int | None = None
-    """GPUs of the node that this is a part of; None for whole nodes."""
+    whole_node: Any = None
+    """GPUs of the node that this is a part of; None for whole nodes. Not from a file, like the profile."""
 
     def __post_init__(self) -> None:
         _check_numbers(self)

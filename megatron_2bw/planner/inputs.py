@@ -90,10 +90,6 @@ def cluster_of(values: dict[str, Any], where: str) -> Cluster:
     """
     if "profile" in values:
         raise PlanError(f"{where}: unknown key 'profile'; give the file of a profile as --profile FILE")
-    if "whole_node" in values:
-        raise PlanError(
-            f"{where}: unknown key 'whole_node'; give the GPUs of a whole node as gpus_per_node, and --gpus N"
-        )
     gpu = values.get("gpu")
     if isinstance(gpu, dict):
         gpu = build(Gpu, {"name": where, **gpu}, f"{where}: gpu")

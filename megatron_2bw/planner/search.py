@@ -117,10 +117,8 @@ def search(
         raise PlanError(f"global_batch {global_batch}: give a whole number of at least 1")
     if model.num_layers > MOST_LAYERS:
         raise PlanError(f"num_layers {model.num_layers}: the search handles at most {MOST_LAYERS}; use {MOST_LAYERS}")
-    space = space or Space()
-    space = space.on(cluster.gpu)
     candidates = Candidates(
-        model=model, cluster=cluster, global_batch=global_batch, space=space, delayed=progress.delayed
+        model=model, cluster=cluster, global_batch=global_batch, space=space or Space(), delayed=progress.delayed
     )
     found = _Search(candidates=candidates, progress=progress)
     choices = [found.with_fewest_delayed(choice) for choice in found.best(keep)]
