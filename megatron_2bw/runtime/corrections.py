@@ -83,7 +83,7 @@ class MomentLead(_Lead):
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
-    >>> MomentLead(0.5).attach(optimizer)
+    >>> detach = MomentLead(0.5).attach(optimizer)
     >>> for gradient in (0.5, 1.0):
     ...     weight.grad = torch.tensor([gradient])
     ...     optimizer.step()
@@ -165,7 +165,7 @@ class UpdateLead(_Lead):
     >>> y = torch.nn.Parameter(torch.zeros(1))
     >>> optimizer = torch.optim.SGD([y], lr=1.0)
     >>> lead = UpdateLead(2.0)
-    >>> lead.attach(optimizer)
+    >>> detach = lead.attach(optimizer)
     >>> y.grad = torch.ones(1)
     >>> optimizer.step()
     >>> with lead.shown(optimizer):
