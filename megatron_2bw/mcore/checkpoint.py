@@ -11,22 +11,17 @@ model under a key, or none, a stage puts its oldest version where it has none th
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
-from megatron.training import checkpointing, get_args
-from megatron.training.async_utils import maybe_finalize_async_save
+from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
+from megatron_2bw.mcore.checkpoint_folders import finish_all_replacements
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.rows import TWO_BW
 from megatron_2bw.runtime.weights import WeightVersions
@@ -75,7 +70,7 @@ class Checkpoints:
         """Load as Megatron does; then, where the checkpoint has them, the older versions."""
         self._found = {}
         args = get_args()
-        _finish_replacements(args)
+        finish_all_replacements(args)
         result = original(model, optimizer, *rest, **keywords)
         if not args.finetune and not args.no_load_optim:
             if _distances(args, self._found):
@@ -88,114 +83,6 @@ class Checkpoints:
         optimizer.know_scale()
         self._found = {}
         return result
-
-    def save(self, original: Callable[..., Any], iteration: int, *rest: Any, **keywords: Any) -> Any:
-        """Save as Megatron does; a checkpoint that is there already stays until the new one is complete."""
-        non_persistent = keywords.get("non_persistent_ckpt", False)
-        present = Path(checkpointing.get_checkpoint_name(_folder(non_persistent), iteration, return_base_dir=True))
-        if non_persistent:
-            maybe_finalize_async_save(blocking=True)
-            if dist.get_rank() == 0:
-                remove_all_but_the_named(present.parent)
-        overwrites = [present.exists()]
-        dist.broadcast_object_list(overwrites, src=0)
-        if not overwrites[0]:
-            return original(iteration, *rest, **keywords)
-        maybe_finalize_async_save(blocking=True)
-        beside = present.with_name(f"unfinished_{present.name}")
-        if dist.get_rank() == 0:
-            remove(beside)
-        dist.barrier()
-        with _writing_to(beside, instead_of=present):
-            result = original(iteration, *rest, **keywords)
-        maybe_finalize_async_save(blocking=True)
-        if dist.get_rank() == 0:
-            replace(present, beside)
-        dist.barrier()
-        return result
-
-
-def replace(present: Path, new: Path) -> None:
-    """Put the checkpoint ``new`` in the place of ``present``.
-
-    Half overwritten, a checkpoint would load as a mixture of two runs; without one, the tracker file
-    would name nothing. A process that is killed between the two renames leaves both checkpoints
-    complete, and a name that does not exist: `finish_replacements` does the rest.
-    """
-    old = present.with_name(f"replaced_{present.name}")
-    remove(old)
-    if present.exists():
-        present.rename(old)
-    new.rename(present)
-    remove(old)
-
-
-def finish_replacements(folder: Path) -> None:
-    """Complete every `replace` in ``folder`` that a kill stopped after its first rename."""
-    for old in folder.glob("replaced_iter_*"):
-        present = old.with_name(old.name.removeprefix("replaced_"))
-        new = old.with_name(f"unfinished_{present.name}")
-        if new.exists() and not present.exists():
-            new.rename(present)
-        if present.exists():
-            remove(old)
-
-
-def remove_all_but_the_named(folder: Path) -> None:
-    """Remove non-persistent checkpoints that Megatron's tracker file does not name: they are half written.
-
-    Megatron keeps the one of the highest number, and would remove the named one for the sake of it.
-    """
-    tracker = Path(checkpointing.get_checkpoint_tracker_filename(str(folder)))
-    named = f"iter_{int(tracker.read_text()):07d}" if tracker.exists() else None
-    for checkpoint in folder.glob("iter_*"):
-        if checkpoint.name != named:
-            remove(checkpoint)
-
-
-def remove(checkpoint: Path) -> None:
-    """Remove a folder, or the link to one; neither need be there."""
-    if checkpoint.is_symlink():
-        checkpoint.unlink()
-    elif checkpoint.exists():
-        shutil.rmtree(checkpoint)
-
-
-def _finish_replacements(args: Any) -> None:
-    if dist.get_rank() == 0:
-        for folder in (args.load, _non_persistent(args, args.load)):
-            if folder is not None:
-                finish_replacements(Path(folder))
-    dist.barrier()
-
-
-def _folder(non_persistent: bool) -> str:
-    """Where Megatron's ``save_checkpoint`` puts checkpoints."""
-    args = get_args()
-    return _non_persistent(args, args.save) if non_persistent else args.save
-
-
-def _non_persistent(args: Any, folder: str | None) -> str | None:
-    """Where the non-persistent ones of ``folder`` are, if anywhere."""
-    if args.non_persistent_global_ckpt_dir or folder is None:
-        return args.non_persistent_global_ckpt_dir
-    return os.path.join(folder, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
-
-
-@contextlib.contextmanager
-def _writing_to(beside: Path, *, instead_of: Path) -> Iterator[None]:
-    """Let Megatron write one checkpoint under another name, which no run loads."""
-    original = checkpointing.get_checkpoint_name
-
-    def name(*args: Any, **keywords: Any) -> str:
-        path = Path(original(*args, **keywords))
-        return str(beside / path.relative_to(instead_of) if path.is_relative_to(instead_of) else path)
-
-    checkpointing.get_checkpoint_name = name
-    try:
-        yield
-    finally:
-        checkpointing.get_checkpoint_name = original
 
 
 def _manifest(args: Any, optimizer: DelayedOptimizer, iteration: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
+from megatron_2bw.mcore.driven_scheduler import DrivenScheduler
 from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
 from megatron_2bw.mcore.symbols import replace
@@ -354,35 +355,6 @@ def _copy_ahead(correction: UpdateLead, optimizer: torch.optim.Optimizer, copy: 
     """Megatron's copy of main weights into the model, with those ahead of time."""
     with correction.shown(optimizer):
         copy()
-
-
-class DrivenScheduler:
-    """Megatron's learning-rate schedule, for a training loop that must not move it.
-
-    The loop moves it after an update that it believes to be successful; under a delay the optimizer
-    does so itself. All else is the wrapped schedule's.
-    """
-
-    def __init__(self, inner: Any, optimizer: DelayedOptimizer) -> None:
-        self._inner = inner
-        self._optimizer = optimizer
-
-    def step(self, increment: int) -> None:
-        """Does nothing; see `DelayedOptimizer`.
-
-        Raises:
-            RuntimeError: the loop counts something else than the optimizer has counted.
-        """
-        if increment != self._optimizer.samples:
-            raise RuntimeError(
-                f"the training loop moves the learning-rate schedule by {increment}, and a batch has "
-                f"{self._optimizer.samples} samples: make its warm-up and decay count samples, as Megatron's do"
-            )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
 
 
 def _versions_of(inner: Any, model: torch.nn.Module, versions: int) -> WeightVersions:

@@ -183,9 +183,11 @@ def train(original: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def save_checkpoint(original: Any, iteration: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
-    checkpoints = _checkpoints(optimizer)
-    save = original if checkpoints is None else functools.partial(checkpoints.save, original)
-    return save(iteration, model, optimizer, *rest, **keywords)
+    if _checkpoints(optimizer) is None:
+        return original(iteration, model, optimizer, *rest, **keywords)
+    from megatron_2bw.mcore import checkpoint_folders
+
+    return checkpoint_folders.save(original, iteration, model, optimizer, *rest, **keywords)
 
 
 def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:

@@ -88,7 +88,7 @@ def _checkpoint(folder: Path, text: str) -> Path:
 
 
 def test_a_complete_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
-    from megatron_2bw.mcore.checkpoint import replace
+    from megatron_2bw.mcore.checkpoint_folders import replace
 
     present = _checkpoint(tmp_path / "iter_0000006", "old")
     _checkpoint(tmp_path / "replaced_iter_0000006", "left behind by a killed run")
@@ -98,7 +98,7 @@ def test_a_complete_checkpoint_takes_the_place_of_another(tmp_path: Path) -> Non
 
 
 def test_a_replacement_that_was_stopped_halfway_is_finished(tmp_path: Path) -> None:
-    from megatron_2bw.mcore.checkpoint import finish_replacements
+    from megatron_2bw.mcore.checkpoint_folders import finish_replacements
 
     _checkpoint(tmp_path / "replaced_iter_0000006", "old")
     _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
@@ -114,7 +114,7 @@ def test_a_replacement_that_was_stopped_halfway_is_finished(tmp_path: Path) -> N
 
 
 def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path: Path) -> None:
-    from megatron_2bw.mcore.checkpoint import replace
+    from megatron_2bw.mcore.checkpoint_folders import replace
 
     target = _checkpoint(tmp_path / "elsewhere" / "iter_0000006", "old")
     present = tmp_path / "iter_0000006"
@@ -129,7 +129,7 @@ def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path: Path) ->
 def test_of_non_persistent_checkpoints_only_the_named_one_stays(
     tracker: str | None, left: list[str], tmp_path: Path
 ) -> None:
-    from megatron_2bw.mcore.checkpoint import remove_all_but_the_named
+    from megatron_2bw.mcore.checkpoint_folders import remove_all_but_the_named
 
     for iteration in (2, 4, 6):
         _checkpoint(tmp_path / f"iter_{iteration:07d}", "")

@@ -1,0 +1,127 @@
+"""Folders of checkpoints: one that is there is never half of another one.
+
+Megatron writes over a checkpoint of the same iteration, and removes a non-persistent one before the next is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import checkpointing, get_args
+from megatron.training.async_utils import maybe_finalize_async_save
+
+
+def save(original: Callable[..., Any], iteration: int, *rest: Any, **keywords: Any) -> Any:
+    """Save as Megatron does; a checkpoint that is there already stays until the new one is complete."""
+    non_persistent = keywords.get("non_persistent_ckpt", False)
+    present = Path(checkpointing.get_checkpoint_name(_folder(non_persistent), iteration, return_base_dir=True))
+    if non_persistent:
+        maybe_finalize_async_save(blocking=True)
+        if dist.get_rank() == 0:
+            remove_all_but_the_named(present.parent)
+    overwrites = [present.exists()]
+    dist.broadcast_object_list(overwrites, src=0)
+    if not overwrites[0]:
+        return original(iteration, *rest, **keywords)
+    maybe_finalize_async_save(blocking=True)
+    beside = present.with_name(f"unfinished_{present.name}")
+    if dist.get_rank() == 0:
+        remove(beside)
+    dist.barrier()
+    with _writing_to(beside, instead_of=present):
+        result = original(iteration, *rest, **keywords)
+    maybe_finalize_async_save(blocking=True)
+    if dist.get_rank() == 0:
+        replace(present, beside)
+    dist.barrier()
+    return result
+
+
+def finish_all_replacements(args: Any) -> None:
+    """In every folder that a run with these arguments loads from. Collective."""
+    if dist.get_rank() == 0:
+        for folder in (args.load, _non_persistent(args, args.load)):
+            if folder is not None:
+                finish_replacements(Path(folder))
+    dist.barrier()
+
+
+def replace(present: Path, new: Path) -> None:
+    """Put the checkpoint ``new`` in the place of ``present``.
+
+    Half overwritten, a checkpoint would load as a mixture of two runs; without one, the tracker file
+    would name nothing. A process that is killed between the two renames leaves both checkpoints
+    complete, and a name that does not exist: `finish_replacements` does the rest.
+    """
+    old = present.with_name(f"replaced_{present.name}")
+    remove(old)
+    if present.exists():
+        present.rename(old)
+    new.rename(present)
+    remove(old)
+
+
+def finish_replacements(folder: Path) -> None:
+    """Complete every `replace` in ``folder`` that a kill stopped after its first rename."""
+    for old in folder.glob("replaced_iter_*"):
+        present = old.with_name(old.name.removeprefix("replaced_"))
+        new = old.with_name(f"unfinished_{present.name}")
+        if new.exists() and not present.exists():
+            new.rename(present)
+        if present.exists():
+            remove(old)
+
+
+def remove_all_but_the_named(folder: Path) -> None:
+    """Remove non-persistent checkpoints that Megatron's tracker file does not name: they are half written.
+
+    Megatron keeps the one of the highest number, and would remove the named one for the sake of it.
+    """
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(str(folder)))
+    named = f"iter_{int(tracker.read_text()):07d}" if tracker.exists() else None
+    for checkpoint in folder.glob("iter_*"):
+        if checkpoint.name != named:
+            remove(checkpoint)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a folder, or the link to one; neither need be there."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    elif checkpoint.exists():
+        shutil.rmtree(checkpoint)
+
+
+def _folder(non_persistent: bool) -> str:
+    """Where Megatron's ``save_checkpoint`` puts checkpoints."""
+    args = get_args()
+    return _non_persistent(args, args.save) if non_persistent else args.save
+
+
+def _non_persistent(args: Any, folder: str | None) -> str | None:
+    """Where the non-persistent ones of ``folder`` are, if anywhere."""
+    if args.non_persistent_global_ckpt_dir or folder is None:
+        return args.non_persistent_global_ckpt_dir
+    return os.path.join(folder, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+
+
+@contextlib.contextmanager
+def _writing_to(beside: Path, *, instead_of: Path) -> Iterator[None]:
+    """Let Megatron write one checkpoint under another name, which no run loads."""
+    original = checkpointing.get_checkpoint_name
+
+    def name(*args: Any, **keywords: Any) -> str:
+        path = Path(original(*args, **keywords))
+        return str(beside / path.relative_to(instead_of) if path.is_relative_to(instead_of) else path)
+
+    checkpointing.get_checkpoint_name = name
+    try:
+        yield
+    finally:
+        checkpointing.get_checkpoint_name = original
