@@ -17,11 +17,12 @@ from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.configs import check_configs
 from megatron_2bw.mcore.failure import end_at_once_on_errors
 from megatron_2bw.mcore.mirror import Mirror
+from megatron_2bw.mcore.mirrored_stage import MirroredStage
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.rows import DELAYED, MIRRORED, TWO_BW
-from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage, MirroredStage
+from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
 from megatron_2bw.runtime.corrections import Correction
 from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.executor import Executor
