@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -83,21 +83,13 @@ class Pipeline:
         self.is_delayed = self.schedule_name in DELAYED
         """Whether updates come after the call of their batch."""
         check_configs(self.schedule_name, model, optimizer)
-        for keyword, value, reason in (
-            ("correction", correction, "has no delay of one batch to correct"),
-            ("extra_in_flight", extra_in_flight, "keeps a fixed number of activations in flight"),
-            ("delayed_microbatches", delayed_microbatches, "computes all microbatches of a batch alike"),
-        ):
-            if value and self.schedule_name not in TWO_BW:
-                raise ValueError(f"{self.schedule_name} {reason}: leave {keyword} out, or use 2bw")
-        if (mirrored is None) is (self.schedule_name in MIRRORED):
-            raise ValueError(
-                f"{self.schedule_name} needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
-                if mirrored is None
-                else f"{self.schedule_name} has no mirrored stage: leave mirrored out"
-            )
-        if gradient_buffers not in (1, 2):
-            raise ValueError(f"gradient_buffers {gradient_buffers}: use 1 or 2")
+        self._options = {
+            "extra_in_flight": extra_in_flight,
+            "delayed_microbatches": delayed_microbatches,
+            "k": k,
+            "gamma": gamma,
+        }
+        _check_keywords(self.schedule_name, mirrored, correction, gradient_buffers, self._options)
         self.stages = parallel_state.get_pipeline_model_parallel_world_size()
         self.batch = 0
         """The next one; counted from the start of the run."""
@@ -109,12 +101,6 @@ class Pipeline:
         self.transfers: groups.TransferGroups | None = None
         """From the first batch on."""
         self.config = get_model_config(model)
-        self._options = {
-            "extra_in_flight": extra_in_flight,
-            "delayed_microbatches": delayed_microbatches,
-            "k": k,
-            "gamma": gamma,
-        }
         self._model, self._mirrored, self._timeout = model, mirrored, timeout
         self._logs_this_batch = logs_this_batch
         self._stage_index = parallel_state.get_pipeline_model_parallel_rank()
@@ -317,3 +303,27 @@ class Pipeline:
             schedule = with_gradient_copy(schedule, self.optimizer.gradient_copy)
         embedding = [Reduction.EMBEDDING] if self._tied else []
         return lower(schedule, [Reduction.GRADIENTS, *embedding, Reduction.NORM])
+
+
+def _check_keywords(
+    schedule: str,
+    mirrored: torch.nn.Module | None,
+    correction: Correction | None,
+    gradient_buffers: int,
+    options: Mapping[str, int | None],
+) -> None:
+    for keyword, value, reason in (
+        ("correction", correction, "has no delay of one batch to correct"),
+        ("extra_in_flight", options["extra_in_flight"], "keeps a fixed number of activations in flight"),
+        ("delayed_microbatches", options["delayed_microbatches"], "computes all microbatches of a batch alike"),
+    ):
+        if value and schedule not in TWO_BW:
+            raise ValueError(f"{schedule} {reason}: leave {keyword} out, or use 2bw")
+    if (mirrored is None) is (schedule in MIRRORED):
+        raise ValueError(
+            f"{schedule} needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
+            if mirrored is None
+            else f"{schedule} has no mirrored stage: leave mirrored out"
+        )
+    if gradient_buffers not in (1, 2):
+        raise ValueError(f"gradient_buffers {gradient_buffers}: use 1 or 2")
