@@ -7,7 +7,7 @@ from language_models import PACKAGES, Size, Transformer, packages, windows
 from torch.nn import functional
 
 STEPS, BATCH, VALIDATION = 200, 32, 2048
-LR = 5e-4
+LR = 2e-3
 
 
 def accuracy(model: Transformer, size: Size, seed: int) -> float:
