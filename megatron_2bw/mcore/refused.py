@@ -62,7 +62,6 @@ def _of_2bw(flag: str, reason: str) -> Refused:
     """A flag of ours that only 2bw has a use for."""
     return Refused(
         flag=flag,
-        is_set=given(flag.removeprefix("--").replace("-", "_")),
         schedules=FLUSHED | PIPEDREAM | STOCK,
         reason=reason,
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
@@ -85,14 +84,12 @@ REFUSED: tuple[Refused, ...] = (
     _of_2bw("--synchronous-warmup-iters", "only 2bw can begin without its delay"),
     Refused(
         flag="--delay-correction",
-        is_set=given("delay_correction"),
         schedules=FLUSHED | STOCK,
         reason="a synchronous schedule has no delay",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),
     Refused(
         flag="--delay-correction",
-        is_set=given("delay_correction"),
         schedules=PIPEDREAM,
         reason="it corrects a delay of one batch, and every stage has another delay",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
@@ -162,14 +159,12 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--calculate-per-token-loss",
-        is_set=given("calculate_per_token_loss"),
         schedules=PIPEDREAM,
         reason="only the last stage knows the number of tokens, and earlier ones would wait for it",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),
     Refused(
         flag="--log-num-zeros-in-grad",
-        is_set=given("log_num_zeros_in_grad"),
         schedules=PIPEDREAM,
         reason="a count over all stages would drain the pipeline after every microbatch",
         remedy="leave the flag out",
@@ -197,28 +192,24 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--num-experts",
-        is_set=given("num_experts"),
         schedules=MIRRORED,
         reason="loads and losses of experts are counted once per rank, and a rank has two stages",
         remedy=USE_FLUSH,
     ),
     Refused(
         flag="--grad-reduce-in-bf16",
-        is_set=given("grad_reduce_in_bf16"),
         schedules=DELAYED,
         reason="delayed updates use gradients in fp32",
         remedy="leave the flag out",
     ),
     Refused(
         flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
-        is_set=given("ddp_param_name_patterns_for_fp32_local_accumulation"),
         schedules=DELAYED | MIRRORED,
         reason="it keeps some gradients outside of the buffer that is captured, or added to that of another rank",
         remedy="leave the flag out",
     ),
     Refused(
         flag="--use-precision-aware-optimizer",
-        is_set=given("use_precision_aware_optimizer"),
         schedules=DELAYED,
         reason="it keeps gradients where a captured batch cannot put them",
         remedy=USE_FLUSH,
@@ -260,14 +251,12 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--optimizer-cpu-offload",
-        is_set=given("optimizer_cpu_offload"),
         schedules=DELAYED,
         reason="its copies of the weights would follow only one version",
         remedy=USE_FLUSH,
     ),
     Refused(
         flag="--moe-router-enable-expert-bias",
-        is_set=given("moe_router_enable_expert_bias"),
         schedules=DELAYED,
         reason="its token counts would include forwards that ran ahead into the next batch",
         remedy="balance the experts with --moe-router-load-balancing-type aux_loss, or use "
@@ -291,7 +280,6 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--moe-routing-trace-path",
-        is_set=given("moe_routing_trace_path"),
         schedules=DELAYED,
         reason="it would write forwards that ran ahead to the batch before theirs",
         remedy=USE_FLUSH,
@@ -305,7 +293,6 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--vision-pretraining",
-        is_set=given("vision_pretraining"),
         schedules=DELAYED,
         reason="it changes gradients and weights between batches, at one version",
         remedy=USE_FLUSH,
@@ -328,7 +315,6 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--mtp-num-layers",
-        is_set=given("mtp_num_layers"),
         schedules=DELAYED,
         reason="its gradients have a norm of their own, with a reduction that delayed updates do not have",
         remedy=USE_FLUSH,
@@ -371,7 +357,6 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--check-for-large-grads",
-        is_set=given("check_for_large_grads"),
         schedules=DELAYED,
         reason="it looks at gradients when Megatron reduces them, and delayed updates reduce them on their own",
         remedy=USE_FLUSH,
@@ -399,42 +384,36 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--adlr-autoresume",
-        is_set=given("adlr_autoresume"),
         schedules=DELAYED,
         reason="it saves while an update is pending",
         remedy="leave the flag out",
     ),
     Refused(
         flag="--dataloader-save",
-        is_set=given("dataloader_save"),
         schedules=DELAYED,
         reason="the first stage has read ahead into the next batch when it saves",
         remedy=USE_FLUSH,
     ),
     Refused(
         flag="--inprocess-restart",
-        is_set=given("inprocess_restart"),
         schedules=OURS,
         reason="process groups of the failed run would survive the restart",
         remedy="leave the flag out",
     ),
     Refused(
         flag="--freeze-all-layers",
-        is_set=given("freeze_all_layers"),
         schedules=DELAYED,
         reason="there is nothing to update",
         remedy=USE_FLUSH,
     ),
     Refused(
         flag="--num-microbatches-with-partial-activation-checkpoints",
-        is_set=given("num_microbatches_with_partial_activation_checkpoints"),
         schedules=OURS,
         reason="which microbatches recompute is decided inside Megatron's schedule",
         remedy=USE_MEGATRON,
     ),
     Refused(
         flag="--fine-grained-activation-offloading",
-        is_set=given("fine_grained_activation_offloading"),
         schedules=OURS,
         reason="Megatron's schedule resets its state",
         remedy=USE_MEGATRON,
@@ -448,7 +427,6 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--defer-embedding-wgrad-compute",
-        is_set=given("defer_embedding_wgrad_compute"),
         schedules=OURS,
         reason="Megatron's schedule finishes what it defers",
         remedy=USE_MEGATRON,
@@ -462,7 +440,6 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--perform-rl-step",
-        is_set=given("perform_rl_step"),
         schedules=OURS,
         reason="rollouts and updates alternate on the newest weights",
         remedy=USE_MEGATRON,

@@ -47,14 +47,15 @@ class Row:
     """A flag that does not simply work, under some of the schedules."""
 
     flag: str
-    is_set: Callable[[Any], bool]
-    """Decides from the parsed arguments."""
+    is_set: Callable[[Any], bool] | None = None
+    """Decides from the parsed arguments; None: whether the one that ``flag`` names is given."""
     schedules: frozenset[str]
     reason: str
 
     def applies(self, args: Any, schedule: str) -> bool:
         """Whether the run is under one of the schedules, with the flag set."""
-        return schedule in self.schedules and self.is_set(args)
+        is_set = given(self.flag.removeprefix("--").replace("-", "_")) if self.is_set is None else self.is_set
+        return schedule in self.schedules and is_set(args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

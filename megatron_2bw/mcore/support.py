@@ -6,7 +6,18 @@ One table drives the checks before training and the documentation. A flag in no 
 from __future__ import annotations
 
 from megatron_2bw.mcore.refused import REFUSED
-from megatron_2bw.mcore.rows import DELAYED, MIRRORED, OURS, PIPEDREAM, TWO_BW, Mapped, Slowed, above, given, set_to
+from megatron_2bw.mcore.rows import (
+    DELAYED,
+    MIRRORED,
+    OURS,
+    PIPEDREAM,
+    TWO_BW,
+    Mapped,
+    Slowed,
+    above,
+    given,
+    set_to,
+)
 
 __all__ = ["MAPPED", "OURS", "REFUSED", "SLOWED", "table"]
 
@@ -21,7 +32,6 @@ MAPPED: tuple[Mapped, ...] = (
     ),
     Mapped(
         flag="--overlap-grad-reduce",
-        is_set=given("overlap_grad_reduce"),
         schedules=DELAYED,
         becomes="off",
         reason="delayed updates start their reductions on their own, 2bw's beside the whole next batch",
@@ -29,25 +39,24 @@ MAPPED: tuple[Mapped, ...] = (
     ),
     Mapped(
         flag="--overlap-param-gather",
-        is_set=given("overlap_param_gather"),
         schedules=DELAYED,
         becomes="off",
         reason="a delayed update gathers parameters, beside the other stages' computation",
         change=set_to("overlap_param_gather", False),
     ),
-    *(
-        Mapped(
-            flag=f"--{flag}",
-            is_set=given(flag.replace("-", "_")),
-            schedules=MIRRORED,
-            becomes="off",
-            reason=reason,
-            change=set_to(flag.replace("-", "_"), False),
-        )
-        for flag, reason in {
-            "overlap-grad-reduce": "a rank adds the gradients of the other copy of its stage first",
-            "overlap-param-gather": "a rank gives its weights to the other copy of its stage before the first forward",
-        }.items()
+    Mapped(
+        flag="--overlap-grad-reduce",
+        schedules=MIRRORED,
+        becomes="off",
+        reason="a rank adds the gradients of the other copy of its stage first",
+        change=set_to("overlap_grad_reduce", False),
+    ),
+    Mapped(
+        flag="--overlap-param-gather",
+        schedules=MIRRORED,
+        becomes="off",
+        reason="a rank gives its weights to the other copy of its stage before the first forward",
+        change=set_to("overlap_param_gather", False),
     ),
     Mapped(
         flag="--accumulate-allreduce-grads-in-fp32",
@@ -59,29 +68,25 @@ MAPPED: tuple[Mapped, ...] = (
     ),
     Mapped(
         flag="--ddp-reduce-scatter-with-fp32-accumulation",
-        is_set=given("ddp_reduce_scatter_with_fp32_accumulation"),
         schedules=DELAYED,
         becomes="off",
         reason="gradients are in fp32 already",
         change=set_to("ddp_reduce_scatter_with_fp32_accumulation", False),
     ),
-    *(
-        Mapped(
-            flag="--ckpt-assume-constant-structure",
-            is_set=is_set,
-            schedules=schedules,
-            becomes="off",
-            reason=f"checkpoints {until} hold fewer weight versions than later ones",
-            change=set_to("ckpt_assume_constant_structure", False),
-        )
-        for schedules, until, is_set in (
-            (PIPEDREAM, "of the first batches", given("ckpt_assume_constant_structure")),
-            (
-                TWO_BW,
-                "of a synchronous beginning",
-                lambda args: args.ckpt_assume_constant_structure and args.synchronous_warmup_iters,
-            ),
-        )
+    Mapped(
+        flag="--ckpt-assume-constant-structure",
+        schedules=PIPEDREAM,
+        becomes="off",
+        reason="checkpoints of the first batches hold fewer weight versions than later ones",
+        change=set_to("ckpt_assume_constant_structure", False),
+    ),
+    Mapped(
+        flag="--ckpt-assume-constant-structure",
+        is_set=lambda args: args.ckpt_assume_constant_structure and args.synchronous_warmup_iters,
+        schedules=TWO_BW,
+        becomes="off",
+        reason="checkpoints of a synchronous beginning hold fewer weight versions than later ones",
+        change=set_to("ckpt_assume_constant_structure", False),
     ),
     Mapped(
         flag="--no-barrier-with-level-1-timing",
@@ -97,7 +102,6 @@ MAPPED: tuple[Mapped, ...] = (
 SLOWED: tuple[Slowed, ...] = (
     Slowed(
         flag="--log-params-norm",
-        is_set=given("log_params_norm"),
         schedules=DELAYED,
         reason="all stages finish their update before every log line that shows the norm",
     ),
@@ -115,49 +119,41 @@ SLOWED: tuple[Slowed, ...] = (
     ),
     Slowed(
         flag="--train-sync-interval",
-        is_set=given("train_sync_interval"),
         schedules=DELAYED,
         reason="every rank waits for its device after so many batches, and so for transfers with the neighbours",
     ),
     Slowed(
         flag="--log-straggler",
-        is_set=given("log_straggler"),
         schedules=DELAYED,
         reason="all ranks compare their speeds at every log line",
     ),
     Slowed(
         flag="--log-energy",
-        is_set=given("log_energy"),
         schedules=DELAYED,
         reason="all ranks add up what they used at every log line",
     ),
     Slowed(
         flag="--check-weight-hash-across-dp-replicas-interval",
-        is_set=given("check_weight_hash_across_dp_replicas_interval"),
         schedules=DELAYED,
         reason="replicas compare their weights after so many batches",
     ),
     Slowed(
         flag="--gpu-sniff-test-interval",
-        is_set=given("gpu_sniff_test_interval"),
         schedules=DELAYED,
         reason="all ranks compute and communicate for a test after so many batches",
     ),
     Slowed(
         flag="--num-experts",
-        is_set=given("num_experts"),
         schedules=DELAYED,
         reason="all stages add up the experts' losses at every log line and every entry in Tensorboard",
     ),
     Slowed(
         flag="--empty-unused-memory-level",
-        is_set=given("empty_unused_memory_level"),
         schedules=DELAYED,
         reason="giving memory back waits for the device after every batch, and so for transfers with the neighbours",
     ),
     Slowed(
         flag="--async-save",
-        is_set=given("async_save"),
         schedules=DELAYED,
         reason="all ranks ask each other after every batch whether the checkpoint is written, while one is",
     ),
