@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 from megatron_2bw.planner import memory, mixpipe
@@ -16,7 +16,7 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.multiples import divisors, min_until, nearest_divisor, nearest_multiple
+from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import (
     DELAYED,
@@ -151,11 +151,14 @@ class Candidates:
         return (
             self._size_problem(layout.pipeline, layout.tensor, layout.data)
             or schedule_problem(layout)
-            or self._delayed_problem(layout)
-            or microbatch_problem(layout, self._needed(layout))
+            or self._batch_problem(layout)
             or problem(self.model, layout)
             or self._not_profiled(layout)
         )
+
+    def _batch_problem(self, layout: Layout) -> str | None:
+        """Why the batch does not have the microbatches that are needed."""
+        return self._delayed_problem(layout) or microbatch_problem(layout, self._needed(layout))
 
     def _size_problem(self, pipeline: int, tensor: int, data: int) -> str | None:
         """Why such a layout does not run on all of the GPUs and no others."""
@@ -224,9 +227,9 @@ class Candidates:
         # Another shape that does not fit needs less than these alone: how much less recomputing needs is of no use.
         if self.leanest is None or lasting_bytes <= max(self.leanest[0], self.capacity_bytes):
             sizes = ({"recompute_layers": size} for size in distinct_group_sizes(layers_of_stages(self.model, plain)))
-            layouts = (self._layout(shape, lean | more) for more in ({}, *(full | size for size in sizes)))
+            layouts = (self._layout(shape, lean | full | size) for size in sizes)
             sized = ((memory.largest(self.model, layout).total_bytes, layout) for layout in layouts)
-            needed, layout = min_until(sized, self.capacity_bytes)
+            needed, layout = min_until(chain([(needed, plain)], sized), self.capacity_bytes)
         if needed <= self.capacity_bytes:
             return None
         return "memory, with everything recomputed and b = 1", self.does_not_fit(layout, needed)
@@ -363,7 +366,7 @@ class Candidates:
             for distributed in self._distributed(shape):
                 switches = {"sequence_parallel": sequence, "distributed_optimizer": distributed}
                 layout = self._layout(shape, base | switches)
-                problem = self._delayed_problem(layout) or microbatch_problem(layout, self._needed(layout))
+                problem = self._batch_problem(layout)
                 unknown = None if problem else self._not_profiled(layout)
                 if problem:
                     self.reject(
@@ -413,6 +416,21 @@ class Candidates:
 def _overlaps(shape: Shape, schedule: str) -> bool:
     """Whether replicas sum gradients during the backward."""
     return shape.data > 1 and schedule not in WITHOUT_OVERLAP
+
+
+def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tuple[float, Thing]:
+    """The first pair whose number is at most ``enough``, else the one with the smallest.
+
+    >>> min_until([(5, "a"), (3, "b"), (1, "c")], 3), min_until([(5, "a"), (4, "b")], 3)
+    ((3, 'b'), (4, 'b'))
+    """
+    best = None
+    for pair in found:
+        if best is None or pair[0] < best[0]:
+            best = pair
+        if pair[0] <= enough:
+            return pair
+    return best
 
 
 @cache

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster, Gpu, known
-from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.errors import MOST, PlanError, wrong_count
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.multiples import MOST, nearest_multiple, wrong_count
+from megatron_2bw.planner.multiples import nearest_multiple
 
 _ALIKE = 0.88
 """From which ratio of difflib on a word looks misspelled: as low as no other flag of Megatron looks like one read."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.multiples import MOST, nearest_multiple, wrong_count
+from megatron_2bw.planner.errors import MOST, PlanError, wrong_count
+from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.schedule.registry import MIRRORED
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.multiples import MOST, nearest_divisor, wrong_count
+from megatron_2bw.planner.errors import MOST, PlanError, wrong_count
+from megatron_2bw.planner.multiples import nearest_divisor
 
 
 class Kind(StrEnum):

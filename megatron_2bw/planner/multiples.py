@@ -1,21 +1,10 @@
-"""Divisors and multiples: what to suggest where sizes do not divide; and the first thing that is small enough."""
+"""Divisors and multiples: what to suggest where sizes do not divide."""
 
 from __future__ import annotations
 
 import math
-import reprlib
-from collections.abc import Iterable
 from fractions import Fraction
 from functools import cache
-
-MOST = 10**12
-"""More than any size or count is; products of several stay within what a float holds."""
-
-
-def wrong_count(name: str, value: object, least: int) -> str:
-    """Why ``value`` is no count from ``least`` to ``MOST``."""
-    bound = f"at most {MOST}" if isinstance(value, int) and value > MOST else f"at least {least}"
-    return f"{name} {reprlib.repr(value)}: give a whole number of {bound}"
 
 
 @cache
@@ -36,21 +25,6 @@ def nearest_divisor(number: int, wanted: int) -> int:
     8
     """
     return min(divisors(number), key=lambda divisor: (abs(divisor - wanted), divisor))
-
-
-def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tuple[float, Thing]:
-    """The first pair whose number is at most ``enough``, else the one with the smallest.
-
-    >>> min_until([(5, "a"), (3, "b"), (1, "c")], 3), min_until([(5, "a"), (4, "b")], 3)
-    ((3, 'b'), (4, 'b'))
-    """
-    best = None
-    for pair in found:
-        if best is None or pair[0] < best[0]:
-            best = pair
-        if pair[0] <= enough:
-            return pair
-    return best
 
 
 def nearest_multiple(number: int, unit: int) -> int:

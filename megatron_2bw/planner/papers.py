@@ -9,10 +9,11 @@ from typing import Any
 from megatron_2bw.planner import mixpipe, paper
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.report import flags_of, launch_lines
 from megatron_2bw.planner.rules import MEGATRON, problem
+from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.table import gib, table
 
 COST_MODELS = {
@@ -70,13 +71,14 @@ def layout_of(plan: paper.Plan | mixpipe.Plan, cluster: Cluster, global_batch: i
     else:
         recompute = Recompute.FULL if plan.recompute else Recompute.NONE
         more = {"schedule": plan.schedule if plan.depth > 1 else MEGATRON, "recompute": recompute}
+    usual = Space().on(cluster.gpu)
     return Layout(
         pipeline=plan.depth,
         data=plan.width,
         microbatch=plan.microbatch,
         global_batch=global_batch,
-        precision=Precision.BF16 if cluster.gpu.has_bf16 else Precision.FP16,
-        fused_attention=cluster.gpu.has_bf16,
+        precision=usual.precision,
+        fused_attention=usual.fused_attention,
         **more,
     )
 

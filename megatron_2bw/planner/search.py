@@ -17,14 +17,14 @@ from itertools import product
 from typing import Any
 
 from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.candidates import GIB, ROUNDING, STEPS, Candidates, Rejection, Saving
+from megatron_2bw.planner.candidates import GIB, ROUNDING, STEPS, Candidates, Rejection, Saving, min_until
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.efficiency import EXACT, Progress
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.multiples import min_until, nearest_multiple
+from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import DELAYED, delay_of, least_microbatches
 from megatron_2bw.planner.space import Space, field_of
