@@ -30,7 +30,7 @@ def plot(trials: Trials, path: Path) -> None:
 
 
 def _gaps(axes: Axes, trials: Trials, size: Size) -> None:
-    found = {arm.name: gaps_of(trials, arm, size) for arm in ARMS if arm.name != arm.baseline}
+    found = {arm.name: gaps_of(trials, arm, size) for arm in ARMS if not arm.is_baseline}
     found = {name: gaps for name, gaps in found.items() if gaps}
     means, halves = ([of(gaps) for gaps in found.values()] for of in (statistics.mean, half_interval))
     axes.errorbar(means, range(len(found)), xerr=halves, fmt="o", capsize=4)

@@ -99,7 +99,7 @@ def baseline_of(arm: Arm) -> Arm:
 def _gap(trials: Trials, arm: Arm, size: Size) -> str:
     """To the baseline, how much of the plain delay's it leaves, and what the arm's batches are worth."""
     without, gaps = trials.losses(trials.best(baseline_of(arm), size)), gaps_of(trials, arm, size)
-    if arm.name == arm.baseline or not gaps:
+    if arm.is_baseline or not gaps:
         return f"{'':>36}"
     closed = ""
     for plain in ARMS:

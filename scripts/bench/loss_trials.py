@@ -16,10 +16,11 @@ from language_models import BERT, CPP, GPT, PYTHON, Size
 
 LARGER = Size(layers=3, hidden=96, sequence=64, batch=16, steps=1000)
 SMALLER = Size(layers=2, hidden=64, sequence=64, batch=16, steps=1000, corpus=CPP)
+IN_64 = replace(SMALLER, batch=64, steps=250)
 SIZES = {
     "0.36M": LARGER,
     "0.12M": SMALLER,
-    "0.12M in batches of 64": replace(SMALLER, batch=64, steps=250),
+    "0.12M in batches of 64": IN_64,
     "0.12M BERT": replace(SMALLER, corpus=PYTHON, kind=BERT, steps=4000),
     "128M": Size(layers=18, hidden=768, sequence=1024, batch=32, steps=1000, device="cuda"),
 }
@@ -45,6 +46,8 @@ class Arm:
     rates: tuple[float, ...]
     decays: tuple[float, ...]
     """Of the first moment: beta1 of AdamW, momentum of Muon."""
+    decays_in_64: tuple[float, ...] | None = None
+    """The same with batches of 64, if they have to be others: then there are fewer to average over."""
     shares: tuple[float, ...] = ()
     """Of the batches, for which the best is trained, too."""
     sizes: tuple[Size, ...] = (LARGER, SMALLER)
@@ -60,6 +63,11 @@ class Arm:
     """Share of a batch."""
     synchronous: float = 0.0
     """Share of the steps without a delay, before it begins."""
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether others are compared with it."""
+        return self.name == self.baseline
 
     def grid(self, size: Size) -> list[Trial]:
         """Of one seed and one warm-up."""
@@ -77,12 +85,16 @@ class Arm:
                 synchronous=round(self.synchronous * size.steps),
                 warmup=batches_of(WARMUP, size),
             )
-            for lr, decay in itertools.product(self.rates_on(size), self.decays)
+            for lr, decay in itertools.product(self.rates_on(size), self.decays_on(size))
         ]
 
     def rates_on(self, size: Size) -> list[float]:
         """Larger for larger batches, as their root (Malladi et al., arXiv 2205.10287)."""
         return [rate * math.sqrt(size.batch / SMALLER.batch) for rate in self.rates]
+
+    def decays_on(self, size: Size) -> tuple[float, ...]:
+        """As many for each size."""
+        return self.decays if size != IN_64 or self.decays_in_64 is None else self.decays_in_64
 
     def seeds(self, size: Size) -> tuple[int, ...]:
         """Of its best."""
@@ -91,7 +103,8 @@ class Arm:
     def is_at_edge(self, trial: Trial) -> bool:
         """Whether the best may be outside of what was tried."""
         decay = trial.beta1 if trial.momentum is None else trial.momentum
-        outer = (self.decays[0], self.decays[-1]) if len(self.decays) > 2 else ()
+        decays = self.decays_on(trial.size)
+        outer = (decays[0], decays[-1]) if len(decays) > 2 else ()
         rates, longest = self.rates_on(trial.size), batches_of(WARMUPS[-1], trial.size)
         return trial.lr in (rates[0], rates[-1]) or decay in outer or trial.warmup == longest
 
@@ -117,6 +130,7 @@ def _by_muon(
 LEAD: dict[str, Any] = {"correction": "lead", "lead": 2.0}
 MUON_LEAD: dict[str, Any] = {**LEAD, "muon_beta1": 0.93, "nesterov": False}
 HALF: dict[str, Any] = {"delayed": 0.5, "shares": LONGER}
+EIGHTH: dict[str, Any] = {"delayed": 0.125, "shares": LONGER, "sizes": (IN_64,)}
 EVERYWHERE: dict[str, Any] = {"sizes": tuple(SIZES.values())}
 EVERY_GPT: dict[str, Any] = {"sizes": tuple(size for size in SIZES.values() if size.kind == GPT)}
 ARMS = (
@@ -126,16 +140,20 @@ ARMS = (
     _by_adamw("delay, lead 2", 1, 5e-4, (0.9, 0.93), **LEAD),
     _by_adamw("delay, update-lead 2", 1, 5e-4, (0.93, 0.95), correction="update-lead", lead=2.0),
     _by_adamw("delay of half, lead 2", 1, 5e-4, (0.9, 0.93), **LEAD, **HALF, **EVERYWHERE),
-    _by_muon("no delay", 0, 8e-3, shares=CUTS, loud=(LARGER, SMALLER), **EVERY_GPT),
+    _by_adamw("delay of an eighth, lead 2", 1, 5e-4, (0.9, 0.93), **LEAD, **EIGHTH),
+    _by_muon("no delay", 0, 8e-3, decays_in_64=(0.5, 0.6, 0.7, 0.8), shares=CUTS, loud=(LARGER, SMALLER), **EVERY_GPT),
     _by_muon("delay, as it is", 1, 4e-3, (0.6, 0.7, 0.8, 0.9), **EVERY_GPT),
     _by_muon("delay, lead 2", 1, 4e-3, **MUON_LEAD),
     _by_muon("delay, update-lead 1", 1, 4e-3, correction="update-lead", lead=1.0),
     _by_muon("delay, lead 2, after 20%", 1, 8e-3, **MUON_LEAD, synchronous=0.2),
     _by_muon("delay of half, as it is", 1, 8e-3, delayed=0.5, sizes=(SMALLER,)),
     _by_muon("delay of half, lead 2", 1, 4e-3, **MUON_LEAD, **HALF, loud=(LARGER, SMALLER), **EVERY_GPT),
+    _by_muon("delay of an eighth, as it is", 1, 8e-3, (0.6, 0.7, 0.8, 0.9), **EIGHTH),
+    _by_muon("delay of an eighth, lead 2", 1, 8e-3, **MUON_LEAD, **EIGHTH),
 )
 """Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
-the first fifth of the batches without a delay. Of half: the other half of every batch has the newest weights."""
+the first fifth of the batches without a delay. Of half: the other half of every batch has the newest weights. An eighth
+of 64 is as many sequences as half of 16: what the stages hold then has not grown with the batch."""
 
 
 class Trials:
@@ -169,7 +187,7 @@ class Trials:
 
     def missing(self, names: Sequence[str]) -> Iterator[Trial]:
         """Of the sizes of these names, in the order in which they are to be tried, as far as it is known now."""
-        baselines = [arm for arm in reversed(ARMS) if arm.name == arm.baseline]  # Muon's before AdamW's.
+        baselines = [arm for arm in reversed(ARMS) if arm.is_baseline]  # Muon's before AdamW's.
         for name, baseline in itertools.product(names, baselines):
             arms = [arm for arm in ARMS if arm.baseline == baseline.name and SIZES[name] in arm.sizes]
             yield from self._missing_of(arms, SIZES[name])
@@ -186,7 +204,7 @@ class Trials:
             yield from self._untried([best] if best is not None else [], arm.seeds(size))
         for arm in arms:
             # What is cut only says what the others' losses are worth.
-            yield from self._untried(self.resized(arm, size), SEEDS if arm.name == arm.baseline else arm.seeds(size))
+            yield from self._untried(self.resized(arm, size), SEEDS if arm.is_baseline else arm.seeds(size))
 
     def _untried(self, trials: list[Trial], seeds: Sequence[int]) -> Iterator[Trial]:
         with_seeds = (replace(trial, seed=seed) for trial in trials for seed in seeds)

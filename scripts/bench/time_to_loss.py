@@ -5,7 +5,7 @@
 
 ``train`` goes on where it was stopped; each finished trial is a line of the file ``--trials``. For one optimizer
 after the other, every arm tries its grid with one seed, the best of it with other warm-ups, then its three best with
-two more seeds, for near the limit of stability seeds differ by more than arms do, and the best of those with six
+two more seeds, for near the limit of stability seeds differ by more than arms do, and the best of those with six or 24
 others, by which nothing has been chosen. Grids are as large for each, and where its best learning rate is inside; an
 arm for which something is at the edge says so in the report. Last, what trains without delay is cut to fewer batches:
 what ends with the loss of 90% of them needs 1/0.9 as many. What is recommended is trained for 5% more batches, too.
