@@ -99,8 +99,16 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
 
     ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
 
-    def answer(schedule: str, model: dict[str, Any], ddp: dict[str, Any], use: Any = None, **keywords: Any) -> str:
-        bare = build_model(case.kind, *ends)
+    def answer(
+        schedule: str,
+        model: dict[str, Any],
+        ddp: dict[str, Any],
+        use: Any = None,
+        *,
+        is_frozen: bool = False,
+        **keywords: Any,
+    ) -> str:
+        bare = build_model(case.kind, *ends).requires_grad_(not is_frozen)
         for name, value in model.items():
             setattr(bare.config, name, value)
         wrapped = DistributedDataParallel(bare.config, DistributedDataParallelConfig(**ddp), bare)
@@ -123,6 +131,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(forward_only=True)),
         answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
         answer("gpipe", {}, {}, lambda pipeline: pipeline.forward_backward(synchronous=True)),
+        answer("2bw", {}, {}, is_frozen=True),
         answer("2bw", {}, {}, lambda pipeline: None),
         answer("chimera", {}, {}),
     ]

@@ -56,6 +56,7 @@ def test_what_does_not_work_is_refused() -> None:
         "forward_only is set: evaluate with Megatron-Core's get_forward_backward_func(), after settle()",
         "moves the learning-rate schedule by 1, and a batch has 0 samples",
         "gpipe has no delay of one batch to leave out",
+        "this stage has no weights to train: give it some, or use Megatron's schedule",
     ]
     assert [part for part, answer in zip(expected, answers, strict=False) if part not in answer] == []
     assert answers[len(expected)] == ""
