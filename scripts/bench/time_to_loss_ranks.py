@@ -7,9 +7,9 @@ A GPT on the bytes that time_to_loss.py trains with, m = d = 2, under Muon: Mega
 and 2BW as the README recommends it, with a lead, after a fifth of the batches without a delay. ``train`` goes on where
 it was stopped; each finished job is a line of the file ``--trials``. Every arm has the momentum that was best in
 time_to_loss.py and tries the same learning rates with one seed; 1F1B computes what the interleaved schedule does, takes
-its rate, and both together set the loss to reach. Then each runs its best with all
-seeds, the arms in turn. 2BW gets a twentieth more batches. Starting, evaluating and the writing of checkpoints are left
-out of the times.
+its rate, and both together set the loss to reach. Then each runs its best with all seeds, the arms in turn. 2BW gets a
+twentieth more batches. Starting, evaluating and the writing of checkpoints are left out of the times. Losses are means
+over the seeds, times medians.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def report(jobs: Jobs) -> list[str]:
     for name, of_arm in found.items():
         arm, rate = ARMS[name], best[name]
         s_per_batch = statistics.median(trained.seconds[arm.batches] / arm.batches for trained in of_arm)
-        whole = (arm.batches, statistics.mean(trained.seconds[arm.batches] for trained in of_arm))
+        whole = (arm.batches, statistics.median(trained.seconds[arm.batches] for trained in of_arm))
         reached = whole if name in synchronous else _reached(of_arm, target)
         when = f"{'-':>16} {'-':>8}" if reached is None else f"{reached[0]:>16} {reached[1]:>8.1f}"
         edge = "*" if rate in (RATES[0], RATES[-1]) else ""
@@ -233,14 +233,14 @@ def report(jobs: Jobs) -> list[str]:
 
 
 def _reached(of_arm: Sequence[Trained], target: float) -> tuple[int, float] | None:
-    """Batches and mean seconds until the mean loss is as good, and stays so; None if it does not."""
+    """Batches and median seconds until the mean loss is as good, and stays so; None if it does not."""
     batches = list(of_arm[0].losses)
     means = [statistics.mean(trained.losses[batch] for trained in of_arm) for batch in batches]
     good = list(itertools.takewhile(lambda pair: pair[1] <= target, reversed(list(zip(batches, means, strict=True)))))
     if not good:
         return None
     batch = good[-1][0]
-    return batch, statistics.mean(trained.seconds[batch] for trained in of_arm)
+    return batch, statistics.median(trained.seconds[batch] for trained in of_arm)
 
 
 def main() -> None:
