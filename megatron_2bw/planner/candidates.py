@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_2bw.planner import memory, mixpipe
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.costs import PRICED, SCHEDULES
-from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
@@ -130,14 +130,14 @@ class Candidates:
         """Remember that ``step``, one of ``STEPS``, leaves nothing."""
         self.furthest = max(self.furthest, step, key=STEPS.index)
 
-    def reject(self, step: str, rule: str, reason: str, example: str) -> None:
+    def reject(self, step: str, rule: str, reason: Problem | str, example: str) -> None:
         """Count a broken rule."""
         self.stop(step)
         self.layouts += 1
         if rule in self.rejected:
             self.rejected[rule].count += 1
         else:
-            self.rejected[rule] = Rejection(step=step, rule=rule, reason=reason, example=example)
+            self.rejected[rule] = Rejection(step=step, rule=rule, reason=str(reason), example=example)
 
     def _allowed[Value](self, dimension: str, values: Sequence[Value]) -> Sequence[Value]:
         """Those of ``values`` within the limits."""
@@ -146,7 +146,7 @@ class Candidates:
             self.stop(dimension)
         return allowed
 
-    def problem(self, layout: Layout) -> str | None:
+    def problem(self, layout: Layout) -> Problem | None:
         """Why the search would not propose ``layout``, however much memory it needs; None if it would."""
         return (
             self._size_problem(layout.pipeline, layout.tensor, layout.data)
@@ -156,21 +156,23 @@ class Candidates:
             or self._not_profiled(layout)
         )
 
-    def _batch_problem(self, layout: Layout) -> str | None:
+    def _batch_problem(self, layout: Layout) -> Problem | None:
         """Why the batch does not have the microbatches that are needed."""
         return self._delayed_problem(layout) or microbatch_problem(layout, self._needed(layout))
 
-    def _size_problem(self, pipeline: int, tensor: int, data: int) -> str | None:
+    def _size_problem(self, pipeline: int, tensor: int, data: int) -> Problem | None:
         """Why such a layout does not run on all of the GPUs and no others."""
         gpus = self.cluster.gpus
         if not pipeline or gpus % pipeline:
-            return f"pipeline {pipeline} does not divide {gpus} GPUs; use {nearest_divisor(gpus, pipeline)}"
+            return Problem(f"pipeline {pipeline} does not divide {gpus} GPUs", f"use {nearest_divisor(gpus, pipeline)}")
         of_stage = gpus // pipeline
         if not tensor or of_stage % tensor:
             nearest = nearest_divisor(of_stage, tensor)
-            return f"tensor {tensor} does not divide the {of_stage} GPUs of a stage; use {nearest}"
+            return Problem(f"tensor {tensor} does not divide the {of_stage} GPUs of a stage", f"use {nearest}")
         if tensor * data != of_stage:
-            return f"data {data}: a stage has {of_stage} GPUs, {tensor} per replica; use {of_stage // tensor}"
+            return Problem(
+                f"data {data}: a stage has {of_stage} GPUs, {tensor} per replica", f"use {of_stage // tensor}"
+            )
         return None
 
     def _shapes(self) -> Iterator[Shape]:
@@ -190,11 +192,12 @@ class Candidates:
                     else:
                         yield shape
 
-    def _shape_problem(self, shape: Shape) -> tuple[str, str] | None:
+    def _shape_problem(self, shape: Shape) -> tuple[str, Problem | str] | None:
         """(rule, reason)"""
         tensor, node = shape.tensor, self.cluster.gpus_per_node
         if self.space.tensors is None and tensor > node:
-            return "tensor-parallel groups stay in a node", f"tensor {tensor}: a node has {node} GPUs; use {node}"
+            problem = Problem(f"tensor {tensor}: a node has {node} GPUs", f"use {node}")
+            return "tensor-parallel groups stay in a node", problem
         sequence = (True, False) if tensor > 1 else (False,)
         problems = [
             tensor_problem(self.model, tensor, sequence_parallel=choice)
@@ -209,10 +212,8 @@ class Candidates:
         self.widths.add(shape.data)
         if self.global_batch % shape.data:
             nearest = nearest_multiple(self.global_batch, shape.data)
-            return (
-                "replicas share the batch evenly",
-                f"global_batch {self.global_batch} is no multiple of data {shape.data}; use {nearest}",
-            )
+            problem = Problem(f"global_batch {self.global_batch} is no multiple of data {shape.data}", f"use {nearest}")
+            return "replicas share the batch evenly", problem
         return self._never_fits(shape)
 
     def _never_fits(self, shape: Shape) -> tuple[str, str] | None:
@@ -331,26 +332,27 @@ class Candidates:
         """Of so many; at least one, which may be too many."""
         return max(int(self.delayed * microbatches * (1 + ROUNDING)), 1)
 
-    def _delayed_problem(self, layout: Layout) -> str | None:
+    def _delayed_problem(self, layout: Layout) -> Problem | None:
         """Why the share of a batch that may be delayed, or what was asked for of it, does not suit the batch."""
         count, microbatches = layout.delayed_microbatches, layout.microbatches
         if layout.schedule not in DELAYED:
             return None
         if count >= microbatches > 1:
-            return f"delayed_microbatches {count}: a batch has {microbatches} microbatches; leave it out"
+            return Problem(f"delayed_microbatches {count}: a batch has {microbatches} microbatches", "leave it out")
         if self.delayed == 1:
             return None
         least = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
         if least > self.delayed * microbatches * (1 + ROUNDING):
             enough = math.ceil(least / self.delayed * (1 - ROUNDING)) * layout.microbatch * layout.data
-            return (
+            return Problem(
                 f"microbatches {microbatches}: {layout.schedule} delays at least {least} of them on {layout.pipeline} "
-                f"stages, more than {self.delayed:g} of a batch; raise global_batch to {enough}"
+                f"stages, more than {self.delayed:g} of a batch",
+                f"raise global_batch to {enough}",
             )
         most = self._most_delayed(microbatches)
         if not 0 < count <= most:
             given = count or microbatches
-            return f"delayed_microbatches {given}: more than {self.delayed:g} of {microbatches}; use {most}"
+            return Problem(f"delayed_microbatches {given}: more than {self.delayed:g} of {microbatches}", f"use {most}")
         return None
 
     def _needed(self, layout: Layout) -> int:
@@ -378,7 +380,7 @@ class Candidates:
                     self.layouts += sum(len(saving.sizes) for saving in self.savings(layout))
                     yield layout
 
-    def _not_profiled(self, layout: Layout) -> str | None:
+    def _not_profiled(self, layout: Layout) -> Problem | None:
         """Why the cluster's profile, if it has one, cannot price ``layout``."""
         profile = self.cluster.profile
         return None if profile is None else profile.lacks(Split.of(layout))

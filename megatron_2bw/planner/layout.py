@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_2bw.planner.errors import MOST, PlanError, wrong_count
+from megatron_2bw.planner.errors import MOST, PlanError, Problem, wrong_count
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.schedule.registry import MIRRORED
 
@@ -123,11 +123,9 @@ class Layout:
                 raise PlanError(wrong_count(name, value, least))
         unit = self.microbatch * self.data
         if self.global_batch % unit:
+            rule = f"is no multiple of microbatch {self.microbatch} x data {self.data}"
             nearest = nearest_multiple(self.global_batch, unit)
-            raise PlanError(
-                f"global_batch {self.global_batch} is no multiple of microbatch {self.microbatch} x data {self.data}: "
-                f"use {nearest}"
-            )
+            raise PlanError(Problem(f"global_batch {self.global_batch} {rule}", f"use {nearest}"))
 
     @property
     def microbatches(self) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_2bw.planner.cluster import Cluster, Gpu
-from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.inputs import build, checked, model_of, read_json
 from megatron_2bw.planner.layer import NOTHING, Parts, Split, Work, Works
 from megatron_2bw.planner.layout import Precision, Recompute
@@ -172,7 +172,7 @@ class Profile:
         """Whether links were measured; one rank has none."""
         return self.setting.ranks == 1 or len(self.all_reduces) > 1
 
-    def lacks(self, split: Split) -> str | None:
+    def lacks(self, split: Split) -> Problem | None:
         """Why there is no time for ``split``."""
         setting = self.setting
         sequence = setting.sequence_parallel and split.tensor > 1
@@ -183,12 +183,13 @@ class Profile:
         }
         for name, value in mine.items():
             if getattr(split, name) != value:
-                return f"{name} {getattr(split, name)}: the profile was measured with {value}; profile again"
+                return Problem(f"{name} {getattr(split, name)}: the profile was measured with {value}", "profile again")
         for recompute in (Recompute.NONE, split.recompute):
             if self.block(split.tensor, split.microbatch, recompute) is None:
-                return (
+                return Problem(
                     f"tensor {split.tensor}, microbatch {split.microbatch}, recompute {recompute}: the profile has "
-                    f"{self._measured()}; profile that too"
+                    f"{self._measured()}",
+                    "profile that too",
                 )
         return None
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_2bw.planner.cluster import Gpu
-from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.errors import Problem
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.programs import refusal
-from megatron_2bw.planner.stages import layers_of_stages, most_layers
+from megatron_2bw.planner.stages import most_layers, spread
 from megatron_2bw.schedule.registry import MIRRORED
 
 MEGATRON = "megatron"
@@ -27,12 +27,12 @@ def delay_of(layout: Layout) -> int:
     return 1 if layout.schedule in DELAYED else 0
 
 
-def problem(model: Model, layout: Layout) -> str | None:
-    """Why ``layout`` cannot run: the field, its value, the rule and the nearest choice; None if it can.
+def problem(model: Model, layout: Layout) -> Problem | None:
+    """Why ``layout`` cannot run; None if it can.
 
     >>> model = Model(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=50257)
-    >>> problem(model, Layout(schedule="2bw", pipeline=4, data=1, microbatch=4, global_batch=8))
-    'microbatches 2: 2bw needs at least 3 on 4 stages; raise global_batch to 12'
+    >>> print(problem(model, Layout(schedule="2bw", pipeline=4, data=1, microbatch=4, global_batch=8)))
+    microbatches 2: 2bw needs at least 3 on 4 stages; raise global_batch to 12
     """
     needed = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
     return (
@@ -45,7 +45,7 @@ def problem(model: Model, layout: Layout) -> str | None:
     )
 
 
-def tensor_problem(model: Model, tensor: int, *, sequence_parallel: bool) -> str | None:
+def tensor_problem(model: Model, tensor: int, *, sequence_parallel: bool) -> Problem | None:
     """Why ``tensor`` ranks cannot share one layer.
 
     Rules: TransformerConfig.__post_init__; ``divide`` in ColumnParallelLinear; MoELayer.forward.
@@ -55,82 +55,93 @@ def tensor_problem(model: Model, tensor: int, *, sequence_parallel: bool) -> str
         sizes["seq_length"] = model.seq_length
     for name, size in sizes.items():
         if size % tensor:
-            return f"tensor {tensor} does not divide {name} {size}; use {nearest_divisor(size, tensor)}"
+            return Problem(f"tensor {tensor} does not divide {name} {size}", f"use {nearest_divisor(size, tensor)}")
     groups = model.num_query_groups
     if groups % tensor and tensor % groups:
-        return (
-            f"tensor {tensor} is neither a divisor nor a multiple of num_query_groups {groups}; "
-            f"use {nearest_divisor(groups, tensor)}"
+        return Problem(
+            f"tensor {tensor} is neither a divisor nor a multiple of num_query_groups {groups}",
+            f"use {nearest_divisor(groups, tensor)}",
         )
     if sequence_parallel and tensor == 1:
-        return "sequence_parallel needs tensor above 1; leave it out"
+        return Problem("sequence_parallel needs tensor above 1", "leave it out")
     if model.num_experts and tensor > 1 and not sequence_parallel:
-        return f"tensor {tensor} with experts needs sequence_parallel; switch it on"
+        return Problem(f"tensor {tensor} with experts needs sequence_parallel", "switch it on")
     if model.num_experts and tensor > 1 and model.bias:
-        return f"tensor {tensor}: experts with a bias cannot be shared; use 1, or a model without bias"
+        return Problem(f"tensor {tensor}: experts with a bias cannot be shared", "use 1, or a model without bias")
     return None
 
 
-def schedule_problem(layout: Layout) -> str | None:
+def schedule_problem(layout: Layout) -> Problem | None:
     """Why the schedule cannot run at this depth."""
     ours = layout.schedule != MEGATRON
     if ours and layout.pipeline < 2:
-        return f"pipeline {layout.pipeline}: {layout.schedule} needs at least 2; use schedule {MEGATRON}"
+        return Problem(f"pipeline {layout.pipeline}: {layout.schedule} needs at least 2", f"use schedule {MEGATRON}")
     if ours and layout.chunks > 1:
-        return f"chunks {layout.chunks}: {layout.schedule} does not interleave; use schedule {MEGATRON}"
+        return Problem(f"chunks {layout.chunks}: {layout.schedule} does not interleave", f"use schedule {MEGATRON}")
     if layout.chunks > 1 and layout.pipeline < 2:
-        return f"chunks {layout.chunks} need pipeline of at least 2; use chunks 1"
+        return Problem(f"chunks {layout.chunks} need pipeline of at least 2", "use chunks 1")
     if layout.extra_in_flight and layout.schedule not in DELAYED:
-        return f"extra_in_flight {layout.extra_in_flight}: {layout.schedule} keeps a fixed number of activations; use 0"
+        return Problem(
+            f"extra_in_flight {layout.extra_in_flight}: {layout.schedule} keeps a fixed number of activations", "use 0"
+        )
     if layout.delayed_microbatches and layout.schedule not in DELAYED:
-        return f"delayed_microbatches {layout.delayed_microbatches}: {layout.schedule} has no such number; use 0"
+        return Problem(
+            f"delayed_microbatches {layout.delayed_microbatches}: {layout.schedule} has no such number", "use 0"
+        )
     if layout.schedule in MIRRORED and layout.pipeline % 2:
         nearest = layout.pipeline + 1
-        return f"pipeline {layout.pipeline}: {layout.schedule} pairs stages and needs an even depth; use {nearest}"
+        return Problem(
+            f"pipeline {layout.pipeline}: {layout.schedule} pairs stages and needs an even depth", f"use {nearest}"
+        )
     for field, value in (("mixpipe_k", layout.mixpipe_k), ("mixpipe_gamma", layout.mixpipe_gamma)):
         if value and layout.schedule != "mixpipe":
-            return f"{field} {value}: {layout.schedule} has no such number; use 0"
+            return Problem(f"{field} {value}: {layout.schedule} has no such number", "use 0")
     if layout.mixpipe_k % 2 or layout.mixpipe_k > layout.pipeline:
         nearest = min(layout.mixpipe_k // 2 * 2 or 2, layout.pipeline)
-        return f"mixpipe_k {layout.mixpipe_k}: an even number up to pipeline {layout.pipeline}; use {nearest}"
+        return Problem(
+            f"mixpipe_k {layout.mixpipe_k}: an even number up to pipeline {layout.pipeline}", f"use {nearest}"
+        )
     most = (layout.pipeline - (layout.mixpipe_k or layout.pipeline)) // 2
     if layout.mixpipe_gamma > most:
-        return f"mixpipe_gamma {layout.mixpipe_gamma}: at most (d - k)/2 = {most}; use {most}"
+        return Problem(f"mixpipe_gamma {layout.mixpipe_gamma}: at most (d - k)/2 = {most}", f"use {most}")
     if layout.gradient_buffers not in (1, 2):
-        return f"gradient_buffers {layout.gradient_buffers}: there are 1 or 2; use 2"
+        return Problem(f"gradient_buffers {layout.gradient_buffers}: there are 1 or 2", "use 2")
     return None
 
 
-def model_problem(model: Model, layout: Layout) -> str | None:
+def model_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the schedule cannot train this model like that: see ``mcore.refused``."""
     if layout.schedule in MIRRORED and model.num_experts:
-        return f"num_experts {model.num_experts}: {layout.schedule} trains no experts; use schedule 1f1b-flush"
+        return Problem(
+            f"num_experts {model.num_experts}: {layout.schedule} trains no experts", "use schedule 1f1b-flush"
+        )
     if layout.schedule == "pipedream" and model.tied:
-        return "pipedream cannot tie the embeddings of two stages; give --untie-embeddings-and-output-weights"
+        return Problem(
+            "pipedream cannot tie the embeddings of two stages", "give --untie-embeddings-and-output-weights"
+        )
     if layout.schedule == "pipedream" and layout.precision is Precision.FP16:
-        return f"precision {layout.precision}: pipedream cannot scale losses; use {Precision.BF16} or {Precision.FP32}"
+        return Problem(
+            f"precision {layout.precision}: pipedream cannot scale losses", f"use {Precision.BF16} or {Precision.FP32}"
+        )
     return None
 
 
-def stage_problem(model: Model, layout: Layout) -> str | None:
+def stage_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the layers do not split into stages.
 
     Rules: validate_args, "Number of layers should be divisible by the pipeline-model-parallel size";
     TransformerConfig.__post_init__ for uneven stages.
     """
-    try:
-        layers_of_stages(model, layout)
-    except PlanError as error:
-        return str(error)
-    return None
+    layers = spread(model, layout)
+    return layers if isinstance(layers, Problem) else None
 
 
-def gpu_problem(gpu: Gpu, precision: Precision, *, fused_attention: bool = False) -> str | None:
+def gpu_problem(gpu: Gpu, precision: Precision, *, fused_attention: bool = False) -> Problem | None:
     """Why ``gpu`` cannot compute like that."""
     if precision is Precision.BF16 and not gpu.has_bf16:
-        return f"precision {precision}: {gpu.name} has no {precision}; use {Precision.FP16}"
+        return Problem(f"precision {precision}: {gpu.name} has no {precision}", f"use {Precision.FP16}")
     if fused_attention and not fuses_attention(gpu, precision):
-        return f"attention_backend fused: {gpu.name} has no such kernels in {precision}; use unfused"
+        return Problem(f"attention_backend fused: {gpu.name} has no such kernels in {precision}", "use unfused")
     return None
 
 
@@ -142,11 +153,11 @@ def fuses_attention(gpu: Gpu, precision: Precision) -> bool:
     return gpu.has_bf16 and precision is not Precision.FP32
 
 
-def recompute_problem(model: Model, layout: Layout) -> str | None:
+def recompute_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the layers to recompute do not exist."""
     most = most_layers(model, layout)
     if layout.recompute is Recompute.FULL and layout.recompute_layers > most:
-        return f"recompute_layers {layout.recompute_layers}: a stage has {most} layers; use {most}"
+        return Problem(f"recompute_layers {layout.recompute_layers}: a stage has {most} layers", f"use {most}")
     return None
 
 
@@ -158,32 +169,33 @@ def least_microbatches(schedule: str, pipeline: int, extra_in_flight: int = 0) -
     return max(1, (1 + extra_in_flight) * (pipeline - 1)) if schedule in DELAYED else 1
 
 
-def microbatch_problem(layout: Layout, needed: int) -> str | None:
+def microbatch_problem(layout: Layout, needed: int) -> Problem | None:
     """Why the batch has too few microbatches, or a number that does not interleave.
 
     Rule of interleaving: forward_backward_pipelining_with_interleaving, microbatch groups of the pipeline's size.
     """
     count, unit = layout.microbatches, layout.microbatch * layout.data
     if count < needed:
-        return (
-            f"microbatches {count}: {layout.schedule} needs at least {needed} on {layout.pipeline} stages; "
-            f"raise global_batch to {needed * unit}"
+        return Problem(
+            f"microbatches {count}: {layout.schedule} needs at least {needed} on {layout.pipeline} stages",
+            f"raise global_batch to {needed * unit}",
         )
     if 0 < layout.delayed_microbatches < count:
         ahead = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
         if layout.delayed_microbatches < ahead:
-            return (
+            return Problem(
                 f"delayed_microbatches {layout.delayed_microbatches}: the first of {layout.pipeline} stages runs "
-                f"{ahead} ahead; use {ahead + 1}, or leave it out"
+                f"{ahead} ahead",
+                f"use {ahead + 1}, or leave it out",
             )
     if layout.chunks > 1 and count % layout.pipeline:
         nearest = nearest_multiple(count, layout.pipeline)
-        return (
-            f"microbatches {count}: interleaving needs a multiple of pipeline {layout.pipeline}; "
-            f"use global_batch {nearest * unit}"
+        return Problem(
+            f"microbatches {count}: interleaving needs a multiple of pipeline {layout.pipeline}",
+            f"use global_batch {nearest * unit}",
         )
     if layout.schedule in _BY_PROGRAMS and (refused := refusal(layout)):
-        return f"microbatches {count}: {refused}; use {_nearest_that_works(layout)}"
+        return Problem(f"microbatches {count}: {refused}", f"use {_nearest_that_works(layout)}")
     return None
 
 

@@ -9,7 +9,6 @@ the pricing of every layout.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -285,10 +284,10 @@ class _Search:
     def _rule_broken(self, layout: Layout, field: str, value: Any) -> str:
         """Why ``layout`` cannot have ``value``, without a remedy."""
         try:
-            reason = self.candidates.problem(replace(layout, **{field: value}))
+            problem = self.candidates.problem(replace(layout, **{field: value}))
         except PlanError as error:
-            reason = str(error)
-        return re.split(r"[;:,] (?:or )?(?:use|raise|leave|switch|give) ", reason or f"{field} {value} leaves none")[0]
+            return error.reason
+        return f"{field} {value} leaves none" if problem is None else problem.reason
 
     def _with(self, **changes: Any) -> _Search:
         """Another search, of other ``Candidates``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_divisor
@@ -38,43 +38,48 @@ def layers_of_stages(model: Model, layout: Layout) -> Layers:
     Raises:
         PlanError: the layers cannot be spread like that.
     """
-    ends = layout.first_stage_layers, layout.last_stage_layers
-    layers = _spread(model.num_layers, layout.pipeline, layout.chunks, *ends)
-    if isinstance(layers, str):
+    layers = spread(model, layout)
+    if isinstance(layers, Problem):
         raise PlanError(layers)
     return layers
 
 
-@cache
-def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) -> Layers | str:
+def spread(model: Model, layout: Layout) -> Layers | Problem:
     """The layers of the stages, or why there are none."""
+    ends = layout.first_stage_layers, layout.last_stage_layers
+    return _spread(model.num_layers, layout.pipeline, layout.chunks, *ends)
+
+
+@cache
+def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) -> Layers | Problem:
     if stages == 1 and chunks == 1:
         return Layers(num_layers, 0, num_layers)
     rest, even = num_layers - first - last, stages - bool(first) - bool(last)
     if even == 0:
         if rest:
-            return (
+            return Problem(
                 f"first_stage_layers {first} and last_stage_layers {last} do not sum to num_layers {num_layers} on 2 "
-                "stages: set one of them to 0"
+                "stages",
+                "set one of them to 0",
             )
         return Layers(first, 0, last)
     each = rest // even
     if rest > 0 and rest % even == first % chunks == last % chunks == each % chunks == 0:
         return Layers(first or each, each, last or each)
     if first or last:
-        return (
-            f"num_layers {num_layers} leaves {rest} layers for {even} equal stages of {chunks} chunks: give "
-            f"first_stage_layers and last_stage_layers that leave a multiple of {even * chunks}"
+        return Problem(
+            f"num_layers {num_layers} leaves {rest} layers for {even} equal stages of {chunks} chunks",
+            f"give first_stage_layers and last_stage_layers that leave a multiple of {even * chunks}",
         )
     per_stage = num_layers // stages
     if chunks > 1 and num_layers % stages == 0:
-        return (
-            f"chunks {chunks} does not divide the {per_stage} layers of a stage: use "
-            f"{nearest_divisor(per_stage, chunks)}"
+        return Problem(
+            f"chunks {chunks} does not divide the {per_stage} layers of a stage",
+            f"use {nearest_divisor(per_stage, chunks)}",
         )
-    return (
-        f"pipeline {stages} x chunks {chunks} does not divide num_layers {num_layers}: use "
-        f"{nearest_divisor(num_layers, stages)} stages, or give first_stage_layers or last_stage_layers"
+    return Problem(
+        f"pipeline {stages} x chunks {chunks} does not divide num_layers {num_layers}",
+        f"use {nearest_divisor(num_layers, stages)} stages, or give first_stage_layers or last_stage_layers",
     )
 
 
