@@ -141,14 +141,16 @@ ARMS = (
     _by_adamw("delay, update-lead 2", 1, 5e-4, (0.93, 0.95), correction="update-lead", lead=2.0),
     _by_adamw("delay of half, lead 2", 1, 5e-4, (0.9, 0.93), **LEAD, **HALF, **EVERYWHERE),
     _by_adamw("delay of an eighth, lead 2", 1, 5e-4, (0.9, 0.93), **LEAD, **EIGHTH),
-    _by_muon("no delay", 0, 8e-3, decays_in_64=(0.5, 0.6, 0.7, 0.8), shares=CUTS, loud=(LARGER, SMALLER), **EVERY_GPT),
+    _by_muon(
+        "no delay", 0, 8e-3, decays_in_64=(0.5, 0.6, 0.7, 0.8), shares=CUTS, loud=(LARGER, SMALLER, IN_64), **EVERY_GPT
+    ),
     _by_muon("delay, as it is", 1, 4e-3, (0.6, 0.7, 0.8, 0.9), **EVERY_GPT),
     _by_muon("delay, lead 2", 1, 4e-3, **MUON_LEAD),
     _by_muon("delay, update-lead 1", 1, 4e-3, correction="update-lead", lead=1.0),
     _by_muon("delay, lead 2, after 20%", 1, 8e-3, **MUON_LEAD, synchronous=0.2),
     _by_muon("delay of half, as it is", 1, 8e-3, delayed=0.5, sizes=(SMALLER,)),
     _by_muon("delay of half, lead 2", 1, 4e-3, **MUON_LEAD, **HALF, loud=(LARGER, SMALLER), **EVERY_GPT),
-    _by_muon("delay of an eighth, as it is", 1, 8e-3, (0.6, 0.7, 0.8, 0.9), **EIGHTH),
+    _by_muon("delay of an eighth, as it is", 1, 8e-3, (0.6, 0.7, 0.8, 0.9), **EIGHTH, loud=(IN_64,)),
     _by_muon("delay of an eighth, lead 2", 1, 8e-3, **MUON_LEAD, **EIGHTH),
 )
 """Muon beside AdamW for vectors and the embedding; with Nesterov momentum, but where a lead takes its place. After 20%:
