@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
@@ -40,10 +40,10 @@ class Cluster:
     """Of one GPU within its node, one direction."""
     inter_node_gb_s: float
     """Of one node to the others, one direction, over all of its network cards."""
-    profile: Any = None
+    profile: Any = field(default=None, metadata={"from_file": False})
     """A `profile.Profile` measured there, which prices layers, updates and links; None for the cost model."""
-    whole_node: Any = None
-    """GPUs of the node that this is a part of; None for whole nodes. Not from a file, like the profile."""
+    whole_node: int | None = field(default=None, metadata={"from_file": False})
+    """GPUs of the node that this is a part of; None for whole nodes."""
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -63,13 +63,11 @@ _LEAST, _MOST = 1e-9, 1e12
 
 
 def _check_numbers(part: Gpu | Cluster) -> None:
-    for field in fields(part):
-        value = getattr(part, field.name)
-        least = 1 if field.type == "int" else _LEAST
-        if field.type in ("int", "float") and not (isinstance(value, int | float) and least <= value <= _MOST):
-            raise PlanError(
-                f"{field.name} {reprlib.repr(value)} of {part.name}: give a number from {least:g} to {_MOST:g}"
-            )
+    for f in fields(part):
+        value = getattr(part, f.name)
+        least = 1 if f.type == "int" else _LEAST
+        if f.type in ("int", "float") and not (isinstance(value, int | float) and least <= value <= _MOST):
+            raise PlanError(f"{f.name} {reprlib.repr(value)} of {part.name}: give a number from {least:g} to {_MOST:g}")
 
 
 def _gpu(name: str, memory_gb: float, peak_tflops: float, hbm_gb_s: float, nvlink_gb_s: float, **more: bool) -> Gpu:

@@ -124,7 +124,7 @@ def typed(kind: type, values: dict[str, Any], where: str) -> dict[str, Any]:
         PlanError: a key is unknown or of the wrong type; ``where`` says where.
     """
     types = _types(kind)
-    fields = [field.name for field in dataclasses.fields(kind) if types[field.name] is not Any]
+    fields = [field.name for field in dataclasses.fields(kind) if field.metadata.get("from_file", True)]
     for key in values:
         if key not in fields:
             (nearest,) = difflib.get_close_matches(key, fields, n=1, cutoff=0.0)

@@ -480,6 +480,7 @@ def test_nonsense_gets_one_message_and_exit_code_2(capsys: pytest.CaptureFixture
         ({"gpu": {"memory_gb": 16}}, "gpu: peak_tflops is missing; give a number"),
         ({"intra_node": 3}, "unknown key 'intra_node'; did you mean 'intra_node_gb_s'?"),
         ({"profiled": 3}, "intra_node_gb_s, inter_node_gb_s\n"),
+        ({"whole_node": 3}, "unknown key 'whole_node'; did you mean"),
         ({"profile": 3}, "unknown key 'profile'; give the file of a profile as --profile FILE"),
         ({"inter_node_gb_s": None}, "inter_node_gb_s None: give a number"),
         ({"inter_node_gb_s": float("inf")}, "inter_node_gb_s inf of mine: give a number from 1e-09 to 1e+12"),
