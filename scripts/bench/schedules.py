@@ -212,12 +212,17 @@ def _other_ratios(results: dict[str, Measured]) -> list[str]:
     ]
 
 
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--rounds", type=int, default=12, help="turns of every arm; at least 3")
+    found.add_argument("--part", choices=["both", "gpt", "timed"], default="both")
+    found.add_argument("--output", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12, help="turns of every arm; at least 3")
-    parser.add_argument("--part", choices=["both", "gpt", "timed"], default="both")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     lines = heading("numpy")
     if options.part != "timed":
         results = {microbatches: take_turns(microbatches, options.rounds) for microbatches in COMPARED}

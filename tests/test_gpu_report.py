@@ -1,0 +1,31 @@
+"""scripts/gpu_report.py: that what it starts on GPUs can be started."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
+
+import gpu_report
+import schedules
+
+
+def test_the_benchmark_takes_its_arguments() -> None:
+    assert gpu_report.ROOT / gpu_report.BENCH[0] == Path(schedules.__file__)
+    assert schedules.parser().parse_args(gpu_report.BENCH[1:]).part == "gpt"
+
+
+@pytest.mark.parametrize(("command", "code"), [(("-c", "print(1)"), 0), (("-c", "print(1); exit(3)"), 3)])
+def test_what_a_command_says_and_how_it_ends(command: tuple[str, ...], code: int) -> None:
+    assert gpu_report._output_of(command, end_s=time.monotonic() + 60) == (code, "1")
+
+
+def test_what_takes_too_long_is_stopped() -> None:
+    code, said = gpu_report._output_of(("-c", "print(1, flush=True); import time; time.sleep(60)"), end_s=0.0)
+    assert code == 1
+    assert said.endswith("stopped: not done 540 s after the start")
