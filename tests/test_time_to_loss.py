@@ -18,6 +18,7 @@ import downstream
 import language_models
 import loss_report
 import loss_trials
+import time_to_loss
 from delayed_training import Result, Trial, rate, train
 from language_models import BERT, Size, Transformer, batches, texts
 from loss_trials import ARMS, CHOOSING, LONGER, MORE_SEEDS, SEEDS, Arm, Trials
@@ -116,12 +117,12 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         trials.add(trial, _ending(2.8 - 0.001 * trial.size.steps))
     assert not list(trials.missing(["tiny"]))
     text = "\n".join(loss_report.report(trials))
-    assert "AdamW, no delay                19/19       3/3 lr 0.002, decay 0.95 " in text
+    assert "AdamW, no delay                      19/19       3/3 lr 0.002, decay 0.95 " in text
     assert "1.800 1.800 1.800 1.800 1.800 1.800" in text
     assert "AdamW, no delay, 90% of the batches" in text
     assert "lr 0.002, decay 0.8, 1 " in text
-    assert "1F1B                                   1.88   1.44   1.22   1.11" in text
-    assert "2bw, AdamW, delay, as it is            1.00   1.00   1.00   1.00" in text
+    assert "1F1B                                        1.88   1.44   1.22   1.11" in text
+    assert "2bw, AdamW, delay, as it is                 1.00   1.00   1.00   1.00" in text
 
 
 def test_what_a_loss_is_worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_what_a_loss_is_worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     while (trial := next(trials.missing(["tiny"]), None)) is not None:
         trials.add(trial, _ending(end(trial)))
-    worth = [loss_report.worth_of(trials, delayed, SIZE, loss) for loss in (0.9, 1.0, 1.05, 1.22, 1.4)]
+    worth = [loss_report.worth_of(trials, delayed, SIZE, gap) for gap in (-0.1, 0.0, 0.05, 0.22, 0.4)]
     assert worth == pytest.approx([1.0, 1.0, 0.95, 0.78, -0.7])
     assert [loss_report._share(share) for share in worth] == [">=100%", ">=100%", "95%", "78%", "<70%"]
     assert loss_report.gaps_of(trials, delayed, SIZE) == pytest.approx([0.12, 0.1] * 3)
@@ -164,6 +165,29 @@ def test_more_seeds_and_more_batches_where_they_are_asked_for(monkeypatch: pytes
     assert line.startswith("AdamW, delay, as it is, 105% of the batches  ")
     assert f" -0.040 {half:>6.3f} " in line, "to all batches without a delay"
     assert line.endswith("1.970 1.950 1.970 1.950 1.970 1.950 and of 18 more")
+
+
+def test_arms_with_fewer_seeds_than_their_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Are compared with it for the seeds of both, whatever its others are."""
+    without, delayed = (replace(arm, rates=(1e-3,), decays=(0.9,)) for arm in (WITHOUT, PLAIN))
+    _only(monkeypatch, replace(without, loud=(SIZE,)), delayed)
+    trials = Trials(tmp_path / "trials.jsonl")
+    while (trial := next(trials.missing(["tiny"]), None)) is not None:
+        other = 0.5 if trial.seed in MORE_SEEDS[len(SEEDS) :] else 0.0
+        trials.add(trial, _ending(2.0 - 0.001 * trial.size.steps + 0.05 * trial.delay + other))
+    without, delayed = loss_trials.ARMS
+    assert len(trials.losses(trials.best(without, SIZE))) == 24
+    assert loss_report.gaps_of(trials, delayed, SIZE) == pytest.approx([0.05] * 6)
+    assert "   95%      95%  1.050" in loss_report._line(trials, delayed, SIZE)
+    assert [time.ratio for time in loss_report.times_to_loss(trials, SIZE)[f"2bw, {delayed.name}"]] == pytest.approx(
+        [1 / 0.95] * 4
+    )
+
+
+def test_the_committed_report_is_current() -> None:
+    heading, *lines = time_to_loss.TRIALS.with_suffix(".txt").read_text().split("\n\n", 1)
+    assert heading.count("\n") == 1
+    assert lines == ["\n".join([*loss_report.report(Trials(time_to_loss.TRIALS))[1:], ""])]
 
 
 def test_rates_grow_with_the_batch() -> None:

@@ -82,6 +82,11 @@ def test_a_loss_is_reached_where_the_mean_is_and_stays_as_good(tmp_path: Path):
     assert ranks._reached([touched], 1.95) is None
 
 
+def test_the_committed_report_is_current():
+    committed = ranks.TRIALS.with_suffix(".txt").read_text()
+    assert committed.endswith("\n\n" + "\n".join([ranks.setting(), *ranks.report(Jobs(ranks.TRIALS)), ""]))
+
+
 def test_the_data_are_those_of_the_small_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 

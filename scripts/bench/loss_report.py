@@ -15,15 +15,17 @@ T_95 = {6: 2.571, 24: 2.069}
 """Student's t for a two-sided 95%, by the number of seeds."""
 STAGES, CHUNKS, RATIOS = 8, 4, (1, 2, 4, 8)
 """Of the pipelines whose times to a loss are compared: d, chunks of the interleaved schedule, and m/d."""
+_WIDTH = 36
+"""Of the names of arms."""
 _NOTES = (
     "grid: tried with one seed; finalists: the best three of that, with three seeds, which choose the best. best:",
     "learning rate, decay of the first moment, and warm-up if it is not a tenth; (edge): at the edge of what was",
     "tried. loss: on validation data, in nats per byte, of other seeds, and 95%: half of Student's interval. gap: that",
     "minus the loss of the same optimizer without a delay, seed by seed; closed: share of the gap of the delay as it",
-    "is. worth: share of the batches after which training without a delay, its warm-up as much shorter, has that",
-    "loss, and that of the upper end of the gap's interval. Time to loss: batches until the loss of the same optimizer",
-    "without a delay, each as long as the schedule's bubble makes it in theory, over the time that the stages work",
-    "without one; what a schedule really takes is in schedules.txt.",
+    "is. worth: share of the batches after which training without a delay, its warm-up as much shorter, ends with that",
+    "gap, and with the upper end of its interval. Time to loss: batches until the loss of the same optimizer without a",
+    "delay, each as long as the schedule's bubble makes it in theory, over the time that the stages work without one;",
+    "what a schedule really takes is in schedules.txt.",
 )
 
 
@@ -40,7 +42,7 @@ def report(trials: Trials) -> list[str]:
             "",
             f"{name.split()[0]} parameters, {size.kind}, {size.layers} layers of {size.hidden}, {size.steps} batches "
             f"of {size.batch} x {size.sequence} bytes ({tokens / 1e6:.1f}M) of {size.corpus}, clipping at 1",
-            f"{'':<30} {'grid':>5} {'finalists':>9} {'best':<31} {'loss':>6} {'95%':>6} {'gap':>6} {'95%':>6} "
+            f"{'':<{_WIDTH}} {'grid':>5} {'finalists':>9} {'best':<31} {'loss':>6} {'95%':>6} {'gap':>6} {'95%':>6} "
             f"{'closed':>6} {'worth':>6} {'at least':>8}  of each seed",
         ]
         lines += [_line(trials, arm, size) for arm in arms]
@@ -53,7 +55,7 @@ def _line(trials: Trials, arm: Arm, size: Size) -> str:
     best = trials.best(arm, size)
     done = sum(trials.loss(trial) is not None for trial in trials.tried(arm, size))
     finalists = sum(len(trials.chose(trial)) == len(CHOOSING) for trial in trials.finalists(arm, size))
-    counts = f"{arm.name:<30} {f'{done}/{len(arm.grid(size)) + len(WARMUPS)}':>5} {f'{finalists}/{FINALISTS}':>9}"
+    counts = f"{arm.name:<{_WIDTH}} {f'{done}/{len(arm.grid(size)) + len(WARMUPS)}':>5} {f'{finalists}/{FINALISTS}':>9}"
     losses = trials.losses(best)
     if not losses:
         return counts
@@ -67,7 +69,7 @@ def _line(trials: Trials, arm: Arm, size: Size) -> str:
 def _resized(trials: Trials, arm: Arm, trial: Trial, size: Size) -> str:
     losses, gaps = trials.losses(trial), _gaps_of(trials, trial, arm, size)
     name = _resized_name(arm, trial, size)
-    return f"{name:<78} {_interval(losses)} {_interval(gaps)} {'':>22}  {_seeds(losses)}" if gaps else name
+    return f"{name:<{_WIDTH + 48}} {_interval(losses)} {_interval(gaps)} {'':>22}  {_seeds(losses)}" if gaps else name
 
 
 def _resized_name(arm: Arm, trial: Trial, size: Size) -> str:
@@ -98,7 +100,7 @@ def baseline_of(arm: Arm) -> Arm:
 
 def _gap(trials: Trials, arm: Arm, size: Size) -> str:
     """To the baseline, how much of the plain delay's it leaves, and what the arm's batches are worth."""
-    without, gaps = trials.losses(trials.best(baseline_of(arm), size)), gaps_of(trials, arm, size)
+    gaps = gaps_of(trials, arm, size)
     if arm.is_baseline or not gaps:
         return f"{'':>36}"
     closed = ""
@@ -107,13 +109,13 @@ def _gap(trials: Trials, arm: Arm, size: Size) -> str:
         is_plain = plain.delay and (plain.correction, plain.delayed, plain.synchronous) == ("none", 1, 0)
         if is_plain and plain.baseline == arm.baseline and arm is not plain and whole:
             closed = f"{1 - statistics.mean(gaps) / statistics.mean(whole):.0%}"
-    mean = statistics.mean(without) + statistics.mean(gaps)
-    worth, least = (_share(worth_of(trials, arm, size, loss)) for loss in (mean, mean + half_interval(gaps)))
+    mean = statistics.mean(gaps)
+    worth, least = (_share(worth_of(trials, arm, size, gap)) for gap in (mean, mean + half_interval(gaps)))
     return f"{_interval(gaps)} {closed:>6} {worth:>6} {least:>8}"
 
 
 def gaps_of(trials: Trials, arm: Arm, size: Size) -> list[float]:
-    """Losses of its best minus those of the baseline, seed by seed; none while some are missing."""
+    """Losses of its best minus those of the baseline, for every seed of both; none while some are missing."""
     return _gaps_of(trials, trials.best(arm, size), arm, size)
 
 
@@ -122,22 +124,23 @@ def _gaps_of(trials: Trials, trial: Trial | None, arm: Arm, size: Size) -> list[
     return [loss - other for loss, other in zip(trials.losses(trial), without, strict=False)]
 
 
-def worth_of(trials: Trials, arm: Arm, size: Size, loss: float) -> float | None:
-    """Share of the batches after which the arm's baseline has ``loss``: between the cuts, on a line.
+def worth_of(trials: Trials, arm: Arm, size: Size, gap: float) -> float | None:
+    """Share of the batches after which the arm's baseline is ``gap`` above its end: between the cuts, on a line.
 
     At most 1; minus the share of the last cut if even that is better; None while there are no cuts.
     """
     baseline = baseline_of(arm)
-    cuts = [cut for cut in trials.resized(baseline, size) if trials.losses(cut)]
-    best = trials.best(baseline, size)
-    if not cuts or not trials.losses(best):
+    of_cuts = [
+        (cut.size.steps / size.steps, _gaps_of(trials, cut, arm, size)) for cut in trials.resized(baseline, size)
+    ]
+    known = [(1.0, 0.0), *((share, statistics.mean(gaps)) for share, gaps in of_cuts if gaps)]
+    if len(known) == 1:
         return None
-    known = [(trial.size.steps / size.steps, statistics.mean(trials.losses(trial))) for trial in (best, *cuts)]
-    if loss <= known[0][1]:
+    if gap <= 0:
         return 1.0
     for (more, lower), (fewer, higher) in itertools.pairwise(known):
-        if lower < loss <= higher:
-            return more - (more - fewer) * (loss - lower) / (higher - lower)
+        if lower < gap <= higher:
+            return more - (more - fewer) * (gap - lower) / (higher - lower)
     return -known[-1][0]
 
 
@@ -163,19 +166,19 @@ def _fine_tuned(trials: Trials, size: Size) -> list[str]:
 def _by_rate(trials: Trials, arms: list[Arm], size: Size) -> list[str]:
     """The best over decays for every learning rate, first seed."""
     rates = sorted({lr for arm in arms for lr in arm.rates_on(size)})
-    lines = [f"{'lr':<30}" + "".join(f"{lr:>8g}" for lr in rates)]
+    lines = [f"{'lr':<{_WIDTH}}" + "".join(f"{lr:>8g}" for lr in rates)]
     for arm in arms:
         losses = [[trials.loss(t) for t in arm.grid(size) if t.lr == lr] for lr in rates]
         cells = [min((loss for loss in of_rate if loss is not None), default=None) for of_rate in losses]
-        lines.append(f"{arm.name:<30}" + "".join(f"{'' if cell is None else f'{cell:.3f}':>8}" for cell in cells))
+        lines.append(f"{arm.name:<{_WIDTH}}" + "".join(f"{'' if cell is None else f'{cell:.3f}':>8}" for cell in cells))
     return lines
 
 
 def _by_depth(trials: Trials, size: Size) -> list[str]:
-    lines = [f"{f'time to loss, d = {STAGES}, m/d':<36}" + "".join(f"{ratio:>7}" for ratio in RATIOS)]
+    lines = [f"{f'time to loss, d = {STAGES}, m/d':<{_WIDTH + 5}}" + "".join(f"{ratio:>7}" for ratio in RATIOS)]
     for name, times in times_to_loss(trials, size).items():
         cells = ("" if t is None else f"{'>' if t.is_bound else ''}{t.ratio:.2f}" for t in times)
-        lines.append(f"{name:<36}" + "".join(f"{cell:>7}" for cell in cells))
+        lines.append(f"{name:<{_WIDTH + 5}}" + "".join(f"{cell:>7}" for cell in cells))
     return lines
 
 
@@ -199,8 +202,8 @@ def times_to_loss(trials: Trials, size: Size) -> dict[str, list[Time | None]]:
         f"interleaved, {CHUNKS} chunks": [Time(1 + bubble / CHUNKS) for bubble in bubbles],
     }
     for arm in (arm for arm in ARMS if arm.delay):
-        losses = trials.losses(trials.best(arm, size))
-        worth = worth_of(trials, arm, size, statistics.mean(losses)) if losses else None
+        gaps = gaps_of(trials, arm, size)
+        worth = worth_of(trials, arm, size, statistics.mean(gaps)) if gaps else None
         if worth is not None:
             rows[f"2bw, {arm.name}"] = [
                 Time((1 + arm.synchronous * bubble) / abs(worth), is_bound=worth < 0)

@@ -200,6 +200,12 @@ def read(output: str) -> Trained:
     return Trained(seconds={batch: seconds[batch] for batch in losses}, losses=losses)
 
 
+def setting() -> str:
+    """What all arms train."""
+    layers = f"GPT, {LAYERS} layers of {HIDDEN}, sequences of {SEQUENCE} bytes of {PYTHON}"
+    return f"{layers}, {MICROBATCHES} microbatches of {MICROBATCH}"
+
+
 def report(jobs: Jobs) -> list[str]:
     """A table; the loss to reach is the mean that Megatron's schedules end with."""
     best = {name: jobs.best(name) for name in ARMS}
@@ -260,9 +266,7 @@ def main() -> None:
                 jobs.add(job, trained)
                 print(f"{job.arm}, lr {job.lr:g}, seed {job.seed}: {trained.end:.3f}", flush=True)
         return
-    layers = f"GPT, {LAYERS} layers of {HIDDEN}, sequences of {SEQUENCE} bytes of {PYTHON}"
-    lines = [*heading(), "", f"{layers}, {MICROBATCHES} microbatches of {MICROBATCH}"]
-    put([*lines, *report(jobs)], options.output)
+    put([*heading(), "", setting(), *report(jobs)], options.output)
 
 
 if __name__ == "__main__":
