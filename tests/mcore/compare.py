@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,9 @@ def deviation(found: Results, expected: Results) -> Deviation:
     return Deviation(
         losses=_largest_relative(found.losses, expected.losses),
         norms=norm_deviation(found, expected),
-        weights=max(_relative(tensor, expected.final[name]) for name, tensor in _paired(found.final, expected.final)),
+        weights=_largest(
+            _relative(tensor, expected.final[name]) for name, tensor in _paired(found.final, expected.final)
+        ),
         gradients=_of_gradients(found.gradients, expected.gradients),
     )
 
@@ -83,7 +85,12 @@ def _of_gradients(found: Mapping[str, torch.Tensor], expected: Mapping[str, torc
         name: (tensor.double() - expected[name].double()).flatten(1).norm(dim=1)
         for name, tensor in _paired(found, expected)
     }
-    return max((apart[name] / own[name].maximum(least)).max().item() for name in apart)
+    return _largest((apart[name] / own[name].maximum(least)).max().item() for name in apart)
+
+
+def _largest(values: Iterable[float]) -> float:
+    """NaN if one is, which ``max`` may hide."""
+    return torch.tensor(list(values), dtype=torch.double).max().item()
 
 
 def _largest_relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,7 +83,7 @@ def _together(size: Size, results: tuple[dict, ...]) -> Trained:
     weights: dict[int, list[torch.Tensor]] = {}
     for result in results:
         for stage, mine in result["weights"].items():
-            assert all(map(torch.equal, mine, weights.setdefault(stage, mine)))
+            assert all(starmap(torch.equal, zip(mine, weights.setdefault(stage, mine), strict=True)))
     losses = {key: loss for result in results for key, loss in result["losses"].items()}
     return Trained(losses, weights, [result["in_flight"] for result in results])
 
