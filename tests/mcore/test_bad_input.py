@@ -67,6 +67,10 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         replace(TWO_BW, schedule="megatron", flags=("--log-pipeline",)),
         ["--log-pipeline", "--pipeline-schedule 1f1b-flush"],
     ),
+    "a file that cannot be": (
+        replace(TWO_BW, flags=("--pipeline-trace", "/dev/null/trace.json")),
+        ["--pipeline-trace /dev/null/trace.json cannot be written: "],
+    ),
     "no delay to wait with": (
         replace(TWO_BW, schedule="megatron", flags=("--synchronous-warmup-iters", "3")),
         ["--synchronous-warmup-iters", "--pipeline-schedule 2bw"],

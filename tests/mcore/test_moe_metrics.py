@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,3 +63,22 @@ def _logged(case: Case) -> list[tuple[float, ...]]:
     shown = ".*".join([r"iteration +(\d+)/", *(rf"\| {loss}: (\S+)" for loss in LOSSES)])
     results = grown(case) if isinstance(case, GrowingCase) else run(case)
     return [tuple(map(float, values)) for values in re.findall(shown, results.outputs[-1])]
+
+
+@pytest.mark.parametrize(
+    ("tensorboard", "every", "logged"),
+    [(None, 1, [1, 5, 10]), ("runs", 4, [1, 4, 5, 8, 10]), ("runs", 1, [*range(1, 11)])],
+)
+def test_which_batches_are_reported(
+    tensorboard: str | None, every: int, logged: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first, each fifth for the log, and those for Tensorboard."""
+    from megatron_2bw.mcore import session
+
+    args = SimpleNamespace(tensorboard_dir=tensorboard, tensorboard_log_interval=every, log_interval=5)
+    monkeypatch.setattr(session, "get_args", lambda: args)
+    found = []
+    for batch in range(1, 11):
+        args.curr_iteration = batch - 1
+        found += [batch] * session.Session.logs_this_batch(SimpleNamespace(pipeline=SimpleNamespace(batches_run=batch)))
+    assert found == logged

@@ -1,0 +1,56 @@
+"""What `megatron_2bw.install` replaces in Megatron, and that `uninstall` puts it back."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from megatron_2bw.mcore import arguments
+
+REPLACED = """
+import importlib, operator
+from megatron_2bw.mcore import cpu_backend
+cpu_backend.install()  # Before Megatron is imported.
+import megatron_2bw
+from megatron_2bw.mcore.install import HOOKS
+from megatron_2bw.mcore.symbols import is_relied_on
+
+def bindings():
+    return [
+        operator.attrgetter(hook.name)(importlib.import_module(hook.module)) for hook in HOOKS if is_relied_on(hook)
+    ]
+
+before = bindings()
+megatron_2bw.install()
+installed = bindings()
+assert len(installed) > 20
+assert not any(map(operator.is_, before, installed)), "something is not replaced"
+megatron_2bw.install()
+assert all(map(operator.is_, installed, bindings())), "twice"
+megatron_2bw.uninstall()
+assert all(map(operator.is_, before, bindings())), "something stays"
+"""
+
+
+def test_everything_is_replaced_once_and_put_back() -> None:
+    ended = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("given", [["--pipeline-schedule", "2bw"], ["--pipeline-schedule=2bw"]])
+def test_a_yaml_file_that_would_hide_the_schedule_is_refused(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml", *given])
+    with pytest.raises(SystemExit) as refusal:
+        arguments.parsed(argparse.Namespace)
+    assert refusal.value.code == 2
+    assert "does not work with --yaml-cfg, which replaces all other flags; use flags" in capsys.readouterr().err
+
+
+def test_a_yaml_file_alone_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml"])
+    assert arguments.parsed(lambda: argparse.Namespace(lr=1)) == argparse.Namespace(lr=1)
