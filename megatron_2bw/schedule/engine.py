@@ -30,7 +30,8 @@ class Model(StrEnum):
     """Sends are buffered and receives are only posted; F and B wait for their input."""
     IN_ORDER_QUEUE = "one in-order hardware queue"
     """What ``CUDA_DEVICE_MAX_CONNECTIONS=1`` gives: actions are issued in order; a transfer is complete once
-    both sides have issued it, and until then the next one of its channel holds up everything behind it."""
+    both sides have issued it, and until then the next one of its channel holds up everything behind it. A norm, which
+    the host starts when it has seen the gradients, is behind all that a rank issues before it waits for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,7 @@ class _Step(NamedTuple):
     cost: Seconds
     awaits: int | None = None
     gives: int | None = None
+    """With ``awaits``: the reduction that this waits for, where its rank has not begun it for another stage."""
     channel: int | None = None
     of_batch: int | None = None
     """Batch of an update or reduction."""
@@ -202,9 +204,9 @@ class _Engine:
             )
         if type_ in (ActionType.REDUCE_START, ActionType.REDUCE_WAIT):
             key = self._reduction_key(action.reduction, rank) + batch * self._stride
-            if type_ is ActionType.REDUCE_START:
-                return _Step(action, 0, gives=key, of_batch=batch)
-            return _Step(action, 0, awaits=key, of_batch=batch)
+            waits = type_ is ActionType.REDUCE_WAIT
+            is_late = self._model is Model.IN_ORDER_QUEUE and action.reduction is Reduction.NORM
+            return _Step(action, 0, key if waits else None, key if waits == is_late else None, of_batch=batch)
         cost = self._durations.of_stage(type_, stage, self._schedule.stages)
         if type_ is ActionType.UPDATE:
             return _Step(action, cost, of_batch=batch)
@@ -236,6 +238,7 @@ class _Engine:
         there, timed, delays, stride = self._there, self._timed[rank], self._delays, self._stride
         queued, record = self._model is Model.IN_ORDER_QUEUE, self._record
         last_of_channel: dict[int, int] = {}
+        begun: int | None = None
         now_s: Seconds = 0
         for span in self._spans:
             call = span.call
@@ -246,6 +249,9 @@ class _Engine:
                 if delays:
                     cost += delays.pop((rank, action.shifted(call)), 0)
                 key = None if awaits is None else awaits + base
+                if awaits is not None and gives is not None and key != begun:
+                    self._chains.start(rank, key, now_s)
+                    begun = key
                 if queued and channel is not None:
                     key = last_of_channel.get(channel)
                     last_of_channel[channel] = gives + base
@@ -260,8 +266,9 @@ class _Engine:
                 if channel is not None:
                     self._transfer(gives + base, channel, now_s)
                 elif gives is not None:
-                    self._chains.start(rank, gives + base, now_s)
-                elif record and action.type is not ActionType.REDUCE_WAIT:
+                    if awaits is None:
+                        self._chains.start(rank, gives + base, now_s)
+                elif record and action.reduction is None:
                     timed.append(Timed(action, call, start_s, now_s))
 
     def _transfer(self, key: int, channel: int, now_s: Seconds) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import repeat
 
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
 from megatron_2bw.schedule.errors import ScheduleError
@@ -98,6 +99,10 @@ def add_transfers(schedule: Schedule) -> Schedule:
     peers send in that call; what the next call uses first is therefore posted before the last
     compute action of this one and overlaps with it.
 
+    All ranks have to reach their wait for a norm, and in one hardware queue a transfer whose predecessor is not
+    complete holds up everything behind it. So what a peer sends before its wait is received before this rank's wait,
+    but for the last one of each channel, behind which there is none.
+
     Where a rank has several stages, tensors may lie there for long before they are used, and two ranks that each
     wait for the other to post a receive would never go on. There a receive is posted before the action during which
     its tensor comes.
@@ -108,12 +113,26 @@ def add_transfers(schedule: Schedule) -> Schedule:
     ends = clock(schedule) if any(len(schedule.stages_of(rank)) > 1 for rank in range(len(schedule.programs))) else {}
     sending = [tuple(_with_sends(schedule, rank, program)) for rank, program in enumerate(schedule.programs)]
     incoming: list[list[Action]] = [[] for _ in sending]
+    before_norm: list[set[Action]] = [set() for _ in sending]
     for call in sending:
-        for action in call:
-            if action.type in (ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD):
-                incoming[schedule.peer_of(action)].append(_receive_of(action))
-    calls = (_with_receives(call, receives, ends) for call, receives in zip(sending, incoming, strict=True))
+        for action in filter(_is_send, call):
+            incoming[schedule.peer_of(action)].append(_receive_of(action))
+        channels: dict[tuple[ActionType, int], list[Action]] = {}
+        for action in filter(_is_send, call[: _wait_for_norm(call)]):
+            channels.setdefault((action.type, schedule.peer_of(action)), []).append(_receive_of(action))
+        for (_, peer), receives in channels.items():
+            before_norm[peer].update(receives[:-1])
+    calls = map(_with_receives, sending, incoming, before_norm, repeat(ends))
     return replace(schedule, programs=programs_of(calls))
+
+
+def _is_send(action: Action) -> bool:
+    return action.type in (ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD)
+
+
+def _wait_for_norm(call: tuple[Action, ...]) -> int:
+    """Index of the wait for the norm of an earlier batch; 0 if there is none."""
+    return next((i for i, a in enumerate(call) if a.reduction is Reduction.NORM and a.batch < 0), 0)
 
 
 def _with_sends(schedule: Schedule, rank: int, program: Program) -> Iterable[Action]:
@@ -165,16 +184,26 @@ def clock(schedule: Schedule) -> dict[tuple[ActionType, int, int | None], int]:
 
 
 def _with_receives(
-    call: tuple[Action, ...], receives: list[Action], ends: dict[tuple[ActionType, int, int | None], int]
+    call: tuple[Action, ...],
+    receives: list[Action],
+    before_norm: set[Action],
+    ends: dict[tuple[ActionType, int, int | None], int],
 ) -> Iterable[Action]:
     posted = _posted_as_sent(call, receives, ends) if ends else _posted_ahead_of_use(call, receives)
-    for i, action in enumerate(call):
+    norm = _wait_for_norm(call)
+    late = [i for i in sorted(posted) if i > norm]
+    early = [receive for i in late for receive in posted[i] if receive in before_norm]
+    for i in late:
+        posted[i] = [receive for receive in posted[i] if receive not in before_norm]
+    posted.setdefault(norm, []).extend(early)
+    for i, action in enumerate((*call, None)):
         yield from sorted(posted.get(i, ()), key=lambda receive: receive.type is ActionType.RECV_FORWARD)
-        yield action
+        if action is not None:
+            yield action
 
 
 def _posted_ahead_of_use(call: tuple[Action, ...], receives: list[Action]) -> dict[int, list[Action]]:
-    """By index in ``call``: the receives to post before it."""
+    """By index in ``call``: the receives to post before it; at the end of ``call``, those with time until the next."""
     compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
     # The order of use goes on into the next call, whose compute actions are these, one batch later.
     uses = [(call[i], calls) for calls in (0, 1) for i in compute]
@@ -188,7 +217,7 @@ def _posted_ahead_of_use(call: tuple[Action, ...], receives: list[Action]) -> di
         slot = slot_of.get((type_, receive.stage, receive.microbatch, receive.batch))
         if slot is None:
             raise ScheduleError(f"{receive} is received in a call in which, and in the next, no {type_} uses it")
-        posted.setdefault(compute[min(slot, len(compute) - 1)], []).append(receive)
+        posted.setdefault(compute[slot] if slot < len(compute) else len(call), []).append(receive)
     return posted
 
 

@@ -56,6 +56,7 @@ class Machine:
         self.captured = [0 for _ in ranks]
         self.collected: list[dict[Reduction, int]] = [{} for _ in ranks]
         self.background: list[deque[tuple[Reduction, int]]] = [deque() for _ in ranks]
+        self.late: list[list[tuple[Reduction, int]]] = [[] for _ in ranks]
         self.reduced: list[dict[tuple[Reduction, int], int]] = [{} for _ in ranks]
         self.stash: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in ranks]
         self.gradients: list[dict[tuple[int, int], int]] = [{} for _ in ranks]
@@ -179,13 +180,20 @@ class Machine:
     def reduce_start(self, rank: int, action: Action) -> None:
         if action.reduction is self.chain[0] and self.schedule.gradient_copy is GradientCopy.WHOLE:
             self.capture(rank)
-        self.background[rank].append((action.reduction, action.batch))
+        job = action.reduction, action.batch
+        if self.queued and action.reduction is Reduction.NORM:  # The host launches it later.
+            self.late[rank].append(job)
+        else:
+            self.background[rank].append(job)
 
     def capture(self, rank: int) -> None:
         self.captured[rank], self.accumulated[rank] = self.accumulated[rank], 0
 
     def reduce_wait(self, rank: int, action: Action) -> bool:
         job = action.reduction, action.batch
+        if job in self.late[rank]:  # At the latest; then it is behind all that is in the queue.
+            self.late[rank].remove(job)
+            self.background[rank].append(job)
         if job not in self.reduced[rank] and job not in self.background[rank]:
             raise WrongError("waits for what was never started")
         if job not in self.reduced[rank]:
@@ -252,7 +260,7 @@ class Machine:
 
     def check_result(self) -> None:
         """Compare with delayed training done by one process, and look for what was left over."""
-        left = (*self.stash, *self.gradients, *self.receives, *self.accumulated, *self.background)
+        left = (*self.stash, *self.gradients, *self.receives, *self.accumulated, *self.background, *self.late)
         if any(left) or any(len(tensors) != self.used[channel] for channel, tensors in self.sent.items()):
             raise WrongError("something is left over")
         for channels in self.at_call_end.values():

@@ -6,11 +6,11 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_2bw.schedule.action import Action, ActionType
-from megatron_2bw.schedule.calls import lowered
+from megatron_2bw.schedule.action import Action, ActionType, Reduction
 from megatron_2bw.schedule.engine import Model, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.feasible import works
+from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
 from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
@@ -130,7 +130,7 @@ def test_uneven_stages_and_updates():
 def test_one_hardware_queue_costs_nothing(name: str):
     """The order of posted receives never holds up a computation, even where all actions share a queue."""
     for d, m in [(d, m) for d, m in SIZES if works(name, stages=d, microbatches=m)]:
-        schedule = lowered(build(name, stages=d, microbatches=m))
+        schedule = lower(build(name, stages=d, microbatches=m), [Reduction.GRADIENTS])
         queued, host = (run(schedule, [3, 1], ONE_TWO, model=model) for model in (Model.IN_ORDER_QUEUE, Model.HOST))
         assert not queued.blocked
         assert queued.timed == host.timed

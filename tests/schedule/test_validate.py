@@ -335,3 +335,20 @@ def test_ranks_that_share_a_stage_share_all():
     with pytest.raises(ScheduleError, match=Rule.DECLARATION) as caught:
         validate(schedule)
     assert "rank 0: it has stages [0, 1] and another rank [1]" in caught.value.message
+
+
+def test_a_norm_is_behind_what_is_issued_before_the_wait_for_it():
+    """In one hardware queue; with more in flight, a second gradient can be sent before the norm is there."""
+    schedule = lower(build("2bw", stages=2, microbatches=2, extra_in_flight=1))
+    validate(schedule)
+    actions = list(schedule.programs[0].steady)
+    receive, update = Action.parse("0RECV_B0"), Action.parse("0UPDATE@-1")
+    assert actions.index(receive) < actions.index(Action.parse("0REDUCE_WAIT:norm@-1"))
+    actions.remove(receive)
+    actions.insert(actions.index(update) + 1, receive)
+    with pytest.raises(ScheduleError) as caught:
+        validate(with_actions(schedule, 0, actions))
+    assert f"{Rule.DEADLOCK}: with one in-order hardware queue" in caught.value.message
+    assert "rank 0 in steady of call 1 at 0REDUCE_WAIT:norm@-1, rank 1 in steady of call 1 at 1SEND_B1" in (
+        caught.value.message
+    )
