@@ -43,6 +43,7 @@ class ExitRequests:
         """Wait for what is under way, so that no rank ends in the middle of it."""
         for what in self._before:
             self._known(what)
+        self._background.close()
 
     @contextmanager
     def duration_checked_only_at_the_end(self, args: Any) -> Iterator[None]:

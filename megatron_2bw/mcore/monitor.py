@@ -69,6 +69,7 @@ class PipelineMonitor:
         if self._last is not None:
             with waiting_in("gathering how busy the stages were"):
                 self._background.result(self._last)
+        self._background.close()
 
     def add_to(self, losses: dict[str, torch.Tensor], totals: dict[str, Any], advanced: int) -> None:
         """Put the newest numbers among the losses of an iteration, which Megatron averages between log lines.

@@ -189,9 +189,11 @@ class DelayedOptimizer:
         self.weights.forget_older()
         if self._correction is not None:
             self._correction.delayed = False
-        yield
-        if self._correction is not None:
-            self._correction.delayed = True
+        try:
+            yield
+        finally:
+            if self._correction is not None:
+                self._correction.delayed = True
         self.weights.forget_older()
 
     def know_scale(self) -> None:
@@ -261,8 +263,9 @@ class DelayedOptimizer:
         self.weights.use_newest()
 
     def release(self) -> None:
-        """Give Megatron's optimizer and gradient buffers their own methods back, as after `settle`."""
+        """Give Megatron's optimizer and gradient buffers their own methods back, as after `settle`; the last call."""
         self._taken_over.close()
+        self._pending.close()
 
     def _require_finite(self, batch: int) -> None:
         norm = self._statistics.norm

@@ -37,7 +37,7 @@ class Background:
         self._device = device
         self._timeout_s = timeout_s
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._queue: SimpleQueue[tuple[Future, Callable[[], object], torch.cuda.Event | None]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future, Callable[[], object], torch.cuda.Event | None] | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], object]) -> Future:
@@ -51,7 +51,10 @@ class Background:
         return future
 
     def enqueue(self, function: Callable[[], object]) -> Future:
-        """The same for a function that on a GPU only enqueues work: there it runs at once, in this thread."""
+        """The same for a function that on a GPU only enqueues work: there it runs at once, in this thread.
+
+        Collectives over gloo, of tensors on a GPU, do more than that: they wait for the other ranks here.
+        """
         if self._stream is None:
             return self.submit(function)
         future: Future = Future()
@@ -75,20 +78,32 @@ class Background:
             torch.cuda.current_stream(self._device).wait_event(done)
         return value
 
+    def close(self) -> None:
+        """End the thread, after all work given so far."""
+        self._queue.put(None)
+
     def _work(self) -> None:
         stream = None
         if self._stream is not None:
             torch.cuda.set_device(self._device)
             stream = torch.cuda.Stream(self._device)
             torch.cuda.set_stream(stream)
-        while True:
-            future, function, ready = self._queue.get()
-            try:
-                if ready is not None:
-                    # On the host: with one hardware queue, a kernel that waits there holds up the computation.
-                    ready.synchronize()
-                with torch.no_grad():
-                    value = function()
-                future.set_result((value, None if stream is None else stream.record_event()))
-            except BaseException as error:  # Raised again in the thread that waits for the result.
-                future.set_exception(error)
+        while self._turn(stream):
+            pass
+
+    def _turn(self, stream: torch.cuda.Stream | None) -> bool:
+        """One function; False at the end. What it held is let go of before the next is waited for."""
+        work = self._queue.get()
+        if work is None:
+            return False
+        future, function, ready = work
+        try:
+            if ready is not None:
+                # On the host: with one hardware queue, a kernel that waits there holds up the computation.
+                ready.synchronize()
+            with torch.no_grad():
+                value = function()
+            future.set_result((value, None if stream is None else stream.record_event()))
+        except BaseException as error:  # Raised again in the thread that waits for the result.
+            future.set_exception(error)
+        return True

@@ -9,6 +9,9 @@ import torch
 
 from megatron_2bw.schedule.action import Action
 
+_OWN = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""Errors of this rank's device; the second is new in torch 2.9."""
+
 
 class PeerLostError(RuntimeError):
     """A transfer or reduction failed because another rank is gone or too late; its own output says why."""
@@ -26,10 +29,11 @@ def needs_peers(what: str) -> Iterator[None]:
     Raises:
         PeerLostError: the process group raised an error.
         torch.OutOfMemoryError: this rank's own.
+        torch.AcceleratorError: a kernel of this rank failed before, and it shows here.
     """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except _OWN:
         raise
     except RuntimeError as error:
         raise PeerLostError(

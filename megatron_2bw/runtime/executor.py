@@ -9,6 +9,7 @@ import torch
 
 from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.links import Boundary, Links
+from megatron_2bw.runtime.pace import Pace
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action, ActionType
 from megatron_2bw.schedule.program import Schedule
@@ -71,6 +72,7 @@ class Executor:
         self._worker = worker
         self._links = links
         self._recorder = recorder
+        self._pace = Pace(worker.boundary.device)
         self._in_flight: dict[tuple[int, int | None, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._results: dict[tuple[int, int | None, int], torch.Tensor] = {}
         self._filled = False
@@ -125,6 +127,7 @@ class Executor:
         output = self._worker.forward(action, received)
         self._in_flight[action.stage, action.microbatch, action.batch] = received, output
         self._note(action, start)
+        self._pace.computed()
 
     def _backward(self, action: Action) -> None:
         grad = self._take(action, ActionType.RECV_BACKWARD)
@@ -135,6 +138,7 @@ class Executor:
         if result is not None:
             self._results[action.stage, action.microbatch, action.batch] = result
         self._note(action, start)
+        self._pace.computed()
 
     def _take(self, action: Action, type_: ActionType) -> torch.Tensor | None:
         receive = action._replace(type=type_, version=None)

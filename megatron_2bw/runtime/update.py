@@ -69,6 +69,10 @@ class PendingUpdate:
         """Block until the link is complete and return its result; None for a batch that is done."""
         return self._background.result(self._chain[action.reduction]) if action.batch == self.batch else None
 
+    def close(self) -> None:
+        """Nothing will be reduced any more."""
+        self._background.close()
+
     @contextmanager
     def apply(self) -> Iterator[Mapping[Reduction, object]]:
         """Wait for the chain; inside, the weights are those of the update, ready to be changed.

@@ -10,6 +10,7 @@ import torch
 
 from megatron_2bw.runtime import recorder as recorder_module
 from megatron_2bw.runtime.background import Background
+from megatron_2bw.runtime.pace import MOST, Pace
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action
 from megatron_2bw.schedule.timeline import REDUCTIONS
@@ -98,3 +99,14 @@ def test_times_add_up_over_origins_and_streams(monkeypatch: pytest.MonkeyPatch) 
     assert all(later.start_s >= earlier.end_s - 1e-4 for earlier, later in itertools.pairwise(events))
     assert all(event.end_s - event.start_s > 0.005 for event in (*events, *beside))
     assert recorder.events() == events
+
+
+def test_the_host_is_a_few_computations_ahead() -> None:
+    pace = Pace(torch.device("cuda"))
+    ends = [torch.cuda.Event() for _ in range(2 * MOST)]
+    for number, end in enumerate(ends):
+        torch.cuda._sleep(CYCLES)
+        end.record()
+        pace.computed()
+        assert not end.query()
+        assert number < MOST or ends[number - MOST].query()

@@ -1,11 +1,13 @@
 """The executor's parts by themselves."""
 
 import threading
+import weakref
 
 import pytest
 import torch
 
 from megatron_2bw.runtime.background import Background
+from megatron_2bw.runtime.errors import PeerLostError, needs_peers
 from megatron_2bw.runtime.gradients import CapturedGradients, Region, whole_regions
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
@@ -160,6 +162,28 @@ def test_background_raises_where_the_result_is_wanted():
     with pytest.raises(ValueError, match="peer lost"):
         background.result(background.submit(fail))
     assert background.result(background.submit(lambda: 3)) == 3
+
+
+def test_background_holds_on_to_nothing():
+    background = Background(CPU, "test that ends")
+    value = torch.zeros(1)
+    alive = weakref.ref(value)
+    background.result(background.submit(value.clone))
+    background.result(background.submit(lambda: None))
+    del value
+    assert alive() is None
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "test that ends")
+    background.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_this_ranks_own_device_stays_what_it_is(error: type[RuntimeError]):
+    with pytest.raises(error, match="mine"), needs_peers("a transfer"):
+        raise error("mine")
+    with pytest.raises(PeerLostError, match="a transfer failed"), needs_peers("a transfer"):
+        raise RuntimeError("Connection closed by peer")
 
 
 def _pending(weight):
