@@ -1,9 +1,11 @@
 """The README says what the code does."""
 
+import argparse
 import re
 from pathlib import Path
 
 from megatron_2bw.cli import main
+from megatron_2bw.mcore.arguments import add_arguments
 from megatron_2bw.mcore.support import table
 
 ROOT = Path(__file__).parents[1]
@@ -13,6 +15,17 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_table_of_flags_is_the_one_in_the_code():
     (shown,) = re.findall(r"<!-- flags: .*? -->\n(.*?)\n<!-- /flags -->", README, re.DOTALL)
     assert shown == table()
+
+
+def test_every_option_is_listed_with_its_default():
+    (shown,) = re.findall(r"\| option \| default \| \|\n\|---.*?\n(.*?)\n\n", README, re.DOTALL)
+    rows = [row.split("|")[1:3] for row in shown.splitlines()]
+    options = add_arguments(argparse.ArgumentParser(add_help=False))._actions
+    assert len(options) > len(rows) > 9
+    for option in options:
+        (listed,) = [default for names, default in rows if f"`{option.option_strings[0]}" in names]
+        default = "off" if option.default is False else "" if option.default is None else option.default
+        assert (f"{default:g}" if isinstance(default, float) else str(default)) in listed, option.option_strings
 
 
 def test_the_table_of_schedules_is_what_the_command_prints(capsys):

@@ -43,7 +43,9 @@ pretrain() {
     gpus="$(count_gpus)"
     if [ -z "$(value_of --global-batch-size "")" ]; then
         if [ $((gpus % 2)) -ne 0 ]; then
-            gpus=0 # The default layout has two stages.
+            echo "warning: the default layout has two stages, for an even number of GPUs, not $gpus: training on the CPU." \
+                "Give --global-batch-size and a layout to use them." >&2
+            gpus=0
         fi
         defaults+=(--pipeline-schedule 2bw --pipeline-model-parallel-size 2 --micro-batch-size 4)
         defaults+=(--global-batch-size $((8 * nodes * (gpus > 0 ? gpus / 2 : 1))))
