@@ -21,6 +21,7 @@ from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.feasible import checked, enough_microbatches
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, canonical_name
+from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
 
 class ArgumentError(ValueError):
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pipeline-extra-in-flight",
         type=_natural,
         default=0,
+        choices=range(MOST_EXTRA_IN_FLIGHT + 1),
         metavar="N",
         help="2bw: keep N more activations in flight per stage boundary than its d-s. That hides transfers and "
         "uneven moments of neighbouring stages, costs the memory of the activations, and needs "

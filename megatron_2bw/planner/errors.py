@@ -35,7 +35,7 @@ class PlanError(ValueError):
         return problem.reason if isinstance(problem, Problem) else problem
 
 
-def wrong_count(name: str, value: object, least: int) -> str:
+def wrong_count(name: str, value: object, least: int) -> Problem:
     """Why ``value`` is no count from ``least`` to ``MOST``."""
     bound = f"at most {MOST}" if isinstance(value, int) and value > MOST else f"at least {least}"
-    return f"{name} {reprlib.repr(value)}: give a whole number of {bound}"
+    return Problem(f"{name} {reprlib.repr(value)} is no count", f"give a whole number of {bound}")

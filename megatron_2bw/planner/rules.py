@@ -12,6 +12,7 @@ from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import most_layers, spread
 from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
 MEGATRON = "megatron"
 DELAYED = frozenset({"2bw"})
@@ -83,6 +84,11 @@ def schedule_problem(layout: Layout) -> Problem | None:
     if layout.extra_in_flight and layout.schedule not in DELAYED:
         return Problem(
             f"extra_in_flight {layout.extra_in_flight}: {layout.schedule} keeps a fixed number of activations", "use 0"
+        )
+    if layout.extra_in_flight > MOST_EXTRA_IN_FLIGHT:
+        return Problem(
+            f"extra_in_flight {layout.extra_in_flight}: transfers would wait for each other",
+            f"use {MOST_EXTRA_IN_FLIGHT} at most",
         )
     if layout.delayed_microbatches and layout.schedule not in DELAYED:
         return Problem(

@@ -9,9 +9,6 @@ import torch
 
 from megatron_2bw.schedule.action import Action
 
-_OWN = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""Errors of this rank's device; the second is new in torch 2.9."""
-
 
 class PeerLostError(RuntimeError):
     """A transfer or reduction failed because another rank is gone or too late; its own output says why."""
@@ -33,7 +30,7 @@ def needs_peers(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except _OWN:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         raise PeerLostError(

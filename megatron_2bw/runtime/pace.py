@@ -14,7 +14,8 @@ class Pace:
     """Waits on the host until the GPU has few computations left.
 
     Tensors that are on their way stay in memory until the device is through with them, so that a host which is a whole
-    batch ahead of it would need room for a batch of them. What has been launched never waits for what has not.
+    batch ahead of it would need room for a batch of them. A computation waits for what its rank has issued before it,
+    and for other ranks that get there, as ``validate`` has shown; a transfer may wait for what is yet to be issued.
 
     Args:
         device: with a CPU, nothing waits.

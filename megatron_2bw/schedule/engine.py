@@ -31,7 +31,8 @@ class Model(StrEnum):
     IN_ORDER_QUEUE = "one in-order hardware queue"
     """What ``CUDA_DEVICE_MAX_CONNECTIONS=1`` gives: actions are issued in order; a transfer is complete once
     both sides have issued it, and until then the next one of its channel holds up everything behind it. A norm, which
-    the host starts when it has seen the gradients, is behind all that a rank issues before it waits for that."""
+    the host starts when it has seen the gradients, is behind all that a rank issues before it waits for that: at worst,
+    so this is for finding deadlocks, not for times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +126,11 @@ class _Step(NamedTuple):
     cost: Seconds
     awaits: int | None = None
     gives: int | None = None
-    """With ``awaits``: the reduction that this waits for, where its rank has not begun it for another stage."""
     channel: int | None = None
     of_batch: int | None = None
     """Batch of an update or reduction."""
+    begins: bool = False
+    """Whether the reduction that this awaits starts here, unless it has for another stage of the rank."""
 
 
 class _Engine:
@@ -204,9 +206,10 @@ class _Engine:
             )
         if type_ in (ActionType.REDUCE_START, ActionType.REDUCE_WAIT):
             key = self._reduction_key(action.reduction, rank) + batch * self._stride
-            waits = type_ is ActionType.REDUCE_WAIT
             is_late = self._model is Model.IN_ORDER_QUEUE and action.reduction is Reduction.NORM
-            return _Step(action, 0, key if waits else None, key if waits == is_late else None, of_batch=batch)
+            if type_ is ActionType.REDUCE_WAIT:
+                return _Step(action, 0, awaits=key, of_batch=batch, begins=is_late)
+            return _Step(action, 0, gives=None if is_late else key, of_batch=batch)
         cost = self._durations.of_stage(type_, stage, self._schedule.stages)
         if type_ is ActionType.UPDATE:
             return _Step(action, cost, of_batch=batch)
@@ -238,18 +241,18 @@ class _Engine:
         there, timed, delays, stride = self._there, self._timed[rank], self._delays, self._stride
         queued, record = self._model is Model.IN_ORDER_QUEUE, self._record
         last_of_channel: dict[int, int] = {}
-        begun: int | None = None
+        begun = -1
         now_s: Seconds = 0
         for span in self._spans:
             call = span.call
             base = call * stride
-            for action, cost, awaits, gives, channel, of_batch in self._steps[rank][span.part]:
+            for action, cost, awaits, gives, channel, of_batch, begins in self._steps[rank][span.part]:
                 if of_batch is not None and of_batch + call < span.first:
                     continue
                 if delays:
                     cost += delays.pop((rank, action.shifted(call)), 0)
                 key = None if awaits is None else awaits + base
-                if awaits is not None and gives is not None and key != begun:
+                if begins and key > begun:
                     self._chains.start(rank, key, now_s)
                     begun = key
                 if queued and channel is not None:
@@ -266,8 +269,7 @@ class _Engine:
                 if channel is not None:
                     self._transfer(gives + base, channel, now_s)
                 elif gives is not None:
-                    if awaits is None:
-                        self._chains.start(rank, gives + base, now_s)
+                    self._chains.start(rank, gives + base, now_s)
                 elif record and action.reduction is None:
                     timed.append(Timed(action, call, start_s, now_s))
 

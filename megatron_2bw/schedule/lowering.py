@@ -96,8 +96,8 @@ def add_transfers(schedule: Schedule) -> Schedule:
     """Send every result that another rank needs; post its receive one compute action ahead of its use.
 
     Sends follow the action that produced the tensor. A call posts exactly the receives of what its
-    peers send in that call; what the next call uses first is therefore posted before the last
-    compute action of this one and overlaps with it.
+    peers send in that call: what the next call uses first before the last compute action of this one, with which it
+    overlaps, and what that uses later at the end.
 
     All ranks have to reach their wait for a norm, and in one hardware queue a transfer whose predecessor is not
     complete holds up everything behind it. So what a peer sends before its wait is received before this rank's wait,
@@ -203,7 +203,7 @@ def _with_receives(
 
 
 def _posted_ahead_of_use(call: tuple[Action, ...], receives: list[Action]) -> dict[int, list[Action]]:
-    """By index in ``call``: the receives to post before it; at the end of ``call``, those with time until the next."""
+    """By index in ``call``: the receives to post before it; its length for those to post at the end."""
     compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
     # The order of use goes on into the next call, whose compute actions are these, one batch later.
     uses = [(call[i], calls) for calls in (0, 1) for i in compute]

@@ -8,6 +8,8 @@ from megatron_2bw.schedule.action import Action
 from megatron_2bw.schedule.program import Schedule, backward, forward, programs_of, update
 
 DELAY = 1
+MOST_EXTRA_IN_FLIGHT = 3
+"""With more, receives and sends of neighbours wait for each other in one hardware queue at most sizes."""
 
 
 def two_bw(

@@ -184,7 +184,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]):
     ("layout", "reason"),
     [
         ("2bw:d7", "pipeline 7 does not divide 64 GPUs; use pipeline 8"),
-        ("2bw:d0", "pipeline 0: give a whole number of at least 1; use pipeline 2"),
+        ("2bw:d0", "pipeline 0 is no count; use pipeline 2"),
         ("2bw:d8,t16", "tensor 16 does not divide the 8 GPUs of a stage; use tensor 8"),
         ("2bw:d8,t4,w3", "; use data 2"),
         ("2bw:d8,t4,w3,b1", "data 3: a stage has 8 GPUs, 4 per replica; use 2"),
@@ -349,12 +349,15 @@ def test_rows_that_have_a_prediction(capsys: pytest.CaptureFixture[str], tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prediction": {"time_s": 1}, "pipeline": 0}, "layout: pipeline 0: give a whole number of at least 1"),
+        (
+            {"prediction": {"time_s": 1}, "pipeline": 0},
+            "layout: pipeline 0 is no count; give a whole number of at least 1",
+        ),
         ({"seq_length": 10**320}, "seq_length 1000"),
         ({"model": {**dataclasses.asdict(MODELS["gpt-2.2b"]), "hidden_size": 10**320}}, "of at most 1000000000000"),
-        ({"global_batch": 10**320}, "0000: give a whole number of at most 1000000000000"),
-        ({"pipeline": 10**4000, "tensor": 10**4000}, "0000: give a whole number of at most 1000000000000"),
-        ({"pipeline": -(10**4000), "tensor": -(10**4000)}, "0000: give a whole number of at least 0"),
+        ({"global_batch": 10**320}, "0000 is no count; give a whole number of at most 1000000000000"),
+        ({"pipeline": 10**4000, "tensor": 10**4000}, "0000 is no count; give a whole number of at most 1000000000000"),
+        ({"pipeline": -(10**4000), "tensor": -(10**4000)}, "0000 is no count; give a whole number of at least 0"),
         ({"gpus": 10**320}, "gpus 1000"),
         ({"num_layers": 99}, "num_layers 99: the model has 32; leave out one of them"),
         ({"model": 7}, "model 7: give a name or an object"),

@@ -393,7 +393,7 @@ def test_nonsense(model: Model, gpus: int, batch: int, space: Space | None, mess
     ("space", "message", "field", "value"),
     [
         (Space(pipelines=(3,)), "pipeline 3 does not divide 4 GPUs", "pipelines", 2),
-        (Space(pipelines=(0,)), "pipeline 0: give a whole number of at least 1", "pipelines", 1),
+        (Space(pipelines=(0,)), "pipeline 0 is no count", "pipelines", 1),
         (Space(tensors=(8,)), "tensor 8 does not divide the 4 GPUs of a stage", "tensors", 4),
         (Space(pipelines=(4,), tensors=(2,)), "tensor 2 does not divide the 1 GPUs of a stage", "tensors", 1),
         (Space(pipelines=(2,), widths=(4,)), "data 4: a stage has 2 GPUs, 1 per replica", "widths", 2),

@@ -127,7 +127,7 @@ def test_uneven_stages_and_updates():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_one_hardware_queue_costs_nothing(name: str):
+def test_transfers_in_one_hardware_queue_cost_nothing(name: str):
     """The order of posted receives never holds up a computation, even where all actions share a queue."""
     for d, m in [(d, m) for d, m in SIZES if works(name, stages=d, microbatches=m)]:
         schedule = lower(build(name, stages=d, microbatches=m), [Reduction.GRADIENTS])

@@ -15,6 +15,7 @@ from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy, Program, Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
 from megatron_2bw.schedule.rules import Rule
+from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 from megatron_2bw.schedule.validate import validate
 
 from . import others
@@ -56,7 +57,7 @@ def test_all_stages_up_to_8_and_microbatches_up_to_16(name: str, copy: GradientC
             assert valid == expected, f"{name}, d={stages}, m={microbatches}"
 
 
-@pytest.mark.parametrize("extra", [1, 2])
+@pytest.mark.parametrize("extra", range(1, MOST_EXTRA_IN_FLIGHT + 1))
 def test_more_in_flight_needs_more_microbatches(extra: int):
     for stages in range(1, 7):
         for microbatches in range(1, 17):
@@ -351,4 +352,24 @@ def test_a_norm_is_behind_what_is_issued_before_the_wait_for_it():
     assert f"{Rule.DEADLOCK}: with one in-order hardware queue" in caught.value.message
     assert "rank 0 in steady of call 1 at 0REDUCE_WAIT:norm@-1, rank 1 in steady of call 1 at 1SEND_B1" in (
         caught.value.message
+    )
+
+
+def test_two_stages_of_a_rank_may_wait_for_norms_of_other_batches():
+    """One waits for that of this batch before the other does for that of the batch before."""
+    text = (
+        "0F{i}v0 1F{i}v-1 1B{i}v-1 0B{i}v0 1UPDATE@-1 0REDUCE_START:grads 0REDUCE_START:norm 0REDUCE_WAIT:grads "
+        "0REDUCE_WAIT:norm 0UPDATE 1REDUCE_WAIT:grads@-1 1REDUCE_WAIT:norm@-1"
+    )
+    programs = [Program(steady=tuple(map(Action.parse, text.format(i=rank).split()))) for rank in (0, 1)]
+    validate(
+        Schedule(
+            name="two delays",
+            stages=2,
+            microbatches=2,
+            programs=tuple(programs),
+            delay=(0, 1),
+            weight_versions=(2, 2),
+            in_flight=(2, 2),
+        )
     )
