@@ -35,6 +35,7 @@ class Reduction(StrEnum):
 
 
 COMPUTE = frozenset({ActionType.FORWARD, ActionType.BACKWARD})
+SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})
 TRANSFERS = frozenset(
     {
         ActionType.SEND_FORWARD,

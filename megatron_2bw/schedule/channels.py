@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from megatron_2bw.schedule.action import COMPUTE, TRANSFERS, Action, ActionType
+from megatron_2bw.schedule.action import COMPUTE, SENDS, TRANSFERS, Action, ActionType
 from megatron_2bw.schedule.calls import Part, Span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import Rule, RuleBroken
 
 _ACTIVATIONS = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
-_SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})
 
 
 class Place(NamedTuple):
@@ -101,7 +100,7 @@ class Channels:
             elif type_ in TRANSFERS:
                 peer = self._schedule.peer_of(action)
                 activations = type_ in _ACTIVATIONS
-                if type_ in _SENDS:
+                if type_ in SENDS:
                     use = self._use(activations, stage + (1 if activations else -1), action)
                     self._sent[rank, peer, activations].add(part, action, use)
                 else:

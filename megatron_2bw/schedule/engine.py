@@ -14,7 +14,7 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import NamedTuple
 
-from megatron_2bw.schedule.action import TRANSFERS, Action, ActionType, Reduction
+from megatron_2bw.schedule.action import SENDS, TRANSFERS, Action, ActionType, Reduction
 from megatron_2bw.schedule.calls import Part, Span, groups, walk_of
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Program, Schedule
@@ -116,9 +116,6 @@ def run(
     return _Engine(schedule, runs, durations, model, dict(delays or {}), record).run()
 
 
-_SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})
-
-
 class _Step(NamedTuple):
     """An action compiled; keys are those of call 0."""
 
@@ -190,7 +187,7 @@ class _Engine:
                 steps.append(step)
         if self._model is Model.HOST:  # Posting a receive does nothing that the others could see.
             for part, steps in compiled.items():
-                compiled[part] = [step for step in steps if step.channel is None or step.action.type in _SENDS]
+                compiled[part] = [step for step in steps if step.channel is None or step.action.type in SENDS]
         return compiled
 
     def _step(self, rank: int, action: Action) -> _Step:
@@ -198,7 +195,7 @@ class _Engine:
         if type_ in TRANSFERS:
             forward = type_ in (ActionType.SEND_FORWARD, ActionType.RECV_FORWARD)
             peer = self._schedule.peer_of(action)
-            if type_ in _SENDS:
+            if type_ in SENDS:
                 key = self._transfer_key(action, stage + (1 if forward else -1), forward)
                 return _Step(action, 0, None, key, self._channel(rank, peer, forward))
             return _Step(

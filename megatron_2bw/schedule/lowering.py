@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import repeat
 
-from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
+from megatron_2bw.schedule.action import COMPUTE, SENDS, Action, ActionType, Reduction
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import GradientCopy, Program, Schedule, programs_of
 
@@ -127,7 +127,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def _is_send(action: Action) -> bool:
-    return action.type in (ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD)
+    return action.type in SENDS
 
 
 def _wait_for_norm(call: tuple[Action, ...]) -> int:
