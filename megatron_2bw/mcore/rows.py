@@ -27,6 +27,11 @@ VIRTUAL = (
 )
 
 
+def attribute(flag: str) -> str:
+    """What the parser calls the argument of ``flag``."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def given(*names: str) -> Callable[[Any], bool]:
     """Whether one of the attributes has a value other than Megatron's "off" values."""
     return lambda args: any(getattr(args, name, None) not in (None, False, "none", 0, [], (), "") for name in names)
@@ -54,7 +59,7 @@ class Row:
 
     def applies(self, args: Any, schedule: str) -> bool:
         """Whether the run is under one of the schedules, with the flag set."""
-        is_set = given(self.flag.removeprefix("--").replace("-", "_")) if self.is_set is None else self.is_set
+        is_set = given(attribute(self.flag)) if self.is_set is None else self.is_set
         return schedule in self.schedules and is_set(args)
 
 

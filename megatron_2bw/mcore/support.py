@@ -5,6 +5,9 @@ One table drives the checks before training and the documentation. A flag in no 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron_2bw.mcore.refused import REFUSED
 from megatron_2bw.mcore.rows import (
     DELAYED,
@@ -15,11 +18,19 @@ from megatron_2bw.mcore.rows import (
     Mapped,
     Slowed,
     above,
+    attribute,
     given,
     set_to,
 )
 
 __all__ = ["MAPPED", "OURS", "REFUSED", "SLOWED", "table"]
+
+
+def _off(flag: str, schedules: frozenset[str], reason: str, is_set: Callable[[Any], bool] | None = None) -> Mapped:
+    """A switch that is on."""
+    change = set_to(attribute(flag), False)
+    return Mapped(flag=flag, is_set=is_set, schedules=schedules, becomes="off", reason=reason, change=change)
+
 
 MAPPED: tuple[Mapped, ...] = (
     Mapped(
@@ -30,33 +41,25 @@ MAPPED: tuple[Mapped, ...] = (
         reason="Megatron's default makes all ranks meet after every batch",
         change=set_to("rerun_mode", "disabled"),
     ),
-    Mapped(
-        flag="--overlap-grad-reduce",
-        schedules=DELAYED,
-        becomes="off",
-        reason="delayed updates start their reductions on their own, 2bw's beside the whole next batch",
-        change=set_to("overlap_grad_reduce", False),
+    _off(
+        "--overlap-grad-reduce",
+        DELAYED,
+        "delayed updates start their reductions on their own, 2bw's beside the whole next batch",
     ),
-    Mapped(
-        flag="--overlap-param-gather",
-        schedules=DELAYED,
-        becomes="off",
-        reason="a delayed update gathers parameters, beside the other stages' computation",
-        change=set_to("overlap_param_gather", False),
+    _off(
+        "--overlap-param-gather",
+        DELAYED,
+        "a delayed update gathers parameters, beside the other stages' computation",
     ),
-    Mapped(
-        flag="--overlap-grad-reduce",
-        schedules=MIRRORED,
-        becomes="off",
-        reason="a rank adds the gradients of the other copy of its stage first",
-        change=set_to("overlap_grad_reduce", False),
+    _off(
+        "--overlap-grad-reduce",
+        MIRRORED,
+        "a rank adds the gradients of the other copy of its stage first",
     ),
-    Mapped(
-        flag="--overlap-param-gather",
-        schedules=MIRRORED,
-        becomes="off",
-        reason="a rank gives its weights to the other copy of its stage before the first forward",
-        change=set_to("overlap_param_gather", False),
+    _off(
+        "--overlap-param-gather",
+        MIRRORED,
+        "a rank gives its weights to the other copy of its stage before the first forward",
     ),
     Mapped(
         flag="--accumulate-allreduce-grads-in-fp32",
@@ -66,27 +69,21 @@ MAPPED: tuple[Mapped, ...] = (
         reason="delayed updates use gradients in fp32",
         change=set_to("accumulate_allreduce_grads_in_fp32", True),
     ),
-    Mapped(
-        flag="--ddp-reduce-scatter-with-fp32-accumulation",
-        schedules=DELAYED,
-        becomes="off",
-        reason="gradients are in fp32 already",
-        change=set_to("ddp_reduce_scatter_with_fp32_accumulation", False),
+    _off(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        DELAYED,
+        "gradients are in fp32 already",
     ),
-    Mapped(
-        flag="--ckpt-assume-constant-structure",
-        schedules=PIPEDREAM,
-        becomes="off",
-        reason="checkpoints of the first batches hold fewer weight versions than later ones",
-        change=set_to("ckpt_assume_constant_structure", False),
+    _off(
+        "--ckpt-assume-constant-structure",
+        PIPEDREAM,
+        "checkpoints of the first batches hold fewer weight versions than later ones",
     ),
-    Mapped(
-        flag="--ckpt-assume-constant-structure",
+    _off(
+        "--ckpt-assume-constant-structure",
+        TWO_BW,
+        "checkpoints of a synchronous beginning hold fewer weight versions than later ones",
         is_set=lambda args: args.ckpt_assume_constant_structure and args.synchronous_warmup_iters,
-        schedules=TWO_BW,
-        becomes="off",
-        reason="checkpoints of a synchronous beginning hold fewer weight versions than later ones",
-        change=set_to("ckpt_assume_constant_structure", False),
     ),
     Mapped(
         flag="--no-barrier-with-level-1-timing",
