@@ -6,8 +6,11 @@ optimizers' classes; anything in ``megatron.core`` but what is imported from it 
 
 from __future__ import annotations
 
+import atexit
+
 from megatron_2bw.mcore import cpu_backend, wrappers
 from megatron_2bw.mcore.symbols import Hook, Used, apply, check, is_relied_on, revert
+from megatron_2bw.runtime import gloo_workers
 
 
 def install() -> None:
@@ -19,6 +22,8 @@ def install() -> None:
     check(HOOKS + USED)
     for hook in filter(is_relied_on, HOOKS):
         apply(hook)
+    atexit.unregister(gloo_workers.finish)
+    atexit.register(gloo_workers.finish)
 
 
 def uninstall() -> None:
@@ -27,6 +32,7 @@ def uninstall() -> None:
 
     for hook in filter(is_relied_on, HOOKS):
         revert(hook)
+    atexit.unregister(gloo_workers.finish)
     cpu_backend.uninstall()
     Session.end_current()
 

@@ -35,6 +35,21 @@ assert all(map(operator.is_, before, bindings())), "something stays"
 """
 
 
+LEAVING = """
+from megatron_2bw.runtime import gloo_workers
+gloo_workers.finish = lambda: print("finished")
+import megatron_2bw
+megatron_2bw.install()
+megatron_2bw.install()
+"""
+
+
+@pytest.mark.parametrize(("then", "printed"), [("", "finished\n"), ("megatron_2bw.uninstall()", "")])
+def test_a_process_leaves_no_thread_of_gloo_at_work(then: str, printed: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", LEAVING + then], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
+
+
 def test_everything_is_replaced_once_and_put_back() -> None:
     ended = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
