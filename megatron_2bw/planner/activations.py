@@ -48,14 +48,14 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     # Inputs of two norms and of what follows them; two dropout masks.
     between = (4 * width + 2 * masks) * hidden / outside
     # Q, K, V and the input of the projection; into and out of the activation function.
-    inside = width * (2 * queries + 2 * keys + _mlp_numbers(model)) / tensor
+    inside = width * (2 * queries + 2 * keys + _mlp_numbers(model, layout)) / tensor
     if model.num_experts:
         between += width * 2 * model.moe_router_topk * hidden / outside
     scores = model.num_attention_heads * model.seq_length / tensor
     stored_scores = 0 if layout.fused_attention else scores * (2 * width + masks if model.dropout else width)
     again = layout.recompute == Recompute.SELECTIVE
     gathered = width * hidden if layout.sequence_parallel else 0
-    mlp_gradients = width * (_mlp_numbers(model) / tensor + 2 * hidden / outside)
+    mlp_gradients = width * (_mlp_numbers(model, layout) / tensor + 2 * hidden / outside)
     score_gradients = 0 if layout.fused_attention else 2 * width * scores
     return LayerActivations(
         input=tokens * width * hidden / outside,
@@ -64,9 +64,10 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     )
 
 
-def _mlp_numbers(model: Model) -> int:
-    """Per token, before it is split: what goes into the activation function and what comes out."""
-    return (3 if model.swiglu else 2) * model.ffn_hidden_size * (model.moe_router_topk if model.num_experts else 1)
+def _mlp_numbers(model: Model, layout: Layout) -> int:
+    """Per token, before it is split: what goes into the activation function and what comes out; SiLU's result."""
+    halves = 2 if not model.swiglu else 3 if layout.fused_swiglu else 4
+    return halves * model.ffn_hidden_size * (model.moe_router_topk if model.num_experts else 1)
 
 
 class LossActivations(NamedTuple):

@@ -99,6 +99,7 @@ _SPELLED = frozenset(
         *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --sequence-parallel".split(),
         *"--recompute-activations --recompute-granularity --recompute-method --bf16 --fp16 --transformer-impl".split(),
         *"--use-distributed-optimizer --overlap-grad-reduce --attention-backend --use-flash-attn".split(),
+        "--no-bias-swiglu-fusion",
         *"--merge-file --vocab-file".split(),
         # Megatron's own, which look like others.
         *"--decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
@@ -275,6 +276,7 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
         overlap_gradients="--overlap-grad-reduce" in options,
         precision=precision,
         fused_attention=_fused(options, fused),
+        fused_swiglu=not (model.swiglu and "--no-bias-swiglu-fusion" in options),
         **numbers,
     )
 
@@ -388,6 +390,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--overlap-grad-reduce": layout.overlap_gradients,
         f"--{layout.precision}": layout.precision is not Precision.FP32,
         "--attention-backend unfused": not layout.fused_attention,
+        "--no-bias-swiglu-fusion": not layout.fused_swiglu,
         "--clip-grad 0": layout.schedule == "pipedream",
     }
     return [*map(str, words), *(word for switch, on in switches.items() if on for word in switch.split())]

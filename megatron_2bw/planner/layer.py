@@ -22,6 +22,8 @@ _FORWARD, _UNFUSED_FORWARD = 5, 3
 _BACKWARD, _UNFUSED_BACKWARD = 12, 5
 """Two per norm, one per residual sum and activation function, four bias gradients, one sum of gradients; around
 scores, softmax, dropout and three permutations."""
+_UNFUSED_SWIGLU_FORWARD, _UNFUSED_SWIGLU_BACKWARD = 2, 3
+"""More than the fused one: a sum with the bias, SiLU and a product; in the backward two products, SiLU's and a copy."""
 _SCORES = 2
 """Softmax and dropout."""
 
@@ -74,6 +76,7 @@ class Split(NamedTuple):
     recompute: Recompute
     precision: Precision
     fused_attention: bool
+    fused_swiglu: bool = True
 
     @classmethod
     def of(cls, layout: Layout) -> Split:
@@ -146,6 +149,7 @@ class _Sizes:
         # Every head has a score per pair of tokens.
         self.scores = self.tokens * model.seq_length * model.num_attention_heads / self.tensor
         self.fused = split.fused_attention
+        self.unfused_swiglu = model.swiglu and not split.fused_swiglu
         self.products = (
             (self.tokens, self.queries + 2 * self.keys, self.hidden, 1),
             (self.tokens, self.hidden, self.queries, 1),
@@ -187,6 +191,9 @@ def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
     outside = (4 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
     inside = width * tokens * sizes.routed * (sizes.into_mlp + sizes.out_of_mlp)
     scores, kernels = 0.0, _FORWARD
+    if sizes.unfused_swiglu:  # Per number that comes out: SiLU's is written and read, and the sum reads and writes two.
+        inside += width * tokens * sizes.routed * (6 if sizes.model.bias else 2) * sizes.out_of_mlp
+        kernels += _UNFUSED_SWIGLU_FORWARD
     if not sizes.fused:
         scores = sizes.scores * (2 * width + sizes.mask * (2 * width + 1))
         inside += 2 * width * tokens * sizes.queries
@@ -217,6 +224,9 @@ def _backward(sizes: _Sizes, machine: Machine) -> Parts:
     inside = width * tokens * sizes.routed * 1.5 * (sizes.into_mlp + sizes.out_of_mlp)
     inside += 2 * sizes.split.gradient_width * sizes.weights
     scores, kernels = 0.0, _BACKWARD
+    if sizes.unfused_swiglu:  # 13 numbers are read or written in place of 5.
+        inside += width * tokens * sizes.routed * 8 * sizes.out_of_mlp
+        kernels += _UNFUSED_SWIGLU_BACKWARD
     if not sizes.fused:
         scores = sizes.scores * (3 * width + sizes.mask * (2 * width + 1))
         inside += 2 * width * tokens * sizes.queries

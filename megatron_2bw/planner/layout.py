@@ -102,6 +102,8 @@ class Layout:
     precision: Precision = Precision.BF16
     fused_attention: bool = True
     """Attention that never stores its scores."""
+    fused_swiglu: bool = True
+    """SwiGLU in one kernel, which computes its SiLU again in the backward; off with ``--no-bias-swiglu-fusion``."""
     extra_in_flight: int = 0
     delayed_microbatches: int = 0
     """Of 2bw: ``--pipeline-delayed-microbatches``; 0: all."""

@@ -184,6 +184,8 @@ class Profile:
         for name, value in mine.items():
             if getattr(split, name) != value:
                 return Problem(f"{name} {getattr(split, name)}: the profile was measured with {value}", "profile again")
+        if not split.fused_swiglu:
+            return Problem("fused_swiglu False: a profile is measured with it fused", "leave out what switches it off")
         for recompute in (Recompute.NONE, split.recompute):
             if self.block(split.tensor, split.microbatch, recompute) is None:
                 return Problem(

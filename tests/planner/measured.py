@@ -16,6 +16,7 @@ DATA = Path(__file__).parent / "data"
 
 OLD_MEGATRON = {"precision": Precision.FP16, "fused_attention": False, "split_transfers": True}
 """Megatron-LM before Core, and Megatron-DeepSpeed: fp16, scores stored, transfers split over tensor-parallel ranks."""
+LLAMA = "Llama2-7B"
 SELENE_GBIT_S = 1600
 """Of a node: 8 x 200 Gbit/s; Narayanan et al., arXiv 2104.04473, section 5."""
 
@@ -171,7 +172,7 @@ def _zero_bubble_row(row: dict[str, str]) -> Row:
 
 def memory(folder: Path = DATA) -> list[Row]:
     """Most bytes that torch had allocated, of models with a hidden size from 2304 on."""
-    rows = [_llama(row) for row in read("megatron_memory_estimator_checks.csv", folder) if row["model"] == "Llama2-7B"]
+    rows = [_llama(row) for row in read("megatron_memory_estimator_checks.csv", folder) if row["model"] == LLAMA]
     rows += [_golden(row) for row in read("megatron_core_v0.19_golden_values.csv", folder)]
     first = {row.group: row for row in reversed(zero_bubble(folder))}
     gigabytes = {row["model"]: float(row["memory_gb"]) for row in _one_f_one_b(folder)}
@@ -187,20 +188,20 @@ def _one_f_one_b(folder: Path) -> list[dict[str, str]]:
 
 
 def _llama(row: dict[str, str]) -> Row:
-    """The table leaves out the sequence length; with 4096, activations alone would exceed what was measured."""
+    """The model of the source's example, in GiB: with it, and with no other sequence length, vocabulary or MLP of
+    Llama's or GPT-2's, the source's own formula gives the source's own estimates.
+
+    That is GPT with SwiGLU: biases, learned positions, dropout, GPT-2's vocabulary and an MLP of 8/3 h. Megatron-LM
+    of 2023 had no fused SwiGLU. It also copied the output of attention, which Core does not and we do not count.
+    """
     model = Model(
         num_layers=32,
         hidden_size=4096,
         num_attention_heads=32,
-        ffn_hidden_size=11008,
+        ffn_hidden_size=10880,
         seq_length=2048,
-        vocab_size=32000,
+        vocab_size=50257,
         swiglu=True,
-        rmsnorm=True,
-        bias=False,
-        dropout=False,
-        tied=False,
-        learned_positions=False,
     )
     layout = Layout(
         schedule="megatron",
@@ -210,9 +211,10 @@ def _llama(row: dict[str, str]) -> Row:
         microbatch=int(row["mbs"]),
         global_batch=int(row["gbs"]),
         distributed_optimizer=True,
+        fused_swiglu=False,
     )
     name = f"Llama2-7B, t={layout.tensor} d={layout.pipeline} b={layout.microbatch}"
-    return Row(name=name, group="Llama2-7B", model=model, layout=layout, measured=float(row["peak_actual_gb"]) * 1e9)
+    return Row(name=name, group=LLAMA, model=model, layout=layout, measured=float(row["peak_actual_gb"]) * 2**30)
 
 
 def _golden(row: dict[str, str]) -> Row:

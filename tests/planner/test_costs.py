@@ -266,6 +266,19 @@ def test_fused_attention_computes_scores_again():
     assert works.layer.backward.products_s / works.layer.forward.products_s == pytest.approx(2.5, rel=0.03)
 
 
+def test_a_swiglu_in_parts_moves_more():
+    model = replace(SMALL, swiglu=True)
+    whole, parts = (works_of(model, Split.of(layout(fused_swiglu=fused)), machine_of(DGX)).layer for fused in (1, 0))
+    assert parts.forward.elementwise_s > whole.forward.elementwise_s
+    assert parts.backward.elementwise_s > whole.backward.elementwise_s
+    assert (parts.forward.products_s, parts.backward.products_s) == (
+        whole.forward.products_s,
+        whole.backward.products_s,
+    )
+    other = Split.of(layout(fused_swiglu=False))
+    assert works_of(SMALL, other, machine_of(DGX)) == works_of(SMALL, Split.of(layout()), machine_of(DGX))
+
+
 def test_interleaving_shrinks_the_bubble():
     times = [time_s(layout(schedule="megatron", global_batch=16, chunks=chunks)) for chunks in (1, 2, 3)]
     assert times == sorted(times, reverse=True)

@@ -71,6 +71,7 @@ LAYOUTS = {
 VARIED = {
     "plain": SMALL,
     "experts": dataclasses.replace(SMALL, num_experts=4, moe_router_topk=1, bias=False),
+    "swiglu": dataclasses.replace(SMALL, swiglu=True, ffn_hidden_size=1344),
     "channels": dataclasses.replace(SMALL, kv_channels=32, num_query_groups=4, ffn_hidden_size=1536, tied=False),
     "vocabulary": dataclasses.replace(SMALL, make_vocab_size_divisible_by=1, dropout=False),
     **{name: dataclasses.replace(model, name="") for name, model in MODELS.items()},
@@ -90,6 +91,11 @@ def read_back(model: Model, layout: Layout) -> Configuration:
 def test_layouts_survive_the_way_through_flags(layout: str):
     assert problem(SMALL, LAYOUTS[layout]) is None
     assert read_back(SMALL, LAYOUTS[layout]) == Configuration(model=SMALL, layout=LAYOUTS[layout])
+
+
+def test_what_only_swiglu_has_survives_too():
+    unfused = dataclasses.replace(LAYOUTS["flush"], fused_swiglu=False)
+    assert read_back(VARIED["swiglu"], unfused).layout == unfused
 
 
 @pytest.mark.parametrize("model", VARIED)
@@ -182,6 +188,8 @@ def test_megatrons_defaults(more: str, field: str, value: object):
         ("--transformer-impl local --use-flash-attn", "fused_attention", True),
         ("--attention-backend unfused", "fused_attention", False),
         ("--attention-backend flash", "fused_attention", True),
+        ("--no-bias-swiglu-fusion", "fused_swiglu", True),
+        ("--no-bias-swiglu-fusion --swiglu", "fused_swiglu", False),
         ("--global-batch-size 16 --global-batch-size=32", "global_batch", 32),
     ],
 )

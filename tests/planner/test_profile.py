@@ -12,6 +12,7 @@ from megatron_2bw.cli import main
 from megatron_2bw.planner import costs
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.profile import AllReduce, Block, Profile, Setting, Update
@@ -142,6 +143,12 @@ def test_another_setting_is_refused(profile: Profile, name: str):
     other = {"precision": Precision.BF16, "fused_attention": True}
     with pytest.raises(PlanError, match=f"{name} .*: the profile was measured with"):
         profile.limited(Space(**{name: other[name]}))
+
+
+def test_a_swiglu_that_is_not_fused_was_not_measured(profile: Profile):
+    split = Split.of(layout(pipeline=1, microbatch=1, global_batch=4))
+    assert profile.lacks(split) is None
+    assert "fused_swiglu False" in profile.lacks(split._replace(fused_swiglu=False)).reason
 
 
 @pytest.mark.parametrize(
