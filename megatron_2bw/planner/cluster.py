@@ -16,7 +16,7 @@ class Gpu:
 
     name: str
     memory_gb: float
-    """As printed: GiB."""
+    """GiB that CUDA has, less than printed on the box: torch's "total capacity"."""
     peak_tflops: float
     """Dense matrix products in bf16, fp16 where there is no bf16."""
     hbm_gb_s: float
@@ -79,16 +79,20 @@ def _gpu(name: str, memory_gb: float, peak_tflops: float, hbm_gb_s: float, nvlin
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("v100-16gb", 16, 125, 900, 150, has_bf16=False),
-        _gpu("v100-32gb", 32, 125, 900, 150, has_bf16=False),
-        _gpu("a100-40gb", 40, 312, 1555, 300),
-        _gpu("a100-80gb", 80, 312, 2039, 300),
-        _gpu("h100-80gb", 80, 989, 3350, 450),
-        _gpu("h200-141gb", 141, 989, 4800, 450),
-        _gpu("b200-180gb", 180, 2250, 8000, 900),
+        _gpu("v100-16gb", 15.78, 125, 900, 150, has_bf16=False),
+        _gpu("v100-32gb", 31.74, 125, 900, 150, has_bf16=False),
+        _gpu("a100-40gb", 39.39, 312, 1555, 300),
+        _gpu("a100-80gb", 79.15, 312, 2039, 300),
+        _gpu("h100-80gb", 79.11, 989, 3350, 450),
+        _gpu("h200-141gb", 139.72, 989, 4800, 450),
+        _gpu("b200-180gb", 178.35, 2250, 8000, 900),
     )
 }
-"""NVIDIA's data sheets (SXM; tensor-core peak without sparsity); NVLink is half of the printed two-way number."""
+"""NVIDIA's data sheets (SXM; tensor-core peak without sparsity); NVLink is half of the printed two-way number.
+
+Memory is what torch's out-of-memory messages call total capacity, the least where drivers differ; in issues of
+kchengiva/Shift-GCN (34; V100 of 16), liucongg/ChatGLM-Finetuning (73; of 32) and vllm-project/vllm (27508; H100), say.
+"""
 
 
 def _cluster(name: str, gpu: str, inter_node_gbit_s: float) -> Cluster:

@@ -97,6 +97,8 @@ class Layout:
     """``--overlap-grad-reduce``: replicas sum gradients during the last backward; 2bw always overlaps."""
     split_transfers: bool = False
     """Tensor-parallel ranks send a share each over the pipeline and gather it, as Megatron-LM before Core did."""
+    keeps_main_gradients: bool = False
+    """fp16: the update's gradients in fp32 stay until the next one, as in Megatron-LM before Core."""
     chunks: int = 1
     """Virtual stages per rank."""
     precision: Precision = Precision.BF16

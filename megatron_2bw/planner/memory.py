@@ -165,7 +165,7 @@ def state_bytes_per_weight(layout: Layout) -> WeightStates:
     """Megatron's 18, or ``6 + 12/w`` with the distributed optimizer, and what 2bw adds to them.
 
     fp16 without 2bw sums gradients in 16 bits (Megatron's ``accumulate_allreduce_grads_in_fp32`` is off) and
-    copies them to fp32 for the update.
+    copies them to fp32 for the update; Megatron-LM before Core, and so PipeDream-2BW's code, kept the copy.
 
     >>> for schedule in ("megatron", "2bw"):
     ...     for distributed in (False, True):
@@ -183,13 +183,14 @@ def state_bytes_per_weight(layout: Layout) -> WeightStates:
     in_16_bits = layout.precision == Precision.FP16 and not delayed
     main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES
     captures = delayed and layout.gradient_buffers > 1
+    kept = in_16_bits and layout.keeps_main_gradients
     return WeightStates(
         weight=width,
         older_weight=width if delayed or layout.schedule == "pipedream" else 0,
         gradient=width if in_16_bits else FP32_BYTES,
         captured_gradient=_shared(FP32_BYTES, shards) if captures else 0,
-        optimizer=_shared(main_weight + 2 * FP32_BYTES, shards),
-        update=_shared(FP32_BYTES, shards) if in_16_bits else 0,
+        optimizer=_shared(main_weight + 2 * FP32_BYTES + kept * FP32_BYTES, shards),
+        update=_shared(FP32_BYTES, shards) if in_16_bits and not kept else 0,
     )
 
 

@@ -2,7 +2,8 @@
 
 The paper's own cost model has no flushes, logits, tensor parallelism or updates; the default one has, and none of its
 constants comes from here. Settings are those of section 5: p3.16xlarge servers, fp16, sequences of 512 tokens, all
-layers recomputed, 2.2B parameters on 8 GPUs (d = 8) and 3.8B on 64 (d = 16, w = 4).
+layers recomputed, 2.2B parameters on 8 GPUs (d = 8) and 3.8B on 64 (d = 16, w = 4); gradients of the update stay, as in
+the authors' code (github.com/msr-fiddle/pipedream, branch pipedream_2bw, megatron/megatron/optimizer/optimizer.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Choice(NamedTuple):
     microbatch: int
     samples_per_s: float
     memory_bytes: float
+    flushes: int
+    """Per batch: more than one where memory does not hold all of its microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +48,26 @@ class System:
         return self.cluster.gpus // (self.pipeline * self.tensor)
 
     def choices(self, batch: int) -> Iterator[Choice]:
-        """Every microbatch that fits; 2BW has d of them per batch at least."""
+        """Every microbatch that fits; 2BW has d of them per batch at least, GPipe as few at once as memory takes."""
         for microbatch in _MICROBATCHES:
             microbatches, rest = divmod(batch, microbatch * self.data)
             if rest or not microbatches or (self.name == "2bw" and microbatches < self.pipeline):
                 continue
-            layout = self._layout(microbatch, 1 if self.name == INTER_LAYER else microbatches)
-            needed_bytes = memory.largest(self.model, layout).total_bytes
-            if needed_bytes <= self.cluster.memory_bytes:
-                yield Choice(microbatch, batch / self._batch_s(layout, microbatches), needed_bytes)
+            for flushes in (2**power for power in range(microbatches.bit_length() if self.name == "gpipe" else 1)):
+                layout = self._layout(microbatch, 1 if self.name == INTER_LAYER else microbatches // flushes)
+                needed_bytes = memory.largest(self.model, layout).total_bytes
+                if needed_bytes <= self.cluster.memory_bytes and microbatches % flushes == 0:
+                    samples_per_s = batch / self._batch_s(layout, microbatches, flushes)
+                    yield Choice(microbatch, samples_per_s, needed_bytes, flushes)
+                    break
 
     def largest(self, batch: int) -> Choice | None:
         """With the largest microbatch that fits; None where none does."""
         return max(self.choices(batch), key=lambda choice: choice.microbatch, default=None)
+
+    def with_microbatch(self, batch: int, microbatch: int) -> Choice | None:
+        """With that microbatch, if it fits."""
+        return next((choice for choice in self.choices(batch) if choice.microbatch == microbatch), None)
 
     def fastest(self, batch: int) -> Choice | None:
         """With the microbatch that is fastest; None where none fits."""
@@ -74,12 +84,15 @@ class System:
             recompute=Recompute.FULL,
             precision=Precision.FP16,
             fused_attention=False,
+            keeps_main_gradients=True,
         )
 
-    def _batch_s(self, layout: Layout, microbatches: int) -> float:
-        if self.name != INTER_LAYER:
-            return costs.iteration(self.model, layout, self.cluster).time_s
+    def _batch_s(self, layout: Layout, microbatches: int, flushes: int) -> float:
         pipeline = costs.times_of(self.model, layout, self.cluster).pipeline
+        update_s = pipeline.update_s + pipeline.gradients_s + pipeline.norm_s
+        if self.name != INTER_LAYER:
+            batch_s = costs.iteration(self.model, layout, self.cluster).time_s
+            return batch_s if flushes == 1 else flushes * (batch_s - update_s) + update_s
         stages_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
         there_and_back_s = 2 * (self.pipeline - 1) * pipeline.send_s
-        return microbatches * (stages_s + there_and_back_s) + pipeline.update_s + pipeline.gradients_s + pipeline.norm_s
+        return microbatches * (stages_s + there_and_back_s) + update_s

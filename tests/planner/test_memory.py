@@ -260,3 +260,7 @@ def test_fp16_copies_gradients_for_the_update():
     middle = memory.stages(replace(MODEL, seq_length=32), half)[1]
     copied = middle.activations_bytes + middle.working_bytes
     assert copied == pytest.approx(4 * 6 * MODEL.layer_parameters)
+    old = memory.stages(MODEL, layout(precision=Precision.FP16, keeps_main_gradients=True))[1]
+    new = memory.stages(MODEL, layout(precision=Precision.FP16))[1]
+    assert old.optimizer_bytes - new.optimizer_bytes == 4 * 6 * MODEL.layer_parameters
+    assert memory.stages(MODEL, layout(keeps_main_gradients=True)) == memory.stages(MODEL, layout())

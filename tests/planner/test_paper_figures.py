@@ -38,7 +38,7 @@ def column(table: str, name: str, **where: object) -> list:
 
 
 @pytest.mark.parametrize("batch", [512, 2048])
-@pytest.mark.parametrize(("model", "depth"), [(GPT_2_2B, 8), (GPT_3_8B, 16), (BERT_2_2B, 8)])
+@pytest.mark.parametrize(("model", "depth"), [(GPT_2_2B, 8), (GPT_3_8B, 16), (BERT_2_2B, 8), (BERT_3_8B, 16)])
 def test_depths_picked(model: Model, depth: int, batch: int):
     """Section 5.2: 8 x p3.16xlarge, recompute, the largest b that fits, 18 bytes per parameter and version."""
     best = paper.plan(model, servers(8), batch, recompute=True)[0]
@@ -46,7 +46,7 @@ def test_depths_picked(model: Model, depth: int, batch: int):
 
 
 def test_how_close_the_depth_of_the_3_8b_models_is():
-    """16.2 GiB on 8 stages just rule GPT out. BERT's smaller vocabulary (15.97 GiB) just fits: not the paper's 16."""
+    """On 8 stages, GPT needs 16.2 GiB and BERT, with its smaller vocabulary, 15.97; a V100 of "16 GB" has 15.78."""
 
     def on_eight_bytes(model: Model) -> float:
         shape = {"schedule": "2bw", "depth": 8, "microbatch": 1, "microbatches": 8, "recompute": True}
@@ -54,7 +54,6 @@ def test_how_close_the_depth_of_the_3_8b_models_is():
 
     assert on_eight_bytes(GPT_3_8B) / GIB == pytest.approx(16.23, abs=0.01)
     assert on_eight_bytes(BERT_3_8B) / GIB == pytest.approx(15.97, abs=0.01)
-    assert paper.plan(BERT_3_8B, servers(8), 512, recompute=True)[0].depth == 8
 
 
 def test_weights_alone_do_not_decide_like_the_paper():
@@ -147,10 +146,11 @@ def test_speedups():
 
 
 def test_speedups_that_depend_on_what_the_paper_does_not_say():
-    """Over tensor parallelism on 64 GPUs 20, over GPipe up to 3.2.
+    """Over tensor parallelism on 64 GPUs 20; over GPipe up to 3.2, and a flush over GPipe 3.
 
-    Tensor parallelism within a server is at most 4.4 times slower; 20 takes groups of 16. GPipe with the microbatch
-    that is fastest for it is a flush; with the largest that fits, the pipeline has two to fill it.
+    Tensor parallelism within a server is at most 4.4 times slower; 20 takes groups of 16. GPipe of GPT 2.2B flushes
+    after 32 samples at most: in 2BW's largest microbatch, 16 samples, these are two for eight stages. In its own
+    fastest, 2, they are sixteen.
     """
 
     def over(**where: object) -> float:
@@ -159,15 +159,22 @@ def test_speedups_that_depend_on_what_the_paper_does_not_say():
     assert over(over="tensor", t=16, batch=512) == pytest.approx(20, rel=0.15)
     assert max(column("speedups", "times", over="tensor", t=8, GPUs=64)) < 4.5
     assert min(column("speedups", "times", over="tensor", t=32)[2:]) > 40
-    assert over(over="gpipe", GPUs=8, batch=64) == pytest.approx(3.2, rel=0.15)
-    assert column("speedups", "times", over="gpipe", GPUs=8, batch=64)[0] == pytest.approx(1.35, abs=0.01)
+    for batch in (128, 512, 2048):
+        assert over(over="gpipe", GPUs=8, batch=batch) == pytest.approx(3.2, rel=0.15)
+    flush_over_gpipe = over(over="gpipe", GPUs=8, batch=512) / over(over="1f1b-flush", GPUs=8, batch=512)
+    assert flush_over_gpipe == pytest.approx(3, rel=0.15)
+    assert column("speedups", "times", over="gpipe", GPUs=8, batch=512)[0] == pytest.approx(1.58, abs=0.01)
 
 
-def test_where_gpipe_runs_out_of_memory():
-    """The paper: GPT 2.2B on 8 GPUs at batch 64, not at 32. Here 14.5 of 16 GiB at 64, with b = 2; not at 128."""
-    system = System(name="gpipe", model=GPT_2_2B, cluster=servers(1), pipeline=8)
-    assert system.fastest(64).memory_bytes / GIB == pytest.approx(14.5, abs=0.1)
-    assert system.fastest(128) is None
+@pytest.mark.parametrize(("model", "most"), [(GPT_2_2B, 32), (BERT_2_2B, 64)])
+def test_where_gpipe_runs_out_of_memory(model: Model, most: int):
+    """Section 5.3: with GPT 2.2B on 8 GPUs at batch 64, not at 32; with BERT 2.2B not at 64.
+
+    The losses of all samples are open at once. The closest is GPT at 64 in single samples, 0.01 GiB too much.
+    """
+    system = System(name="gpipe", model=model, cluster=servers(1), pipeline=8)
+    assert min(choice.flushes for choice in system.choices(most)) == 1
+    assert {choice.flushes for choice in system.choices(2 * most)} == {2}
 
 
 def test_memory_by_system():
