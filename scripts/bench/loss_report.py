@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from delayed_training import Trial
 from language_models import Size
-from loss_trials import ARMS, CHOOSING, FINALISTS, SEEDS, SIZES, WARMUP, WARMUPS, Arm, Trials, batches_of
+from loss_trials import ARMS, CHOOSING, FINALISTS, SEEDS, SIZES, WARMUP, Arm, Trials, batches_of, warmups_on
 
 T_95 = {6: 2.571, 24: 2.069}
 """Student's t for a two-sided 95%, by the number of seeds."""
@@ -55,7 +55,8 @@ def _line(trials: Trials, arm: Arm, size: Size) -> str:
     best = trials.best(arm, size)
     done = sum(trials.loss(trial) is not None for trial in trials.tried(arm, size))
     finalists = sum(len(trials.chose(trial)) == len(CHOOSING) for trial in trials.finalists(arm, size))
-    counts = f"{arm.name:<{_WIDTH}} {f'{done}/{len(arm.grid(size)) + len(WARMUPS)}':>5} {f'{finalists}/{FINALISTS}':>9}"
+    all_of_it = len(arm.grid(size)) + len(warmups_on(size))
+    counts = f"{arm.name:<{_WIDTH}} {f'{done}/{all_of_it}':>5} {f'{finalists}/{FINALISTS}':>9}"
     losses = trials.losses(best)
     if not losses:
         return counts

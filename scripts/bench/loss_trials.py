@@ -29,8 +29,9 @@ FINALISTS, CHOOSING = 3, (0, 1, 2)
 """So many of what an arm has tried with the first seed get these seeds, which choose the best of them."""
 SEEDS, MORE_SEEDS = tuple(range(3, 9)), tuple(range(3, 27))
 """Of the best: nothing has been chosen by them."""
-WARMUP, WARMUPS = 0.1, (0.001, 0.01, 0.025, 0.05, 0.2, 0.4, 0.6)
-"""Of the learning rate, as shares of the batches: of the grid, and around it. The first is none at all."""
+WARMUP, WARMUPS, LONG_WARMUPS = 0.1, (0.001, 0.01, 0.025, 0.05, 0.2, 0.4, 0.6), (0.8,)
+"""Of the learning rate, as shares of the batches: of the grid, around it, and where BERT's best lie, beyond that. The
+first is none at all."""
 CUTS, LONGER = (0.9, 0.8, 0.7), (1.05,)
 """Shares of the batches."""
 
@@ -105,8 +106,13 @@ class Arm:
         decay = trial.beta1 if trial.momentum is None else trial.momentum
         decays = self.decays_on(trial.size)
         outer = (decays[0], decays[-1]) if len(decays) > 2 else ()
-        rates, longest = self.rates_on(trial.size), batches_of(WARMUPS[-1], trial.size)
+        rates, longest = self.rates_on(trial.size), batches_of(warmups_on(trial.size)[-1], trial.size)
         return trial.lr in (rates[0], rates[-1]) or decay in outer or trial.warmup == longest
+
+
+def warmups_on(size: Size) -> tuple[float, ...]:
+    """As many for every arm."""
+    return (*WARMUPS, *LONG_WARMUPS) if size.kind == BERT else WARMUPS
 
 
 def batches_of(share: float, size: Size) -> int:
@@ -228,7 +234,7 @@ class Trials:
         if None in losses.values():
             return []
         best = min(losses, key=lambda trial: losses[trial])
-        return [replace(best, warmup=batches_of(share, size)) for share in WARMUPS]
+        return [replace(best, warmup=batches_of(share, size)) for share in warmups_on(size)]
 
     def tried(self, arm: Arm, size: Size) -> list[Trial]:
         """What the first seed is for, as far as it is known."""

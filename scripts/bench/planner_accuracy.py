@@ -88,6 +88,8 @@ def scatter(folder: Path) -> Iterator[str]:
     yield from ("", f"vTrain, multi-node, where the regret is largest: {group}, its fastest rows")
     for row in rows[:8]:
         yield _line(row) + ("  <- predicted to be the fastest" if row is chosen else "")
+    close = sum(row.measured <= 1.03 * rows[0].measured for row in rows)
+    yield f"Measured within 3% of the fastest: {close} of {len(rows)}, the fastest among them"
     yield "Twice the microbatch, half as many: more time, measured and predicted"
     for row in rows:
         twice = replace(row.layout, microbatch=2 * row.layout.microbatch)
