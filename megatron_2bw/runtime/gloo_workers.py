@@ -22,8 +22,8 @@ def finish() -> None:
     issue 190489, not solved in 2.13; destroying the process groups does not end the threads while Megatron's modules
     refer to them).
 
-    What sleeps, and has slept all the time while the interpreter was free, waits for something else. A collective
-    whose peer is gone does so too: nothing here waits for other ranks.
+    What sleeps, and has slept all the time while the interpreter was free, waits for something else. So does a
+    collective whose peer is gone: nothing here waits for other ranks. One whose peer answers just then still aborts.
     """
     give_up_s = time.monotonic() + _GIVE_UP_AFTER_S
     before = _states()
@@ -40,7 +40,7 @@ def _states() -> list[str]:
     states = []
     for task in sorted(_TASKS.glob("*")):
         with contextlib.suppress(OSError):  # It has ended.
-            name, *lines = (task / "status").read_text().splitlines()
+            name, *lines = (task / "status").read_text(errors="replace").splitlines()
             if name.split()[-1] == _NAME:
                 states.append(" ".join(line for line in lines if line.startswith("State") or "ctxt_switches" in line))
     return states

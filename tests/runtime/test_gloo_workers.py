@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 START = """
-import datetime, os, sys, threading
+import datetime, os, sys, threading, weakref
 import torch
 import torch.distributed as dist
 from megatron_2bw.runtime import gloo_workers
@@ -16,9 +16,14 @@ import atexit
 atexit.register(gloo_workers.finish)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 sys.setswitchinterval(100)  # A thread that waits for the interpreter does not ask for it.
-for _ in range(500):
-    dist.all_reduce(torch.ones(8), async_op=True)  # Nobody but a thread holds the tensor.
-sum(range(10**7))
+while True:
+    tensor = torch.ones(8)
+    held = weakref.ref(tensor)
+    dist.all_reduce(tensor, async_op=True)
+    del tensor
+    sum(range(10**5))
+    if held() is not None:  # By a thread, and nobody else.
+        break
 """
 WITHOUT_A_PEER = """
 store, groups = dist.HashStore(), {}
