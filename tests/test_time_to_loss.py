@@ -100,7 +100,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         trials.add(trial, _ending(2.6 if trial.delay == 0 else 1.6))
     more = list(trials.missing(["tiny"]))
     assert [trial.seed for trial in more] == [seed for _ in arms for seed in CHOOSING[1:] for _ in range(3)]
-    assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 0} == {(2e-3, 100), (1e-3, 100)}, "of equals"
+    assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 0} == {(2e-3, 100)}, "of equals"
     assert {(trial.lr, trial.warmup) for trial in more if trial.delay == 1} == {(2e-3, warmup) for warmup in AROUND[:3]}
     assert [trials.best(arm, SIZE) for arm in arms] == [None] * len(arms)
     lucky = trials.finalists(arms[0], SIZE)[0]
@@ -117,10 +117,10 @@ def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         trials.add(trial, _ending(2.8 - 0.001 * trial.size.steps))
     assert not list(trials.missing(["tiny"]))
     text = "\n".join(loss_report.report(trials))
-    assert "AdamW, no delay                      19/19       3/3 lr 0.002, decay 0.95 " in text
+    assert "AdamW, no delay                      25/25       3/3 lr 0.002, decay 0.9 " in text
     assert "1.800 1.800 1.800 1.800 1.800 1.800" in text
     assert "AdamW, no delay, 90% of the batches" in text
-    assert "lr 0.002, decay 0.8, 1 " in text
+    assert "lr 0.002, decay 0.7, 1 " in text
     assert "1F1B                                        1.88   1.44   1.22   1.11" in text
     assert "2bw, AdamW, delay, as it is                 1.00   1.00   1.00   1.00" in text
 
@@ -193,15 +193,40 @@ def test_the_committed_report_is_current() -> None:
 def test_rates_grow_with_the_batch() -> None:
     of_four_times = replace(SIZE, batch=64, steps=250)
     assert WITHOUT.rates_on(of_four_times) == pytest.approx([2 * rate for rate in WITHOUT.rates_on(SIZE)])
-    first, *_, last = WITHOUT.grid(of_four_times)
+    first = WITHOUT.grid(of_four_times)[0]
     assert first.lr == 2 * WITHOUT.rates[0]
     assert first.warmup == 25
-    assert WITHOUT.is_at_edge(first)
-    assert WITHOUT.is_at_edge(last)
-    inside = replace(first, lr=2 * WITHOUT.rates[1])
-    assert not WITHOUT.is_at_edge(inside)
-    assert not WITHOUT.is_at_edge(replace(inside, warmup=1)), "there is nothing below none"
-    assert WITHOUT.is_at_edge(replace(inside, warmup=150))
+
+
+def test_what_is_at_the_edge_of_the_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _only(monkeypatch, WITHOUT)
+    trials = Trials(tmp_path / "trials.jsonl")
+    first, *_, last = WITHOUT.grid(SIZE)
+    inside = replace(first, lr=WITHOUT.rates[1], beta1=WITHOUT.decays[1])
+    assert not trials.is_at_edge(WITHOUT, inside)
+    assert not trials.is_at_edge(WITHOUT, replace(inside, warmup=1)), "there is nothing below none"
+    outside = {"lr": (first.lr, last.lr), "beta1": (WITHOUT.decays[0], WITHOUT.decays[-1]), "warmup": (600,)}
+    for name, values in outside.items():
+        for value in values:
+            assert trials.is_at_edge(WITHOUT, replace(inside, **{name: value})), (name, value)
+
+
+def test_rates_around_the_best_of_bert(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    size = replace(SIZE, kind=BERT)
+    arm = replace(WITHOUT, sizes=(size,))
+    _only(monkeypatch, arm)
+    for module in (loss_trials, loss_report):
+        monkeypatch.setattr(module, "ARMS", (arm,))
+        monkeypatch.setattr(module, "SIZES", {"tiny": size})
+    trials = Trials(tmp_path / "trials.jsonl")
+    while not trials.around(arm, size):
+        trial = next(trials.missing(["tiny"]))
+        trials.add(trial, _ending(1.7 + abs(math.log(trial.lr / 2e-3)) - 1e-4 * trial.warmup))
+    assert [(trial.lr, trial.warmup) for trial in trials.around(arm, size)] == [(1e-3, 950), (4e-3, 950)]
+    assert len(trials.tried(arm, size)) == trials.planned(arm, size) == 18 + 9 + 2
+    best = replace(trials.around(arm, size)[0], lr=2e-3, beta1=0.9)
+    assert not trials.is_at_edge(arm, best)
+    assert all(trials.is_at_edge(arm, replace(best, lr=lr)) for lr in (1e-3, 4e-3))
 
 
 def test_a_seed_that_diverges_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

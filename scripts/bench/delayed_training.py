@@ -31,7 +31,7 @@ class Trial:
     size: Size
     delay: int
     lr: float
-    """At the end of the warm-up; a tenth of it at the end."""
+    """Towards which it warms up, while a cosine takes it down to a tenth: see `rate`."""
     beta1: float = 0.9
     """Of AdamW, under Muon for what Muon leaves to it: vectors and the embedding."""
     momentum: float | None = None
@@ -78,7 +78,7 @@ def train(trial: Trial) -> Result:
     data = batches(texts(size.corpus)[0], size, seed=1 + trial.seed)
     newest = [weight.detach().clone() for weight in weights]
     older = [weight.detach().clone() for weight in weights]
-    found = []
+    found, fifths = [], {round(size.steps * fifth / 5) for fifth in range(1, 6)}
     for step in range(size.steps):
         is_delayed = trial.delay > 0 and step > trial.synchronous
         if correction is not None:
@@ -105,7 +105,7 @@ def train(trial: Trial) -> Result:
             for optimizer in optimizers if isinstance(correction, UpdateLead) else ():
                 shown.enter_context(correction.shown(optimizer))
             _load(newest, [main.detach() for main in mains.values()])
-        if (step + 1) % (size.steps // 5) == 0:
+        if step + 1 in fifths:
             _load(weights, newest)
             found.append(validation_loss(model, size))
     return Result(losses=found, accuracy=accuracy(model, size, trial.seed) if size.kind == BERT else None)
@@ -150,7 +150,10 @@ def _optimizers(trial: Trial, mains: dict[str, torch.nn.Parameter]) -> list[torc
 
 
 def rate(trial: Trial, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Linear warm-up, times a cosine down to a tenth that begins with the first step, not after the warm-up.
+
+    So a warm-up of 20% of the steps goes to 91% of ``trial.lr``, one of 40% to 69%, and none lasts for more than 45%.
+    """
     progress = step / trial.size.steps
     return trial.lr * min(1.0, (step + 1) / trial.warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 

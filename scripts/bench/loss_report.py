@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from delayed_training import Trial
 from language_models import Size
-from loss_trials import ARMS, CHOOSING, FINALISTS, SEEDS, SIZES, WARMUP, Arm, Trials, batches_of, warmups_on
+from loss_trials import ARMS, CHOOSING, FINALISTS, SEEDS, SIZES, WARMUP, Arm, Trials, batches_of, decay_of
 
 T_95 = {6: 2.571, 24: 2.069}
 """Student's t for a two-sided 95%, by the number of seeds."""
@@ -24,8 +24,10 @@ _NOTES = (
     "minus the loss of the same optimizer without a delay, seed by seed; closed: share of the gap of the delay as it",
     "is. worth: share of the batches after which training without a delay, its warm-up as much shorter, ends with that",
     "gap, and with the upper end of its interval. Time to loss: batches until the loss of the same optimizer without a",
-    "delay, each as long as the schedule's bubble makes it in theory, over the time that the stages work without one;",
-    "what a schedule really takes is in schedules.txt.",
+    "delay, one over what the loss is worth, each as long as the schedule's bubble makes it in theory, over the time",
+    "that the stages work without one; what a schedule really takes is in schedules.txt. The rate falls from the first",
+    "batch on, so that a long warm-up also makes it smaller. All seeds have the same validation data: the intervals",
+    "are those of training. Rows that belong to no grid any more stay in the file, and nothing above counts them.",
 )
 
 
@@ -55,15 +57,13 @@ def _line(trials: Trials, arm: Arm, size: Size) -> str:
     best = trials.best(arm, size)
     done = sum(trials.loss(trial) is not None for trial in trials.tried(arm, size))
     finalists = sum(len(trials.chose(trial)) == len(CHOOSING) for trial in trials.finalists(arm, size))
-    all_of_it = len(arm.grid(size)) + len(warmups_on(size))
-    counts = f"{arm.name:<{_WIDTH}} {f'{done}/{all_of_it}':>5} {f'{finalists}/{FINALISTS}':>9}"
+    counts = f"{arm.name:<{_WIDTH}} {f'{done}/{trials.planned(arm, size)}':>5} {f'{finalists}/{FINALISTS}':>9}"
     losses = trials.losses(best)
     if not losses:
         return counts
-    edge = " (edge)" if arm.is_at_edge(best) else ""
-    decay = best.beta1 if best.momentum is None else best.momentum
+    edge = " (edge)" if trials.is_at_edge(arm, best) else ""
     warmup = f", {best.warmup}" if best.warmup != batches_of(WARMUP, size) else ""
-    settings = f"lr {best.lr:g}, decay {decay:g}{warmup}{edge}"
+    settings = f"lr {best.lr:g}, decay {decay_of(best):g}{warmup}{edge}"
     return f"{counts} {settings:<31} {_interval(losses)} {_gap(trials, arm, size)}  {_seeds(losses)}"
 
 

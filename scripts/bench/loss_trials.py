@@ -29,9 +29,11 @@ FINALISTS, CHOOSING = 3, (0, 1, 2)
 """So many of what an arm has tried with the first seed get these seeds, which choose the best of them."""
 SEEDS, MORE_SEEDS = tuple(range(3, 9)), tuple(range(3, 27))
 """Of the best: nothing has been chosen by them."""
-WARMUP, WARMUPS, LONG_WARMUPS = 0.1, (0.001, 0.01, 0.025, 0.05, 0.2, 0.4, 0.6), (0.8,)
+WARMUP, WARMUPS, LONG_WARMUPS = 0.1, (0.001, 0.01, 0.025, 0.05, 0.2, 0.4, 0.6), (0.8, 0.95)
 """Of the learning rate, as shares of the batches: of the grid, around it, and where BERT's best lie, beyond that. The
-first is none at all."""
+first is none at all; the last is as good as the whole run, in which a cosine takes the rate down before the middle."""
+RATES_AROUND = (0.5, 2.0)
+"""Of BERT's best, whose warm-up is not that of the grid."""
 CUTS, LONGER = (0.9, 0.8, 0.7), (1.05,)
 """Shares of the batches."""
 
@@ -101,14 +103,6 @@ class Arm:
         """Of its best."""
         return MORE_SEEDS if size in self.loud else SEEDS
 
-    def is_at_edge(self, trial: Trial) -> bool:
-        """Whether the best may be outside of what was tried."""
-        decay = trial.beta1 if trial.momentum is None else trial.momentum
-        decays = self.decays_on(trial.size)
-        outer = (decays[0], decays[-1]) if len(decays) > 2 else ()
-        rates, longest = self.rates_on(trial.size), batches_of(warmups_on(trial.size)[-1], trial.size)
-        return trial.lr in (rates[0], rates[-1]) or decay in outer or trial.warmup == longest
-
 
 def warmups_on(size: Size) -> tuple[float, ...]:
     """As many for every arm."""
@@ -120,7 +114,12 @@ def batches_of(share: float, size: Size) -> int:
     return max(1, round(share * size.steps))
 
 
-def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float], **rest: Any) -> Arm:
+def decay_of(trial: Trial) -> float:
+    """Of the first moment."""
+    return trial.beta1 if trial.momentum is None else trial.momentum
+
+
+def _by_adamw(name: str, delay: int, first: float, decays: tuple[float, float, float], **rest: Any) -> Arm:
     rates = tuple(first * 2**power for power in range(6))
     return Arm(name=f"AdamW, {name}", baseline="AdamW, no delay", delay=delay, rates=rates, decays=decays, **rest)
 
@@ -140,13 +139,13 @@ EIGHTH: dict[str, Any] = {"delayed": 0.125, "shares": LONGER, "sizes": (IN_64,)}
 EVERYWHERE: dict[str, Any] = {"sizes": tuple(SIZES.values())}
 EVERY_GPT: dict[str, Any] = {"sizes": tuple(size for size in SIZES.values() if size.kind == GPT)}
 ARMS = (
-    _by_adamw("no delay", 0, 5e-4, (0.9, 0.95), shares=CUTS, **EVERYWHERE),
-    _by_adamw("no delay, lead 2", 0, 5e-4, (0.9, 0.93), sizes=(SMALLER,), **LEAD),
-    _by_adamw("delay, as it is", 1, 2.5e-4, (0.8, 0.9), **EVERYWHERE),
-    _by_adamw("delay, lead 2", 1, 5e-4, (0.9, 0.93), **LEAD),
-    _by_adamw("delay, update-lead 2", 1, 5e-4, (0.93, 0.95), correction="update-lead", lead=2.0),
-    _by_adamw("delay of half, lead 2", 1, 5e-4, (0.9, 0.93), **LEAD, **HALF, **EVERYWHERE),
-    _by_adamw("delay of an eighth, lead 2", 1, 5e-4, (0.9, 0.93), **LEAD, **EIGHTH),
+    _by_adamw("no delay", 0, 5e-4, (0.8, 0.9, 0.95), shares=CUTS, **EVERYWHERE),
+    _by_adamw("no delay, lead 2", 0, 5e-4, (0.9, 0.93, 0.95), sizes=(SMALLER,), **LEAD),
+    _by_adamw("delay, as it is", 1, 2.5e-4, (0.7, 0.8, 0.9), **EVERYWHERE),
+    _by_adamw("delay, lead 2", 1, 5e-4, (0.9, 0.93, 0.95), **LEAD),
+    _by_adamw("delay, update-lead 2", 1, 5e-4, (0.93, 0.95, 0.97), correction="update-lead", lead=2.0),
+    _by_adamw("delay of half, lead 2", 1, 5e-4, (0.9, 0.93, 0.95), **LEAD, **HALF, **EVERYWHERE),
+    _by_adamw("delay of an eighth, lead 2", 1, 5e-4, (0.9, 0.93, 0.95), **LEAD, **EIGHTH),
     _by_muon(
         "no delay", 0, 8e-3, decays_in_64=(0.5, 0.6, 0.7, 0.8), shares=CUTS, loud=(LARGER, SMALLER, IN_64), **EVERY_GPT
     ),
@@ -185,7 +184,7 @@ class Trials:
         result = self._results.get(trial)
         if result is None:
             return None
-        return result.losses[-1] if len(result.losses) == 5 else math.inf
+        return result.losses[-1] if len(result.losses) == 5 and math.isfinite(result.losses[-1]) else math.inf
 
     def accuracies(self, trial: Trial | None) -> list[float]:
         """After fine-tuning, of SEEDS; none where there is no such task, or some are missing."""
@@ -205,6 +204,8 @@ class Trials:
         yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)
         for arm in arms:
             yield from (trial for trial in self.warmups(arm, size) if self.loss(trial) is None)
+        for arm in arms:
+            yield from (trial for trial in self.around(arm, size) if self.loss(trial) is None)
         for arm, seed in itertools.product(arms, CHOOSING):
             yield from self._untried(self.finalists(arm, size), [seed])
         for arm in arms:
@@ -230,20 +231,41 @@ class Trials:
 
     def warmups(self, arm: Arm, size: Size) -> list[Trial]:
         """The best of the grid with other warm-ups; none while some of the grid has not been tried."""
-        losses = {trial: self.loss(trial) for trial in arm.grid(size)}
-        if None in losses.values():
-            return []
-        best = min(losses, key=lambda trial: losses[trial])
-        return [replace(best, warmup=batches_of(share, size)) for share in warmups_on(size)]
+        best = self._sorted(arm.grid(size))[:1]
+        return [replace(one, warmup=batches_of(share, size)) for one in best for share in warmups_on(size)]
+
+    def around(self, arm: Arm, size: Size) -> list[Trial]:
+        """The best of those with other learning rates, of BERT; none while some of those have not been tried."""
+        before = self.warmups(arm, size)
+        best = self._sorted([*arm.grid(size), *before])[:1] if before and size.kind == BERT else []
+        return [replace(one, lr=times * one.lr) for one in best for times in RATES_AROUND]
 
     def tried(self, arm: Arm, size: Size) -> list[Trial]:
         """What the first seed is for, as far as it is known."""
-        return [*arm.grid(size), *self.warmups(arm, size)]
+        return [*arm.grid(size), *self.warmups(arm, size), *self.around(arm, size)]
+
+    def planned(self, arm: Arm, size: Size) -> int:
+        """How many trials that will be."""
+        return len(arm.grid(size)) + len(warmups_on(size)) + (len(RATES_AROUND) if size.kind == BERT else 0)
 
     def finalists(self, arm: Arm, size: Size) -> list[Trial]:
         """The best with the first seed; none while something has not been tried."""
-        found = {trial: self.loss(trial) for trial in self.tried(arm, size)}
-        return [] if None in found.values() else sorted(found, key=lambda trial: found[trial])[:FINALISTS]
+        tried = self.tried(arm, size)
+        return self._sorted(tried)[:FINALISTS] if len(tried) == self.planned(arm, size) else []
+
+    def _sorted(self, trials: list[Trial]) -> list[Trial]:
+        """The lowest loss first; none while some have not been tried."""
+        found = {trial: self.loss(trial) for trial in trials}
+        return [] if None in found.values() else sorted(found, key=lambda trial: found[trial])
+
+    def is_at_edge(self, arm: Arm, best: Trial) -> bool:
+        """Whether a better one may be outside of what was tried: of rates with its warm-up, if there are several."""
+        tried = self.tried(arm, best.size)
+        rates = {trial.lr for trial in tried if trial.warmup == best.warmup}
+        rates = rates if len(rates) > 1 else {trial.lr for trial in tried}
+        decays, longest = arm.decays_on(best.size), warmups_on(best.size)[-1]
+        is_longest = longest not in LONG_WARMUPS and best.warmup == batches_of(longest, best.size)
+        return is_longest or best.lr in (min(rates), max(rates)) or decay_of(best) in (decays[0], decays[-1])
 
     def chose(self, trial: Trial) -> list[float]:
         """Losses of the seeds that choose, as far as they have been tried."""

@@ -107,7 +107,9 @@ def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
         options += f" --delayed-microbatches-fraction {way.delayed}"
         plans.append(json.loads(run(capsys, f"{PLAN} {options} --json")[1]))
     to_loss = [next(c["time_to_loss_s"] for c in plan["choices"] if c["delay"]) for plan in plans]
-    assert len(set(to_loss)) == len(to_loss) == 3
+    assert len(to_loss) == 4
+    assert to_loss[1] < min(to_loss[2:])
+    assert to_loss[1] <= to_loss[0], "what may delay half may delay less"
     better = plans[to_loss.index(min(to_loss))]
     measured = json.loads(run(capsys, f"{PLAN} --sample-efficiency auto --json")[1])
     assert measured["choices"] == better["choices"]
@@ -115,12 +117,22 @@ def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
         assert measured[share] == better[share]
     assert efficiency.RECOMMENDED in " ".join(measured["advice"])
     assert efficiency.RECOMMENDED not in " ".join(better["advice"])
-    assert "--synchronous-warmup-iters" in " ".join(plans[1]["advice"])
-    assert "--synchronous-warmup-iters" not in " ".join(plans[0]["advice"])
-    partly = next(c for c in plans[2]["choices"] if c["delay"])
+    assert "--synchronous-warmup-iters" in " ".join(plans[2]["advice"])
+    assert "--synchronous-warmup-iters" not in " ".join(plans[3]["advice"])
+    partly = next(c for c in plans[1]["choices"] if c["delay"])
     count = partly["layout"]["delayed_microbatches"]
     assert f"--pipeline-delayed-microbatches {count} " in partly["flags"]
-    assert f"the first {count} microbatches of every batch with weights that lack" in " ".join(plans[2]["advice"])
+    assert f"the first {count} microbatches of every batch with weights that lack" in " ".join(plans[1]["advice"])
+
+
+def test_as_measured_where_a_batch_has_many_microbatches(capsys: pytest.CaptureFixture[str]):
+    """An eighth is enough, and needs no lead."""
+    layout = "--pipeline-schedule 2bw,1f1b-flush --pipeline-model-parallel-size 4 --micro-batch-size 1"
+    plan = f"plan --model gpt-2.2b --cluster dgx-a100 --global-batch-size 64 {layout} --data-parallel-size 2"
+    found = json.loads(run(capsys, f"{plan} --sample-efficiency auto --json")[1])
+    assert found["delayed_microbatches_fraction"] == 0.125
+    assert next(c for c in found["choices"] if c["delay"])["layout"]["delayed_microbatches"] == 3
+    assert f"{efficiency.WITHOUT_LEAD} and an eighth of every batch delayed" in " ".join(found["advice"])
 
 
 def test_as_measured_where_a_batch_has_few_microbatches(capsys: pytest.CaptureFixture[str]):

@@ -187,7 +187,7 @@ def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: S
         except PlanError as problem:  # The batch may have too few microbatches for one of them.
             problems.append(problem)
     if not plans:
-        raise problems[0]
+        raise problems[-1]  # Of what asks for least.
     best = min(plans, key=to_loss_s)
     return replace(best, assumption=assumption(best.progress))
 
