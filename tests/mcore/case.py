@@ -26,6 +26,7 @@ _OPTIMIZER = {
     "muon": "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2 --muon-no-split-qkv "
     "--muon-fp32-matmul-prec high",
     "lion": "--optimizer lion",
+    "sgd": "--optimizer sgd --sgd-momentum 0.9 --lr 0.1",
 }
 _RECOMPUTE = {
     "no": "",

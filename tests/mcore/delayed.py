@@ -194,13 +194,15 @@ class Training:
         self.updates += 1
 
     def step_of(self, optimizer: torch.optim.Optimizer, lead: float) -> None:
-        """Adam's m is divided by ``1 - decay**updates``, Muon's is not."""
+        """Adam's m is divided by ``1 - decay**updates``, Muon's is not, SGD's is a sum."""
         name = "exp_avg" if "betas" in optimizer.param_groups[0] else "momentum_buffer"
         moments = [(main, state[name]) for main, state in optimizer.state.items()] if lead else []
         (decay,) = {group["betas"][0] if "betas" in group else group["momentum"] for group in optimizer.param_groups}
         done, share = self.updates, lead * (1 - decay) / decay
 
         def size(updates: int) -> float:
+            if "dampening" in optimizer.param_groups[0]:
+                return 1 / (1 - decay)
             return 1 - decay**updates if name == "exp_avg" else 1.0
 
         for main, moment in moments:
@@ -321,7 +323,10 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
 
 
 def _optimizers(case: Case, config: Any, groups: list[Any], matrices: set[torch.nn.Parameter]) -> list[Any]:
-    """AdamW, with Muon or Lion for matrices."""
+    """AdamW, with Muon or Lion for matrices; or SGD."""
+    if case.optimizer == "sgd":
+        groups = [group for group in groups if group["params"]]
+        return [torch.optim.SGD(groups, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay)]
     optimizers: list[Any] = []
     if case.optimizer != "adam":
         of_matrices = [group | {"params": [p for p in group["params"] if p in matrices]} for group in groups]

@@ -31,6 +31,9 @@ CASES = {
     ),
     "muon, tensor parallel": replace(CASE, optimizer="muon", lead=0.0, tensor_parallel=2),
     "lion": replace(CASE, optimizer="lion", lead=0.0),
+    "sgd": replace(CASE, optimizer="sgd", lead=1.0),
+    "tensor parallel": replace(CASE, tensor_parallel=2),
+    "update-lead, bf16, tensor parallel": replace(CASE, correction="update-lead", precision="bf16", tensor_parallel=2),
 }
 
 
