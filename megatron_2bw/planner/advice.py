@@ -40,7 +40,7 @@ def advice(plan: Plan) -> Iterator[str]:
     if plan.assumption:
         yield plan.assumption
     yield from _tie(delayed, flushed)
-    faster = _break_even(plan, delayed, flushed) < 1
+    faster = _break_even(plan, delayed, flushed) < plan.progress.efficiency
     if faster and layout.microbatches >= MANY * layout.pipeline:
         bound = (1 - share) * (layout.pipeline - 1) / layout.microbatches
         times = f"{1 - share:g} x " if share else ""

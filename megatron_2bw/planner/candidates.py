@@ -31,6 +31,7 @@ from megatron_2bw.planner.rules import (
 )
 from megatron_2bw.planner.space import Space, field_of
 from megatron_2bw.planner.stages import layers_of_stages, shorter_ends
+from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
 GIB = 2**30
 STEPS = (
@@ -200,7 +201,7 @@ class Candidates:
             return "tensor-parallel groups stay in a node", problem
         sequence = (True, False) if tensor > 1 else (False,)
         problems = [
-            tensor_problem(self.model, tensor, sequence_parallel=choice)
+            tensor_problem(self.model, tensor, sequence_parallel=choice, stage_gpus=tensor * shape.data)
             for choice in self.space.allows("sequence_parallel", sequence) or sequence
         ]
         if all(problems):
@@ -304,7 +305,8 @@ class Candidates:
         if schedule not in DELAYED:
             yield {}
             return
-        for extra in (0, 1) if self.space.extra_in_flight is None else self.space.extra_in_flight:
+        counts = (0, 1) if self.space.extra_in_flight is None else tuple(range(MOST_EXTRA_IN_FLIGHT + 1))
+        for extra in self._allowed("extra_in_flight", counts):
             for count in self._delayed(shape, microbatch):
                 yield {"extra_in_flight": extra, "delayed_microbatches": count}
 

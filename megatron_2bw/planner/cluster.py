@@ -81,8 +81,8 @@ GPUS: dict[str, Gpu] = {
     for gpu in (
         _gpu("v100-16gb", 15.78, 125, 900, 150, has_bf16=False),
         _gpu("v100-32gb", 31.74, 125, 900, 150, has_bf16=False),
-        _gpu("a100-40gb", 39.39, 312, 1555, 300),
-        _gpu("a100-80gb", 79.15, 312, 2039, 300),
+        _gpu("a100-40gb", 39.5, 312, 1555, 300),
+        _gpu("a100-80gb", 79.25, 312, 2039, 300),
         _gpu("h100-80gb", 79.11, 989, 3350, 450),
         _gpu("h200-141gb", 139.72, 989, 4800, 450),
         _gpu("b200-180gb", 178.35, 2250, 8000, 900),
@@ -90,8 +90,9 @@ GPUS: dict[str, Gpu] = {
 }
 """NVIDIA's data sheets (SXM; tensor-core peak without sparsity); NVLink is half of the printed two-way number.
 
-Memory is what torch's out-of-memory messages call total capacity, the least where drivers differ; in issues of
-kchengiva/Shift-GCN (34; V100 of 16), liucongg/ChatGLM-Finetuning (73; of 32) and vllm-project/vllm (27508; H100), say.
+Memory is what torch's out-of-memory messages call total capacity: in issues of kchengiva/Shift-GCN (34; V100 of 16),
+liucongg/ChatGLM-Finetuning (73; of 32), TianheWu/CoSeR (10; A100 of 40), HiDream-ai/VAREdit (6; of 80) and
+vllm-project/vllm (27508; H100); for H200 and B200, in logs of such errors in public repositories.
 """
 
 
@@ -132,6 +133,13 @@ def known(name: str, among: dict[str, object], what: str) -> object:
     """
     if name in among:
         return among[name]
-    nearest = difflib.get_close_matches(name, among, n=1, cutoff=0.0)
-    listed = ", ".join(dict.fromkeys([*nearest, *among]))
+    nearest = max(among, key=lambda other: _likeness(name, other, among[other]))
+    listed = ", ".join(dict.fromkeys([nearest, *among]))
     raise PlanError(f"unknown {what} {name!r}; choose one of {listed}")
+
+
+def _likeness(name: str, other: str, thing: object) -> tuple[float, int]:
+    """How much ``name`` is like ``other``, or like the GPU of a cluster: in all, and in the longest part of both."""
+    names = [other, thing.gpu.name] if isinstance(thing, Cluster) else [other]
+    matchers = [difflib.SequenceMatcher(None, one, name.lower()) for one in names]
+    return max((matcher.ratio(), matcher.find_longest_match().size) for matcher in matchers)

@@ -15,7 +15,7 @@ from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
-from megatron_2bw.planner.unpriced import CHECKED, check_accepted, check_pipedream, check_priced
+from megatron_2bw.planner.unpriced import CHECKED, check_accepted, check_model, check_pipedream, check_priced
 
 MODEL_NUMBERS: dict[str, str] = {
     "--num-layers": "num_layers",
@@ -66,6 +66,7 @@ MODEL_SWITCHES = frozenset(
         *"--group-query-attention --swiglu --quick-geglu --squared-relu --openai-gelu --disable-bias-linear".split(),
         *"--add-qkv-bias --apply-layernorm-1p --qk-layernorm --untie-embeddings-and-output-weights".split(),
         *"--use-rotary-position-embeddings --rotary-interleaved --use-rope-scaling".split(),
+        *"--no-bias-gelu-fusion --moe-router-pre-softmax".split(),
     }
 )
 """Flags without a value that describe a model."""
@@ -99,7 +100,7 @@ _SPELLED = frozenset(
         *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --sequence-parallel".split(),
         *"--recompute-activations --recompute-granularity --recompute-method --bf16 --fp16 --transformer-impl".split(),
         *"--use-distributed-optimizer --overlap-grad-reduce --attention-backend --use-flash-attn".split(),
-        "--no-bias-swiglu-fusion",
+        *"--no-bias-swiglu-fusion --accumulate-allreduce-grads-in-fp32".split(),
         *"--merge-file --vocab-file".split(),
         # Megatron's own, which look like others.
         *"--decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
@@ -168,8 +169,9 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
     """The Model that Megatron's flags describe, with Megatron's defaults.
 
     Raises:
-        PlanError: a flag is missing or malformed.
+        PlanError: a flag is missing, malformed or refused by Megatron.
     """
+    check_model(options)
     numbers = {name: options.number(flag) for flag, name in MODEL_NUMBERS.items() if flag in options}
     if "seq_length" not in numbers and "--encoder-seq-length" in options:
         numbers["seq_length"] = options.number("--encoder-seq-length")
@@ -274,6 +276,7 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
         sequence_parallel="--sequence-parallel" in options and numbers["tensor"] > 1,
         distributed_optimizer="--use-distributed-optimizer" in options,
         overlap_gradients="--overlap-grad-reduce" in options,
+        gradients_in_fp32=precision is Precision.FP16 and "--accumulate-allreduce-grads-in-fp32" in options,
         precision=precision,
         fused_attention=_fused(options, fused),
         fused_swiglu=not (model.swiglu and "--no-bias-swiglu-fusion" in options),
@@ -340,6 +343,7 @@ def model_flags(model: Model) -> list[str]:
         words += ["--group-query-attention", "--num-query-groups", str(model.num_query_groups)]
     if model.num_experts:
         words += ["--num-experts", str(model.num_experts), "--moe-router-topk", str(model.moe_router_topk)]
+        words += ["--moe-router-pre-softmax"] * (model.moe_router_topk == 1)  # Megatron takes one only so.
     if model.make_vocab_size_divisible_by != 128:
         words += ["--make-vocab-size-divisible-by", str(model.make_vocab_size_divisible_by)]
     switches = {
@@ -388,6 +392,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--sequence-parallel": layout.sequence_parallel,
         "--use-distributed-optimizer": layout.distributed_optimizer,
         "--overlap-grad-reduce": layout.overlap_gradients,
+        "--accumulate-allreduce-grads-in-fp32": layout.gradients_in_fp32,
         f"--{layout.precision}": layout.precision is not Precision.FP32,
         "--attention-backend unfused": not layout.fused_attention,
         "--no-bias-swiglu-fusion": not layout.fused_swiglu,

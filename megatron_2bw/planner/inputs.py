@@ -77,6 +77,8 @@ def model_of(values: dict[str, Any], where: str) -> Model:
     Raises:
         PlanError: a key is missing, unknown or of the wrong type; ``where`` says where.
     """
+    if values.get("given_flags"):
+        raise PlanError(f"{where}: given_flags are those of a command line; leave the key out, or give the flags there")
     return build(Model, values, where)
 
 

@@ -99,6 +99,8 @@ class Layout:
     """Tensor-parallel ranks send a share each over the pipeline and gather it, as Megatron-LM before Core did."""
     keeps_main_gradients: bool = False
     """fp16: the update's gradients in fp32 stay until the next one, as in Megatron-LM before Core."""
+    gradients_in_fp32: bool = False
+    """fp16: ``--accumulate-allreduce-grads-in-fp32``, which bf16, fp32 and 2bw do by themselves."""
     chunks: int = 1
     """Virtual stages per rank."""
     precision: Precision = Precision.BF16

@@ -164,8 +164,8 @@ class WeightStates(NamedTuple):
 def state_bytes_per_weight(layout: Layout) -> WeightStates:
     """Megatron's 18, or ``6 + 12/w`` with the distributed optimizer, and what 2bw adds to them.
 
-    fp16 without 2bw sums gradients in 16 bits (Megatron's ``accumulate_allreduce_grads_in_fp32`` is off) and
-    copies them to fp32 for the update; Megatron-LM before Core, and so PipeDream-2BW's code, kept the copy.
+    fp16 without 2bw sums gradients in 16 bits unless ``gradients_in_fp32``, and copies them to fp32 for the update;
+    Megatron-LM before Core, and so PipeDream-2BW's code, kept the copy.
 
     >>> for schedule in ("megatron", "2bw"):
     ...     for distributed in (False, True):
@@ -180,7 +180,7 @@ def state_bytes_per_weight(layout: Layout) -> WeightStates:
     """
     delayed = layout.schedule == "2bw"
     width, shards = layout.precision.width, layout.data if layout.distributed_optimizer else 1
-    in_16_bits = layout.precision == Precision.FP16 and not delayed
+    in_16_bits = layout.precision == Precision.FP16 and not (delayed or layout.gradients_in_fp32)
     main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES
     captures = delayed and layout.gradient_buffers > 1
     kept = in_16_bits and layout.keeps_main_gradients

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags import LAYOUT_NUMBERS, MODEL_NUMBERS
 from megatron_2bw.planner.inputs import (
     build,
     checked,
@@ -26,9 +27,34 @@ from megatron_2bw.planner.layout import Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.report import prediction_json
-from megatron_2bw.planner.rules import fuses_attention, gpu_problem, problem
+from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
 from megatron_2bw.planner.search import price
+from megatron_2bw.planner.unpriced import uncovered
 
+_OF_MEGATRON = {
+    "global_batch_size": "global_batch",
+    "data_parallel_size": "data",
+    "pipeline_schedule": "schedule",
+    "use_distributed_optimizer": "distributed_optimizer",
+    "overlap_grad_reduce": "overlap_gradients",
+    "accumulate_allreduce_grads_in_fp32": "gradients_in_fp32",
+    "recompute_granularity": "recompute",
+    **{flag[2:].replace("-", "_"): name for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS}.items()},
+    "pp": "pipeline",
+    "tp": "tensor",
+    "dp": "data",
+    "mbs": "microbatch",
+    "gbs": "global_batch",
+}
+"""Our names for Megatron's, as its arguments spell them, and for those that tables of measurements have."""
+_UNCOVERED = {
+    "context_parallel": "context_parallel_size",
+    "cp": "context_parallel_size",
+    "expert_parallel": "expert_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "fp8": "fp8_format",
+}
+"""Other names of what is refused."""
 _MODEL = {field.name for field in dataclasses.fields(Model)}
 _LAYOUT = {field.name for field in dataclasses.fields(Layout)}
 _KEYS = {*_MODEL, *_LAYOUT, "model", "cluster", "nodes", "gpus"}
@@ -42,7 +68,9 @@ def predicted_rows(
 
     A row has the fields of Model and Layout side by side, or a ``model`` (a name or an object); ``cluster`` (the
     same), ``nodes`` and ``gpus`` where they differ from the arguments. ``data`` follows from ``gpus`` where it is not
-    given. What else a row has stays in it, unless it looks like one of these misspelled.
+    given. Megatron's arguments (``micro_batch_size``, ``bf16``), or ``tp``, ``pp``, ``dp``, ``mbs`` and ``gbs``, say
+    the same. What else a row has stays in it, unless it looks like one of these misspelled, or is an argument that
+    the cost model does not cover.
 
     Raises:
         PlanError: the file cannot be read.
@@ -72,6 +100,7 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     Raises:
         PlanError: the row describes no configuration that runs.
     """
+    row = _in_our_names(row)
     for key in row.keys() - _KEYS:
         nearest = misspelled(key, _KEYS)
         if nearest is not None and nearest not in row and not hasattr(Layout, key):
@@ -82,6 +111,21 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     if refused:
         raise PlanError(refused)
     return prediction_json(model, price(model, layout, sized(base, gpus=layout.gpus)))
+
+
+def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
+    """``row`` with the names of our fields, and without what asks for nothing."""
+    named = {key: value for key, value in row.items() if key not in _OF_MEGATRON}
+    if "precision" not in row and (row.get("bf16") or row.get("fp16")):
+        named["precision"] = "bf16" if row.get("bf16") else "fp16"
+    for key, value in row.items():
+        what = uncovered("--" + _UNCOVERED.get(key, key).replace("_", "-"), value)
+        if what:
+            raise PlanError(f"{key} {value!r}: the cost model does not cover {what}; leave the row out")
+        name = _OF_MEGATRON.get(key)
+        if name is not None and value is not None and named.setdefault(name, value) != value:
+            raise PlanError(f"{key} {value!r} and {name} {named[name]!r} disagree; leave out one of them")
+    return named
 
 
 def _model(row: dict[str, Any]) -> Model:
@@ -108,8 +152,8 @@ def _cluster(row: dict[str, Any]) -> Cluster:
 
 def _layout(row: dict[str, Any], base: Cluster) -> Layout:
     fields = typed(Layout, {key: value for key, value in row.items() if key in _LAYOUT}, "layout")
-    if "schedule" in fields:
-        fields["schedule"] = schedule_name(fields["schedule"])
+    fields["schedule"] = schedule_name(fields.get("schedule", MEGATRON))
+    fields.setdefault("pipeline", 1)
     size = {key: checked(row[key], int, key) for key in ("nodes", "gpus") if row.get(key) is not None}
     gpus = sized(base, **size).gpus
     ranks = max(fields.get("pipeline", 1) * fields.get("tensor", 1), 1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import Problem
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
+from megatron_2bw.planner.multiples import divisors, nearest_multiple
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import most_layers, spread
 from megatron_2bw.schedule.registry import MIRRORED
@@ -37,7 +38,12 @@ def problem(model: Model, layout: Layout) -> Problem | None:
     """
     needed = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
     return (
-        tensor_problem(model, layout.tensor, sequence_parallel=layout.sequence_parallel)
+        tensor_problem(
+            model,
+            layout.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            stage_gpus=layout.tensor * layout.data,
+        )
         or schedule_problem(layout)
         or model_problem(model, layout)
         or stage_problem(model, layout)
@@ -46,23 +52,28 @@ def problem(model: Model, layout: Layout) -> Problem | None:
     )
 
 
-def tensor_problem(model: Model, tensor: int, *, sequence_parallel: bool) -> Problem | None:
-    """Why ``tensor`` ranks cannot share one layer.
+def tensor_problem(
+    model: Model, tensor: int, *, sequence_parallel: bool, stage_gpus: int | None = None
+) -> Problem | None:
+    """Why ``tensor`` ranks cannot share one layer; what is to be used instead divides ``stage_gpus`` where given.
 
     Rules: TransformerConfig.__post_init__; ``divide`` in ColumnParallelLinear; MoELayer.forward.
     """
     sizes = {"num_attention_heads": model.num_attention_heads, "ffn_hidden_size": model.ffn_hidden_size}
     if sequence_parallel:
         sizes["seq_length"] = model.seq_length
+    groups = model.num_query_groups
+    shared = math.gcd(*sizes.values(), stage_gpus or 0)
+
+    def remedy() -> str:
+        fitting = [count for count in divisors(shared) if not (groups % count and count % groups)]
+        return f"use {min(fitting, key=lambda count: (abs(count - tensor), count))}"
+
     for name, size in sizes.items():
         if size % tensor:
-            return Problem(f"tensor {tensor} does not divide {name} {size}", f"use {nearest_divisor(size, tensor)}")
-    groups = model.num_query_groups
+            return Problem(f"tensor {tensor} does not divide {name} {size}", remedy())
     if groups % tensor and tensor % groups:
-        return Problem(
-            f"tensor {tensor} is neither a divisor nor a multiple of num_query_groups {groups}",
-            f"use {nearest_divisor(groups, tensor)}",
-        )
+        return Problem(f"tensor {tensor} is neither a divisor nor a multiple of num_query_groups {groups}", remedy())
     if sequence_parallel and tensor == 1:
         return Problem("sequence_parallel needs tensor above 1", "leave it out")
     if model.num_experts and tensor > 1 and not sequence_parallel:
@@ -87,8 +98,9 @@ def schedule_problem(layout: Layout) -> Problem | None:
         )
     if layout.extra_in_flight > MOST_EXTRA_IN_FLIGHT:
         return Problem(
-            f"extra_in_flight {layout.extra_in_flight}: transfers would wait for each other",
-            f"use {MOST_EXTRA_IN_FLIGHT} at most",
+            f"extra_in_flight {layout.extra_in_flight}: above {MOST_EXTRA_IN_FLIGHT}, transfers would wait for each "
+            "other",
+            f"use {MOST_EXTRA_IN_FLIGHT}",
         )
     if layout.delayed_microbatches and layout.schedule not in DELAYED:
         return Problem(

@@ -28,6 +28,7 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import DELAYED, delay_of, least_microbatches
 from megatron_2bw.planner.space import Space, field_of
 from megatron_2bw.planner.table import billions, gib
+from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
 MOST_LAYERS = 10_000
 """A bound on the time of a search."""
@@ -37,6 +38,10 @@ _MEMORIES = (1, 1.25, 1.5, 2, 3, 4)
 """Times as much as the layout that needs least, where no number of nodes is enough."""
 _TRIALS = 8
 """Values of a limit to try, the nearest first."""
+_EVERY = {"extra_in_flight": tuple(range(MOST_EXTRA_IN_FLIGHT + 1))}
+"""All values of dimensions that are searched for some of them."""
+_OF_SHAPE = ("tensors", "pipelines", "first_stage_layers", "last_stage_layers", "widths")
+"""Dimensions that decide on how GPUs and layers are split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,16 +254,49 @@ class _Search:
         if limited:
             return f"{what}: {limited}"
         if widths and all(batch % width for width in widths):
-            nearest = sorted({nearest_multiple(batch, width) for width in widths}, key=lambda size: abs(size - batch))
-            use = next((f"; use {size}" for size in nearest if self._with(global_batch=size)._any()), "")
-            return f"{what}: global_batch {batch} does not split over any number of replicas{use}"
+            possible = ", ".join(map(str, sorted(widths)))
+            reason = f"global_batch {batch} does not split over any possible number of replicas ({possible})"
+            return f"{what}: {reason}{self._nearest_batch()}"
         if candidates.leanest is None:
-            rejected = candidates.rejected.values()
-            last = max(rejected, key=lambda rejection: (STEPS.index(rejection.step), rejection.count), default=None)
-            return f"{what}: {last.reason if last else 'the limits exclude each other; lift one'}"
+            return f"{what}: {self._last_rule()}"
         needed, layout = candidates.leanest
         reason = f"{candidates.does_not_fit(layout, needed)} ({self._largest_parts(layout)})"
         return f"{what} fits: {reason}; {self._more_gpus()}"
+
+    def _nearest_batch(self) -> str:
+        """What to use in place of a batch that splits over no number of replicas; empty if that is not enough."""
+        candidates = self.candidates
+        batch, microbatches = candidates.global_batch, candidates.space.microbatches or (1,)
+        sizes = {nearest_multiple(batch, width * size) for width, size in product(candidates.widths, microbatches)}
+        nearest = sorted(sizes, key=lambda size: _distance(batch, size))
+        return next((f"; use {size}" for size in nearest if self._with(global_batch=size)._any()), "")
+
+    def _last_rule(self) -> str:
+        """The rule that comes furthest of those that are broken, and the nearest choice."""
+        rejected = self.candidates.rejected.values()
+        last = max(rejected, key=lambda rejection: (STEPS.index(rejection.step), rejection.count), default=None)
+        if last is None:
+            return "the limits exclude each other; lift one"
+        if last.step == "shape":
+            # The rule does not know what else the GPUs and the limits allow.
+            limited = (dimension for dimension in _OF_SHAPE if getattr(self.candidates.space, dimension))
+            nearest = next(((field_of(one), found) for one in limited if (found := self._nearest(one))), None)
+            if nearest is not None:
+                field, (_, layout) = nearest
+                return f"{last.reason.partition('; ')[0]}; use {field} {getattr(layout, field)}"
+        return last.reason
+
+    def _nearest(self, dimension: str) -> tuple[Any, Layout] | None:
+        """(value of the limit, layout with the nearest one that leaves any); None if none does."""
+        space, field = self.candidates.space, field_of(dimension)
+        others: dict[Any, Layout] = {}
+        for layout in self._with(space=replace(space, **{dimension: _EVERY.get(dimension)}))._all():
+            others.setdefault(getattr(layout, field), layout)
+        pairs = sorted(product(getattr(space, dimension), others), key=lambda pair: _distance(*pair))
+        for value, other in pairs[:_TRIALS]:
+            if self._with(space=replace(space, **{dimension: (other,)}))._any():
+                return value, others[other]
+        return None
 
     def _why_limited(self) -> str | None:
         """Which limit leaves no layout, the rule behind it and the nearest value that leaves one; None if none does."""
@@ -266,14 +304,10 @@ class _Search:
         limit = getattr(space, dimension, None)
         if limit is None:
             return None
-        field = field_of(dimension)
-        others: dict[Any, Layout] = {}
-        for layout in self._with(space=replace(space, **{dimension: None}))._all():
-            others.setdefault(getattr(layout, field), layout)
-        pairs = sorted(product(limit, others), key=lambda pair: _distance(*pair))
-        for value, other in pairs[:_TRIALS]:
-            if self._with(space=replace(space, **{dimension: (other,)}))._any():
-                return f"{self._rule_broken(others[other], field, value)}; use {field} {other}"
+        field, nearest = field_of(dimension), self._nearest(dimension)
+        if nearest is not None:
+            value, layout = nearest
+            return f"{self._rule_broken(layout, field, value)}; use {field} {getattr(layout, field)}"
         lifted = Space(precision=space.precision, fused_attention=space.fused_attention, tight=space.tight)
         found = self._with(space=lifted)._any()
         given = ", ".join(map(str, limit))

@@ -83,7 +83,7 @@ def error_bar(cluster: Cluster, model: Model, *, fused_attention: bool) -> Error
     """What nine of ten measured batches keep to; ``scripts/bench/planner_accuracy.py`` counts them."""
     gpu = cluster.gpu
     if cluster.profile is not None:
-        return ErrorBar(0.15, "assumed: layers were timed one by one on the machine; --verify-top measures how far off")
+        return ErrorBar(0.20, "the most that two CPU cores were off; --verify-top measures how far this machine is")
     if _family(gpu) != "a100":
         return ErrorBar(0.30, "assumed: constants of A100, scaled by the data sheet and the largest product measured")
     if fused_attention:

@@ -50,15 +50,26 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),
     "--tp-comm-overlap": (_given, "priced without that overlap"),
     "--cuda-graph-impl": (_given, "priced without CUDA graphs"),
+    "--cross-entropy-loss-fusion": (_given, "priced without that fusion"),
     "--data-parallel-size": (_given, "no flag of Megatron, which derives it from the number of GPUs; give --gpus"),
 }
 _OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
 """What full recomputation needs, and nothing else may have; with an example."""
 _OF_SHARDS = ("--use-distributed-optimizer", "--overlap-grad-reduce")
 """What gathering parameters during forwards needs."""
+_ACTIVATIONS = ("--swiglu", "--squared-relu", "--quick-geglu")
+"""Functions of the MLP, of which it has one."""
+_UNFUSED = ("--no-bias-gelu-fusion", "--disable-bias-linear")
+"""What keeps Megatron from its fused kernel of bias and GELU."""
+_OF_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+"""Two ways to interleave."""
+_OF_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 _PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-grad")
 CHECKED = frozenset(
-    {*_REFUSED, *_NOTED, *_PIPEDREAM, "--overlap-param-gather", "--checkpoint-activations", "--clip-grad"}
+    {
+        *(*_REFUSED, *_NOTED, *_PIPEDREAM, "--overlap-param-gather", "--checkpoint-activations", "--clip-grad"),
+        *("--mrope-section", "--moe-router-score-function", "--moe-router-load-balancing-type"),
+    }
 )
 """Flags that are looked at here."""
 
@@ -71,6 +82,7 @@ def check_accepted(options: Options) -> None:
     """
     if "--bf16" in options and "--fp16" in options:
         raise PlanError("--bf16 and --fp16 exclude each other; leave one out")
+    _check_chunks(options)
     if "--checkpoint-activations" in options:
         full = " ".join(f"{flag} {example}" for flag, example in _OF_FULL.items())
         raise PlanError(f"--checkpoint-activations: no longer a flag; give --recompute-granularity full {full}")
@@ -87,6 +99,46 @@ def check_accepted(options: Options) -> None:
         for flag in _OF_SHARDS[shards_by_itself:]:
             if flag not in options:
                 raise PlanError(f"--overlap-param-gather needs {flag}; give it, or leave the overlap out")
+
+
+def _check_chunks(options: Options) -> None:
+    """Whether one flag says how to interleave, and one that goes with ends of their own."""
+    per_chunk, chunks = _OF_CHUNKS
+    if per_chunk in options and chunks in options:
+        raise PlanError(f"{per_chunk} and {chunks} exclude each other; leave one out")
+    for flag in _OF_ENDS:
+        if per_chunk in options and flag in options:
+            raise PlanError(f"{per_chunk} and {flag} exclude each other; give {chunks} in place of the first")
+
+
+def check_model(options: Options) -> None:
+    """Whether Megatron builds a model with these flags: see its ``validate_args`` and ``TransformerConfig``.
+
+    Raises:
+        PlanError: it does not.
+    """
+    if "--seq-length" in options and "--encoder-seq-length" in options:
+        raise PlanError("--seq-length and --encoder-seq-length exclude each other; leave out --encoder-seq-length")
+    chosen = [flag for flag in _ACTIVATIONS if flag in options]
+    if chosen[1:]:
+        raise PlanError(f"{chosen[0]} and {chosen[1]} exclude each other; leave one out")
+    if "--squared-relu" in options and not any(flag in options for flag in _UNFUSED):
+        raise PlanError(f"--squared-relu has no kernel that is fused with the bias; give {_UNFUSED[0]}")
+    if options.text("--position-embedding-type") == "mrope" and "--mrope-section" not in options:
+        raise PlanError("--position-embedding-type mrope needs --mrope-section; use --position-embedding-type rope")
+    _check_router(options)
+
+
+def _check_router(options: Options) -> None:
+    """Whether the router can learn which expert to take."""
+    if options.number("--moe-router-topk", 2) != 1:
+        return  # Megatron looks at it without experts, too.
+    is_softmax = options.text("--moe-router-score-function", "softmax") == "softmax"
+    is_sinkhorn = options.text("--moe-router-load-balancing-type", "aux_loss") == "sinkhorn"
+    if is_softmax and not is_sinkhorn and "--moe-router-pre-softmax" not in options:
+        raise PlanError(
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one expert has no gradient; give it"
+        )
 
 
 def check_pipedream(options: Options) -> None:
@@ -115,3 +167,15 @@ def check_priced(options: Options) -> tuple[str, ...]:
                 f"{flag}: the cost model does not cover {what}; to price the rest, give --ignore {flag[2:]}"
             )
     return tuple(f"{flag}: {how}" for flag, (is_set, how) in _NOTED.items() if is_set(options, flag))
+
+
+def uncovered(flag: str, value: object) -> str | None:
+    """What ``flag`` with that value asks for, if the cost model does not cover it; a switch has the value True.
+
+    >>> uncovered("--context-parallel-size", 2), uncovered("--context-parallel-size", 1), uncovered("--hidden-size", 2)
+    ('context parallelism', None, None)
+    """
+    if flag not in _REFUSED or value in (None, False, "", "none"):
+        return None
+    is_set, what = _REFUSED[flag]
+    return what if is_set(Options.parse([flag] if value is True else [flag, str(value)]), flag) else None

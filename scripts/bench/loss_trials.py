@@ -51,6 +51,8 @@ class Arm:
     """Of the first moment: beta1 of AdamW, momentum of Muon."""
     decays_in_64: tuple[float, ...] | None = None
     """The same with batches of 64, if they have to be others: then there are fewer to average over."""
+    decays_of_bert: tuple[float, ...] | None = None
+    """Fewer: its trials are long."""
     shares: tuple[float, ...] = ()
     """Of the batches, for which the best is trained, too."""
     sizes: tuple[Size, ...] = (LARGER, SMALLER)
@@ -97,7 +99,8 @@ class Arm:
 
     def decays_on(self, size: Size) -> tuple[float, ...]:
         """As many for each size."""
-        return self.decays if size != IN_64 or self.decays_in_64 is None else self.decays_in_64
+        others = self.decays_in_64 if size == IN_64 else self.decays_of_bert if size.kind == BERT else None
+        return self.decays if others is None else others
 
     def seeds(self, size: Size) -> tuple[int, ...]:
         """Of its best."""
@@ -139,12 +142,14 @@ EIGHTH: dict[str, Any] = {"delayed": 0.125, "shares": LONGER, "sizes": (IN_64,)}
 EVERYWHERE: dict[str, Any] = {"sizes": tuple(SIZES.values())}
 EVERY_GPT: dict[str, Any] = {"sizes": tuple(size for size in SIZES.values() if size.kind == GPT)}
 ARMS = (
-    _by_adamw("no delay", 0, 5e-4, (0.8, 0.9, 0.95), shares=CUTS, **EVERYWHERE),
+    _by_adamw("no delay", 0, 5e-4, (0.8, 0.9, 0.95), decays_of_bert=(0.9, 0.95), shares=CUTS, **EVERYWHERE),
     _by_adamw("no delay, lead 2", 0, 5e-4, (0.9, 0.93, 0.95), sizes=(SMALLER,), **LEAD),
-    _by_adamw("delay, as it is", 1, 2.5e-4, (0.7, 0.8, 0.9), **EVERYWHERE),
+    _by_adamw("delay, as it is", 1, 2.5e-4, (0.7, 0.8, 0.9), decays_of_bert=(0.8, 0.9), **EVERYWHERE),
     _by_adamw("delay, lead 2", 1, 5e-4, (0.9, 0.93, 0.95), **LEAD),
     _by_adamw("delay, update-lead 2", 1, 5e-4, (0.93, 0.95, 0.97), correction="update-lead", lead=2.0),
-    _by_adamw("delay of half, lead 2", 1, 5e-4, (0.9, 0.93, 0.95), **LEAD, **HALF, **EVERYWHERE),
+    _by_adamw(
+        "delay of half, lead 2", 1, 5e-4, (0.9, 0.93, 0.95), decays_of_bert=(0.9, 0.93), **LEAD, **HALF, **EVERYWHERE
+    ),
     _by_adamw("delay of an eighth, lead 2", 1, 5e-4, (0.9, 0.93, 0.95), **LEAD, **EIGHTH),
     _by_muon(
         "no delay", 0, 8e-3, decays_in_64=(0.5, 0.6, 0.7, 0.8), shares=CUTS, loud=(LARGER, SMALLER, IN_64), **EVERY_GPT

@@ -13,7 +13,7 @@ import pytest
 from megatron_2bw.mcore.arguments import add_arguments, validated
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import layout_flags, model_flags, read
+from megatron_2bw.planner.flags import MODEL_SWITCHES, layout_flags, model_flags, read, read_model
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Model
@@ -44,6 +44,7 @@ MODEL_CASES: dict[str, Model] = {
     "channels": dataclasses.replace(SMALL, kv_channels=32),
     "experts": dataclasses.replace(SMALL, num_experts=4, tied=False),
     "experts without bias": dataclasses.replace(SMALL, num_experts=4, bias=False),
+    "one expert of four": dataclasses.replace(SMALL, num_experts=4, moe_router_topk=1),
     "odd layers": dataclasses.replace(SMALL, num_layers=15),
 }
 SPACES: dict[str, Space] = {
@@ -64,8 +65,8 @@ SPACES: dict[str, Space] = {
 
 
 NOTHING = {
-    *((model, "without sequence parallelism") for model in ("experts", "experts without bias")),
-    *((model, "both ways") for model in ("experts", "experts without bias")),
+    *((model, "without sequence parallelism") for model, made in MODEL_CASES.items() if made.num_experts),
+    *((model, "both ways") for model, made in MODEL_CASES.items() if made.num_experts),
     *((model, "pipedream") for model, made in MODEL_CASES.items() if made.tied),
 }
 """Pairs of a model and a space that have no layout."""
@@ -155,6 +156,38 @@ def test_megatron_builds_the_same_model(model: str, validate: Validate):
     assert args.untie_embeddings_and_output_weights != expected.tied
     assert (args.position_embedding_type == "learned_absolute") == expected.learned_positions
     assert (args.seq_length, args.max_position_embeddings) == (expected.seq_length, expected.seq_length)
+
+
+GIVEN = "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 128"
+ALONE = Layout(schedule="megatron", pipeline=1, data=1, global_batch=1, precision="bf16")
+SWITCHES = (*sorted(MODEL_SWITCHES), "--num-experts 4", "--moe-router-topk 1", "--position-embedding-type rope")
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_model_flags_as_given_are_accepted_here_too(switch: str, validate: Validate):
+    """Each with every other one, if the planner takes both."""
+    for other in SWITCHES:
+        words = f"{GIVEN} --seq-length 128 --vocab-size 1000 {switch} {other}".split()
+        with suppress(PlanError):
+            validate(read_model(Options.parse(words)), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ("--seq-length 128 --squared-relu", "activation function should be either gelu, swiglu, or quick_geglu"),
+        ("--seq-length 128 --swiglu --squared-relu", ""),
+        ("--seq-length 128 --swiglu --quick-geglu", ""),
+        ("--seq-length 128 --num-experts 4 --moe-router-topk 1", "use --moe-router-pre-softmax when topk is 1"),
+        ("--seq-length 128 --encoder-seq-length 128", ""),
+        ("--seq-length 128 --position-embedding-type mrope", "--mrope-section should be set"),
+    ],
+)
+def test_model_flags_that_are_refused_are_refused_here_too(more: str, refused: str, validate: Validate):
+    with pytest.raises(PlanError):
+        read_model(Options.parse(f"{GIVEN} --vocab-size 1000 {more}".split()))
+    with pytest.raises((AssertionError, ValueError), match=refused):
+        validate(dataclasses.replace(SMALL, given_flags=f"{GIVEN} {more}"), ALONE)
 
 
 def test_no_flag_of_megatron_looks_misspelled(parser: argparse.ArgumentParser):

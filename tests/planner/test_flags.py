@@ -34,6 +34,9 @@ LAYOUTS = {
     "gems": Layout(schedule="gems", pipeline=2, data=2, global_batch=8),
     "mixpipe": Layout(schedule="mixpipe", pipeline=4, data=1, global_batch=4, mixpipe_k=2, mixpipe_gamma=1),
     "gpipe": Layout(schedule="gpipe", pipeline=2, data=2, global_batch=8, precision=Precision.FP16),
+    "gradients in fp32": Layout(
+        schedule="gpipe", pipeline=2, data=2, global_batch=8, precision=Precision.FP16, gradients_in_fp32=True
+    ),
     "interleaved": Layout(schedule="megatron", pipeline=2, data=1, global_batch=8, chunks=4),
     "uneven": Layout(
         schedule="megatron", pipeline=3, data=1, global_batch=3, first_stage_layers=4, last_stage_layers=4
@@ -119,6 +122,10 @@ def test_flags_that_were_given_are_printed_as_given():
             "--tensor-parallel-size 8",
             ("--tensor-parallel-size: not priced; did you mean --tensor-model-parallel-size?",),
         ),
+        ("--cross-entropy-loss-fusion", ("--cross-entropy-loss-fusion: priced without that fusion",)),
+        ("--squared-relu --no-bias-gelu-fusion --accumulate-allreduce-grads-in-fp32 --fp16", ()),
+        ("--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid", ()),
+        ("--position-embedding-type mrope --mrope-section 16 24 24", ()),
         ("--pipeline_schedule 2bw", ("--pipeline_schedule: not priced; did you mean --pipeline-schedule?",)),
         (
             "--data-parallel-size 4",
@@ -188,6 +195,9 @@ def test_megatrons_defaults(more: str, field: str, value: object):
         ("--transformer-impl local --use-flash-attn", "fused_attention", True),
         ("--attention-backend unfused", "fused_attention", False),
         ("--attention-backend flash", "fused_attention", True),
+        ("--fp16", "gradients_in_fp32", False),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", "gradients_in_fp32", True),
+        ("--bf16 --accumulate-allreduce-grads-in-fp32", "gradients_in_fp32", False),
         ("--no-bias-swiglu-fusion", "fused_swiglu", True),
         ("--no-bias-swiglu-fusion --swiglu", "fused_swiglu", False),
         ("--global-batch-size 16 --global-batch-size=32", "global_batch", 32),
@@ -247,7 +257,7 @@ DEEP = f"{RUN} --pipeline-model-parallel-size 4"
         (f"{RUN} --num-attention-heads 7", "num_attention_heads 7 does not divide hidden_size"),
         (
             f"{RUN} --ffn-hidden-size 9 --tensor-model-parallel-size 4",
-            "tensor 4 does not divide ffn_hidden_size 9; use 3",
+            "tensor 4 does not divide ffn_hidden_size 9; use 1",
         ),
         (f"{RUN} --pipeline-schedule 3bw", "unknown schedule '3bw'; choose one of 2bw"),
         (f"{RUN} --pipeline-schedule 2bw", "pipeline 1: 2bw needs at least 2; use schedule megatron"),
@@ -264,6 +274,29 @@ DEEP = f"{RUN} --pipeline-model-parallel-size 4"
         (
             f"{RUN} --recompute-activations --recompute-method block",
             "--recompute-method needs --recompute-granularity full",
+        ),
+        (
+            f"{RUN} --num-attention-heads 10 --hidden-size 1000 --tensor-model-parallel-size 4",
+            "tensor 4 does not divide num_attention_heads 10; use 2",
+        ),
+        (
+            f"{RUN} --num-attention-heads 6 --hidden-size 768 --group-query-attention --num-query-groups 3 "
+            "--tensor-model-parallel-size 2",
+            "tensor 2 is neither a divisor nor a multiple of num_query_groups 3; use 1",
+        ),
+        (f"{RUN} --squared-relu", "--squared-relu has no kernel that is fused with the bias; give --no-bias-gelu-fus"),
+        (f"{RUN} --swiglu --squared-relu", "--swiglu and --squared-relu exclude each other; leave one out"),
+        (f"{RUN} --swiglu --quick-geglu", "--swiglu and --quick-geglu exclude each other; leave one out"),
+        (f"{RUN} --num-experts 4 --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"),
+        (f"{RUN} --encoder-seq-length 128", "--encoder-seq-length exclude each other; leave out --encoder-seq-length"),
+        (f"{RUN} --position-embedding-type mrope", "mrope needs --mrope-section; use --position-embedding-type rope"),
+        (
+            f"{DEEP} --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
+            "-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank exclude each other; leave one out",
+        ),
+        (
+            f"{DEEP} --num-layers-per-virtual-pipeline-stage 2 --decoder-first-pipeline-num-layers 4",
+            "exclude each other; give --num-virtual-stages-per-pipeline-rank in place of the first",
         ),
         (f"{RUN} --checkpoint-activations", "--checkpoint-activations: no longer a flag; give --recompute-granularity"),
         (f"{RUN} --bf16 --fp16", "--bf16 and --fp16 exclude each other; leave one out"),

@@ -189,6 +189,7 @@ def test_interleaving_keeps_more():
         ({"precision": Precision.FP32}, (4, 0, 4, 0, 8)),
         ({"schedule": "2bw", "precision": Precision.FP32}, (4, 4, 4, 4, 8)),
         ({"precision": Precision.FP16}, (2, 0, 2, 0, 12)),
+        ({"precision": Precision.FP16, "gradients_in_fp32": True}, (2, 0, 4, 0, 12)),
         ({"schedule": "2bw", "precision": Precision.FP16}, (2, 2, 4, 4, 12)),
     ],
     ids=str,
@@ -260,6 +261,8 @@ def test_fp16_copies_gradients_for_the_update():
     middle = memory.stages(replace(MODEL, seq_length=32), half)[1]
     copied = middle.activations_bytes + middle.working_bytes
     assert copied == pytest.approx(4 * 6 * MODEL.layer_parameters)
+    whole = memory.stages(replace(MODEL, seq_length=32), replace(half, gradients_in_fp32=True))[1]
+    assert whole.activations_bytes + whole.working_bytes < 0.1 * copied
     old = memory.stages(MODEL, layout(precision=Precision.FP16, keeps_main_gradients=True))[1]
     new = memory.stages(MODEL, layout(precision=Precision.FP16))[1]
     assert old.optimizer_bytes - new.optimizer_bytes == 4 * 6 * MODEL.layer_parameters

@@ -362,9 +362,11 @@ def test_what_is_said_to_be_enough_is(
 def test_a_batch_that_does_not_split_is_replaced_by_one_that_has_a_layout():
     """All 5 GPUs as replicas would need no other than 255, but 2bw a pipeline."""
     few = dataclasses.replace(MODEL, num_layers=6)
-    with pytest.raises(PlanError, match="global_batch 256 does not split over any number of replicas; use 255"):
+    with pytest.raises(
+        PlanError, match=r"global_batch 256 does not split over any possible number of replicas \(5\); use 255"
+    ):
         search(few, cluster(5, 80), 256)
-    with pytest.raises(PlanError, match=r"does not split over any number of replicas$"):
+    with pytest.raises(PlanError, match=r"does not split over any possible number of replicas \(5\)$"):
         search(few, cluster(5, 80), 256, Space(schedules=("2bw",)))
 
 
@@ -373,13 +375,27 @@ def test_a_batch_that_does_not_split_is_replaced_by_one_that_has_a_layout():
     [
         (dataclasses.replace(MODEL, num_layers=10**11), 4, 8, None, "the search handles at most 10000"),
         (MODEL, 4, 0, None, "global_batch 0: give a whole number of at least 1"),
-        (MODEL, 7, 100, None, "global_batch 100 does not split over any number of replicas; use 98"),
+        (MODEL, 7, 100, None, "global_batch 100 does not split over any possible number of replicas (7); use 98"),
         (
             dataclasses.replace(MODEL, num_layers=5),
             4,
             8,
             Space(pipelines=(4,)),
-            "pipeline 4 x chunks 1 does not divide num_layers 5; use 5 stages",
+            "pipeline 4 x chunks 1 does not divide num_layers 5; use pipeline 2",
+        ),
+        (
+            dataclasses.replace(MODEL, hidden_size=1000, num_attention_heads=10, num_query_groups=10, kv_channels=100),
+            8,
+            64,
+            Space(tensors=(8,)),
+            "tensor 8 does not divide num_attention_heads 10; use tensor 2",
+        ),
+        (
+            dataclasses.replace(MODEL, num_layers=24, ffn_hidden_size=7),
+            8,
+            7,
+            Space(microbatches=(6,), last_stage_layers=(5,)),
+            "global_batch 7 does not split over any possible number of replicas (4, 8); use 24",
         ),
     ],
 )
@@ -417,6 +433,18 @@ def test_nonsense(model: Model, gpus: int, batch: int, space: Space | None, mess
             "gradient_buffers 3: there are 1 or 2",
             "gradient_buffers",
             2,
+        ),
+        (
+            Space(schedules=("2bw",), pipelines=(2,), extra_in_flight=(9,)),
+            "extra_in_flight 9: above 3, transfers would wait for each other",
+            "extra_in_flight",
+            3,
+        ),
+        (
+            Space(schedules=("2bw",), pipelines=(4,), extra_in_flight=(9, 7)),
+            "extra_in_flight 7: above 3, transfers would wait for each other",
+            "extra_in_flight",
+            1,
         ),
         (
             Space(schedules=("mixpipe",), pipelines=(4,), mixpipe_k=(3,)),

@@ -35,7 +35,8 @@ def add(commands: Any) -> None:
     estimate.add_argument("--from-script", type=Path, metavar="FILE", help="a launch script in bash; read, never run")
     estimate.add_argument("--script-args", default="", metavar="TEXT", help="arguments of that script, in one string")
     estimate.add_argument("--ignore", default="", metavar="LIST", help="flags to leave out, such as fp8-format,seed")
-    estimate.add_argument("--jsonl", type=Path, metavar="FILE", help="one configuration per line, as a JSON object")
+    rows = "one configuration per line: a JSON object with fields of Model and Layout, or with Megatron's arguments"
+    estimate.add_argument("--jsonl", type=Path, metavar="FILE", help=rows)
     add_formats(estimate)
 
 

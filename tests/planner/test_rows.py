@@ -1,0 +1,62 @@
+"""Rows in other names than ours, and what they may not ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.inputs import model_of
+from megatron_2bw.planner.rows import predicted
+
+ROW = {"model": "llama3-70b", "cluster": "dgx-h100", "gpus": 64, "pipeline": 4, "tensor": 4, "global_batch": 128}
+OURS = {"microbatch": 2, "recompute": "full", "distributed_optimizer": True, "precision": "fp16"}
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"micro_batch_size": 2, "recompute_granularity": "full", "use_distributed_optimizer": True, "fp16": True},
+        {"mbs": 2, "recompute": "full", "use_distributed_optimizer": True, "bf16": False, "fp16": True},
+        {**OURS, "micro_batch_size": 2, "context_parallel_size": 1, "expert_model_parallel_size": None, "fp8": False},
+        {**OURS, "schedule": "megatron", "recompute_num_layers": None, "source": "a table", "certainty": 1},
+    ],
+)
+def test_megatrons_names_say_the_same(theirs: dict[str, Any]) -> None:
+    expected, other = predicted({**ROW, **OURS}), predicted({**ROW, "microbatch": 1})
+    assert predicted({**ROW, **theirs}) == expected
+    assert expected["time_s"] != other["time_s"]
+
+
+def test_sizes_in_megatrons_names() -> None:
+    sizes = {"pipeline": "pipeline_model_parallel_size", "tensor": "tp", "global_batch": "gbs"}
+    assert predicted({sizes.get(key, key): value for key, value in ROW.items()}) == predicted(ROW)
+    assert predicted({**ROW, "dp": 4}) == predicted(ROW)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"context_parallel": 2},
+            "context_parallel 2: the cost model does not cover context parallelism; leave the row",
+        ),
+        ({"context_parallel_size": 2}, "context_parallel_size 2: the cost model does not cover context parallelism"),
+        ({"fp8": True}, "fp8 True: the cost model does not cover 8-bit matrix products"),
+        ({"ep": 4}, "ep 4: the cost model does not cover expert parallelism"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers 1: the cost model does not cover multi-token prediction"),
+        ({"tp": 2}, "tp 2 and tensor 4 disagree; leave out one of them"),
+        ({"micro_batch_size": "2"}, "microbatch '2': give a whole number"),
+        ({"recompute_granularity": "some"}, "recompute 'some': choose one of none, selective, full"),
+    ],
+)
+def test_what_a_row_may_not_ask_for(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError) as refusal:
+        predicted({**ROW, **more})
+    assert message in str(refusal.value)
+
+
+def test_flags_of_a_model_come_from_a_command_line() -> None:
+    with pytest.raises(PlanError, match="given_flags are those of a command line"):
+        model_of({"num_layers": 2, "given_flags": "--num-layers 99"}, "model.json")
