@@ -43,7 +43,7 @@ class Iteration:
 
     time_s: float
     bubble_ratio: float
-    """Idle share of all stages' time; updates are work, waiting for transfers or reductions is not."""
+    """Idle share of all stages' time; updates are work, waiting for transfers or reductions is not. 0 of one stage."""
     tokens_per_s: float
     """Of the whole cluster."""
     flops_per_gpu_s: float
@@ -90,7 +90,8 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     time_s = _shared_s(layout, times.pipeline, cluster, work_s)
     return Iteration(
         time_s=time_s,
-        bubble_ratio=max(0.0, 1 - work_s / (layout.pipeline * time_s)),
+        # Without other stages to wait for, what is left is the sum over replicas.
+        bubble_ratio=0.0 if layout.pipeline == 1 else max(0.0, 1 - work_s / (layout.pipeline * time_s)),
         tokens_per_s=layout.global_batch * model.seq_length / time_s,
         flops_per_gpu_s=model_flops(model, layout.global_batch) / time_s / layout.gpus,
         parts=_parts(model, layout, times, time_s, shared=_processor_share(cluster) < 1),

@@ -8,7 +8,9 @@ all of them where transfers are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from megatron_2bw.schedule.program import GradientCopy
@@ -100,8 +102,9 @@ def flush_s(pipeline: Pipeline) -> float:
 def one_f_one_b_s(pipeline: Pipeline) -> float:
     """One turn over all stages for the first microbatch, the slowest turns for the others.
 
-    With even stages ``(m+d-1)*(F+B) + 2*send*(d-1 + m-1 - ceil((m-1)/d))``. Exact where the last stage takes longest
-    and the first one as long as the middle ones or longer, as with the loss and the embedding on them.
+    With even stages ``(m+d-1)*(F+B) + 2*send*(d-1 + m-1 - ceil((m-1)/d))``. Exact where first and last stage
+    take as long as the middle ones or longer, as with the embedding and the loss on them, but the first one's forward
+    no longer than all of the last one; nowhere too long.
 
     >>> even = Stage(1, 2)
     >>> one_f_one_b_s(Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even, send_s=0.5))
@@ -123,60 +126,137 @@ def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
     """
     p, left, later_s = pipeline, pipeline.microbatches, 0
     stages = [stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count)]
-    ends_s = _first_forwards_s(p, stages)
-    steps = [ends_s]
+    ends_s, inputs_s = _first_forwards_s(p, stages)
+    outputs_s: list[float] = [0] * p.stages  # When the last gradient that a stage has sent is there.
+    steps = [[*ends_s, *inputs_s[1:], *outputs_s[1:]]]
     turns = {1, *range(max(p.stages - 2, 1), p.stages + 1)}
     while left:
-        after_s, arrival_s = [0] * p.stages, 0
+        arrival_s = 0
         for stage in range(p.stages - 1, -1, -1):
-            after_s[stage] = max(arrival_s, ends_s[stage]) + stages[stage].backward_s
-            arrival_s = after_s[stage] + p.send_s
+            end_s = max(arrival_s, ends_s[stage]) + stages[stage].backward_s
+            arrival_s = outputs_s[stage] = max(end_s, outputs_s[stage]) + p.send_s
             if p.stages - stage < left:
-                input_s = ends_s[stage - 1] + p.send_s if stage else 0
-                after_s[stage] = max(after_s[stage], input_s) + stages[stage].forward_s
-        ends_s, left = after_s, left - 1
-        steps.append(ends_s)
+                end_s = max(end_s, inputs_s[stage]) + stages[stage].forward_s
+                if stage + 1 < p.stages:
+                    inputs_s[stage + 1] = max(end_s, inputs_s[stage + 1]) + p.send_s
+            ends_s[stage] = end_s
+        left -= 1
+        steps.append([*ends_s, *inputs_s[1:], *outputs_s[1:]])
         for period in turns:
             repeats = (left - p.stages) // period
             if repeats > 0 and len(steps) > period:
-                shifts_s = [now_s - before_s for now_s, before_s in zip(ends_s, steps[-1 - period], strict=True)]
+                shifts_s = [now_s - before_s for now_s, before_s in zip(steps[-1], steps[-1 - period], strict=True)]
                 if max(shifts_s) - min(shifts_s) <= ROUNDING * max(ends_s):
                     left, later_s = left - repeats * period, later_s + repeats * shifts_s[0]
     return ends_s[0] + later_s + flush_s(p)
 
 
-def _first_forwards_s(p: Pipeline, stages: list[Stage]) -> list[float]:
-    """When each stage has done the forwards that come before its first backward."""
+def _first_forwards_s(p: Pipeline, stages: list[Stage]) -> tuple[list[float], list[float]]:
+    """When each stage has done the forwards that come before its first backward, and has the input of the next one."""
     ends_s: list[float] = []
+    inputs_s: list[float] = [0]
     arrivals_s: list[float] = [0] * p.microbatches
     for stage, (forward_s, _) in enumerate(stages):
-        end_s = 0
-        count = min(p.stages - stage, p.microbatches)
-        for microbatch in range(count):
+        end_s = sent_s = 0
+        for microbatch in range(min(p.stages - stage, p.microbatches)):
             end_s = max(end_s, arrivals_s[microbatch]) + forward_s
-            arrivals_s[microbatch] = end_s + p.send_s
+            sent_s = arrivals_s[microbatch] = max(end_s, sent_s) + p.send_s
         ends_s.append(end_s)
-    return ends_s
+        inputs_s.append(sent_s)
+    return ends_s, inputs_s[: p.stages]
 
 
-def _other_turns_s(p: Pipeline, per_boundary: int = 1) -> float:
+def _other_turns_s(p: Pipeline) -> float:
     """The slowest turns of all microbatches but one: over as many stages as there are, or over the slowest stage.
 
-    They end on the last stage, so one turn is from the slowest to the last stage.
+    They end on the last stage, so one turn is from the slowest to the last stage; what comes before a turn over all
+    stages may be anywhere. Or the slowest stage has nothing but forwards left at first, or backwards in the end, or
+    all of its work to do one after the other; or a link is slower than stages.
     """
     last, rest = p.stages - 1, p.microbatches - 1
-    pair_s = p.turn_s(last, last)
-    longest_s = rest * pair_s
+    all_s = p.turn_s(0, last)
+    longest_s = rest * max(p.turn_s(last, last), p.send_s if last else 0)
     for stage in {0, max(last - 1, 0)}:
-        alone = rest - per_boundary * (last - stage) - 1
-        if alone >= 0:
-            longest_s = max(longest_s, p.turn_s(stage, last) + alone * p.turn_s(stage, stage))
-    over_all, left = divmod(rest, per_boundary * last + 1)
-    over_all_s = over_all * p.turn_s(0, last)
-    if left:
-        crossed = (left - 1) // per_boundary
-        over_all_s += p.turn_s(last - crossed, last) + (left - 1 - per_boundary * crossed) * pair_s
-    return max(longest_s, over_all_s)
+        pair_s, after = p.turn_s(stage, stage), min(rest, last - stage)
+        longest_s = max(longest_s, p.turn_s(0, stage) + rest * pair_s - all_s)
+        longest_s = max(longest_s, (rest - after) * pair_s + after * max(p.middle if stage else p.first))
+        if rest > after:
+            longest_s = max(longest_s, p.turn_s(stage, last) + (rest - after - 1) * pair_s)
+    if rest >= p.stages:
+        return max(longest_s, all_s + _Paths(p).longest_within_s(rest - p.stages, 0, last))
+    return max(longest_s, p.turn_s(p.stages - rest, last)) if rest else longest_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """The longest paths through an endless pipeline by how many microbatches pass in them.
+
+    A path goes up to some stage and turns, down to another one and turns, and so on. However it does, it is as long,
+    and lets as many microbatches pass, as turns that each go over some neighbours and back to where they began. Of
+    those, it is enough to look at turns over a single stage, over all stages but the ends, and at one over what is
+    left: with equal stages between the ends, time is linear in the width of a turn.
+    """
+
+    p: Pipeline
+    per_boundary: int = 1
+    """Microbatches more in flight for each boundary between stages."""
+
+    def size(self, width: int) -> int:
+        """How many microbatches pass in a turn over so many stages."""
+        return self.per_boundary * (width - 1) + 1
+
+    def pace_s(self) -> float:
+        """Most seconds per microbatch of any path."""
+        last = self.p.stages - 1
+        turns_s = [self.alone_s(0, last)]
+        for first, end in {(0, last), (0, last - 1), (1, last), (1, last - 1)}:
+            if 0 <= first < end:
+                turns_s.append(self.p.turn_s(first, end) / self.size(end - first + 1))
+        return max(turns_s)
+
+    def alone_s(self, first: int, last: int) -> float:
+        """A microbatch on the slowest of these stages; or on a link, which takes one after the other as well."""
+        p = self.p
+        middle_s = p.middle.pair_s if last - first > 1 else 0
+        return max(p.turn_s(first, first), p.turn_s(last, last), middle_s, p.send_s if last > first else 0)
+
+    def turn_s(self, width: int, first: int, last: int) -> float:
+        """The longest turn over so many of these stages: at one end, at the other or between them."""
+        starts = {first, last - width + 1, min(first + 1, last - width + 1)}
+        return max(self.p.turn_s(start, start + width - 1) for start in starts)
+
+    def longest_within_s(self, passing: int, first: int, last: int) -> float:
+        """The longest turns that a path over all of these stages can take on its way."""
+        alone_s, stages = self.alone_s(first, last), last - first + 1
+        longest_s = passing * alone_s
+        for width in range(max(stages - 2, 2), stages + 1):
+            turns, rest = divmod(passing, self.size(width))
+            turns_s = turns * self.turn_s(width, first, last) + rest * alone_s
+            if rest:
+                widest = min((rest - 1) // self.per_boundary + 1, stages)
+                alone = rest - self.size(widest)
+                turns_s = max(turns_s, turns_s - (rest - alone) * alone_s + self.turn_s(widest, first, last))
+            longest_s = max(longest_s, turns_s)
+        return longest_s
+
+    def longest_s(self, passing: int, through: int = 0) -> float:
+        """The longest path through this stage and back, which gets no further than its widest turn."""
+        longest_s, stages = 0.0, self.p.stages
+        fitting = min(stages, (passing - 1) // self.per_boundary + 1)
+        for width in {1, 2, stages - 2, stages - 1, stages, fitting}:
+            for first in {max(through - width + 1, 0), min(through, stages - width)} if 0 < width <= fitting else ():
+                last, rest = first + width - 1, passing - self.size(width)
+                longest_s = max(longest_s, self.p.turn_s(first, last) + self.longest_within_s(rest, first, last))
+        return longest_s
+
+    def longest_anywhere_s(self, passing: int) -> float:
+        """The longest path from any stage and back."""
+        last = self.p.stages - 1
+        return max(self.longest_s(passing, stage) for stage in {0, min(1, last), last})
+
+    def longest_over_all_s(self, passing: int) -> float:
+        """What a path down from the last stage to the first can take on its way."""
+        return self.longest_within_s(passing, 0, self.p.stages - 1)
 
 
 def interleaved_s(pipeline: Pipeline, chunks: int) -> float:
@@ -208,13 +288,16 @@ def two_bw_s(
 ) -> float:
     """``m*(F+B)`` of the slowest stage and its update; more only where something cannot be hidden.
 
-    - Transfers: a turn over all stages lets ``(1+x)*(d-1) + 1`` microbatches pass, x more in flight per boundary.
+    - Transfers: a turn over all stages lets ``(1+x)*(d-1) + 1`` microbatches pass, x more in flight per boundary. Then
+      stages wait, and an update may take place meanwhile.
     - Sums of gradients and of the norm, then the update: they have to be done before the first forward that uses it,
       on the first stage. ``(1+x)*(d-1)`` backwards come after the forwards that have to be done by the end of its
       batch, and one for each microbatch that is not delayed.
-    - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward,
-      whether the slowest stage or the turns set the pace;
-      without a copy, the update, for which all stages wait; up to 15% too short where the last stage is the fastest.
+    - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward; with
+      transfers up to 2% too long, where a path cannot take both that sum and the update.
+    - Without a copy, the update, for which all stages wait.
+
+    Each of them comes back to where it was a batch later, or several.
 
     Args:
         pipeline: to run.
@@ -227,42 +310,51 @@ def two_bw_s(
     >>> two_bw_s(pipeline)
     12.6
     """
-    p, last, per_boundary = pipeline, pipeline.stages - 1, 1 + extra_in_flight
-    ahead = per_boundary * last
-    paces = [(stage.pair_s, 1, stage.backward_s) for stage in p.kinds]
-    paces.append((p.turn_s(0, last), ahead + 1, max(stage.backward_s for stage in p.kinds)))
-    steady_s = max(p.microbatches * time_s / passing for time_s, passing, _ in paces)
-    after = ahead + (0 if delayed is None else max(p.microbatches - delayed, 0))
-    waits_s = flush_s(p) + _after_update_s(p, after, per_boundary)
+    p, m, last, paths = pipeline, pipeline.microbatches, pipeline.stages - 1, _Paths(pipeline, 1 + extra_in_flight)
+    ahead, not_delayed = (1 + extra_in_flight) * last, 0 if delayed is None else max(m - delayed, 0)
+    cycles = [
+        _Cycle(p.update_s, 0, paths.longest_anywhere_s),
+        _Cycle(flush_s(p), ahead + not_delayed - m, paths.longest_s),
+    ]
     if copy is GradientCopy.SHARD:  # The sum may take the place of one forward.
-        with_sum_s = ((p.microbatches - 1) * time_s / passing + backward_s for time_s, passing, backward_s in paces)
-        steady_s = max(steady_s, max(with_sum_s) + p.gradients_s)
+        for stage, (_, backward_s) in zip((0, 1, last) if last > 1 else (0, last), p.kinds, strict=False):
+            longest_s = partial(paths.longest_s, through=stage)
+            cycles.append(_Cycle(p.gradients_s + backward_s + p.update_s, -1, longest_s))
     if copy is GradientCopy.NONE:
         forwards_s = sum(stage.forward_s * count for stage, count in zip(p.kinds, p.counts, strict=True))
         down_s = p.turn_s(0, last) - last * p.send_s - forwards_s
-        waits_s = max(waits_s, flush_s(p) + _other_turns_s(p, per_boundary) + down_s)
-    return max(steady_s + p.update_s, waits_s)
+        cycles.append(_Cycle(flush_s(p) + down_s, -1, paths.longest_over_all_s))
+        if m == ahead and not not_delayed:  # The first stage updates before a forward, and at its turn the last one.
+            cycles.append(_Cycle(flush_s(p) + p.turn_s(0, last) + p.update_s, -m - 1, paths.longest_over_all_s))
+    return _slowest_s(cycles, paths)
 
 
-def _after_update_s(p: Pipeline, passing: int, per_boundary: int) -> float:
-    """The longest path on which so many microbatches pass after an update, from the first stage and back to it.
+class _Cycle(NamedTuple):
+    """What comes back to where it was, one or more batches later."""
 
-    In a turn, ``per_boundary`` microbatches pass for every boundary that it crosses, and one more. It turns at least
-    once, as often as that takes longest; the others pass at the slowest stage of the turn, or turn over fewer stages.
+    fixed_s: float
+    """However many batches later that is."""
+    passing: int
+    """How many microbatches pass in the rest of it, beyond those of the batches; negative for fewer."""
+    longest_s: Callable[[int], float]
+    """The rest, by how many microbatches pass."""
+
+
+def _slowest_s(cycles: list[_Cycle], paths: _Paths) -> float:
+    """Seconds per batch of the slowest of these, or of work alone, each over as many batches as take longest.
+
+    After as many as microbatches pass in a turn over all stages, what is over of whole turns repeats.
     """
-    longest_s = 0.0
-    for turned in {0, 1, p.stages - 2, p.stages - 1}:
-        size, turn_s = per_boundary * turned + 1, p.turn_s(0, turned)
-        left = passing - size
-        if 0 <= turned < p.stages and left >= 0:
-            pairs_s = [p.first.pair_s]
-            if turned > 0:
-                pairs_s += [p.last.pair_s if turned == p.stages - 1 else p.middle.pair_s]
-            if turned > 1:
-                pairs_s += [p.middle.pair_s]
-            turns, rest = divmod(left, size)
-            pair_s, crossed = max(pairs_s), max(rest - 1, 0) // per_boundary
-            shorter_s = (crossed + 1) * p.middle.pair_s + 2 * crossed * p.send_s
-            rest_s = max(rest * pair_s, shorter_s + (rest - per_boundary * crossed - 1) * pair_s) if rest else 0.0
-            longest_s = max(longest_s, turn_s + max(left * pair_s, turns * turn_s + rest_s))
-    return longest_s
+    p, pace_s = paths.p, paths.pace_s()
+    m, turn = p.microbatches, paths.size(p.stages)
+    slowest_s = max(m * pace_s, m * max(stage.pair_s for stage in p.kinds) + p.update_s)
+    for fixed_s, more, longest_s in cycles:
+        for batches in range(1, turn + 1):
+            passing = more + batches * m
+            if passing < 0:
+                continue
+            most_s = fixed_s + passing * pace_s  # What is slower over more batches is so by less.
+            if most_s <= slowest_s * batches * (1 + ROUNDING):
+                break
+            slowest_s = max(slowest_s, (fixed_s + longest_s(passing)) / batches)
+    return slowest_s
