@@ -79,7 +79,7 @@ def _family(gpu: Gpu) -> str:
     return gpu.name.partition("-")[0]
 
 
-def error_bar(cluster: Cluster, model: Model, *, fused_attention: bool) -> ErrorBar:
+def error_bar(cluster: Cluster, model: Model, *, fused_attention: bool, interleaved: bool = False) -> ErrorBar:
     """What nine of ten measured batches keep to; ``scripts/bench/planner_accuracy.py`` counts them."""
     gpu = cluster.gpu
     if cluster.profile is not None:
@@ -90,6 +90,8 @@ def error_bar(cluster: Cluster, model: Model, *, fused_attention: bool) -> Error
         return ErrorBar(0.20, "assumed: measured without fused attention, and with it on one model alone")
     if model.hidden_size < 3072:
         return ErrorBar(0.17, "vTrain's single-node rows, hidden size 2048")
+    if interleaved:
+        return ErrorBar(0.15, "Narayanan et al., arXiv 2104.04473, Table 1")
     return ErrorBar(0.10, "vTrain's multi-node rows, hidden sizes 6144 and 12288")
 
 
