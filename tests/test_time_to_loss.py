@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import downstream
 import language_models
 import loss_report
 import loss_trials
+import microbatches
 import time_to_loss
 from delayed_training import Result, Trial, rate, train
 from language_models import BERT, Size, Transformer, batches, texts
@@ -73,6 +75,8 @@ def _only(monkeypatch: pytest.MonkeyPatch, *arms: Arm) -> None:
     for module in (loss_trials, loss_report):
         monkeypatch.setattr(module, "ARMS", tuple(replace(arm, sizes=(SIZE,)) for arm in arms))
         monkeypatch.setattr(module, "SIZES", {"tiny": SIZE})
+    bubbles = tuple(1 + 7 / (8 * ratio) for ratio in microbatches.RATIOS)
+    monkeypatch.setattr(loss_report, "measured", lambda: {"1f1b-flush": bubbles, "2bw": (1.0,) * 4})
 
 
 def _ending(loss: float) -> Result:
@@ -182,6 +186,12 @@ def test_arms_with_fewer_seeds_than_their_baseline(monkeypatch: pytest.MonkeyPat
     assert [time.ratio for time in loss_report.times_to_loss(trials, SIZE)[f"2bw, {delayed.name}"]] == pytest.approx(
         [1 / 0.95] * 4
     )
+
+
+def test_what_was_measured_is_read() -> None:
+    found = microbatches.measured()
+    assert {len(times) for times in found.values()} == {len(microbatches.RATIOS)}
+    assert all(map(operator.lt, found["2bw"], found["1f1b-flush"]))
 
 
 def test_the_committed_report_is_current() -> None:

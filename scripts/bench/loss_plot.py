@@ -6,11 +6,12 @@ import statistics
 from pathlib import Path
 
 from language_models import Size
-from loss_report import RATIOS, STAGES, gaps_of, half_interval, times_to_loss
+from loss_report import gaps_of, half_interval, times_to_loss
 from loss_trials import ARMS, SIZES, Trials
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
+from microbatches import RATIOS, STAGES
 
 BAR = 0.02
 """Gap to training without a delay that is to be kept: nats."""

@@ -10,11 +10,12 @@ from typing import NamedTuple
 from delayed_training import Trial
 from language_models import Size
 from loss_trials import ARMS, CHOOSING, FINALISTS, SEEDS, SIZES, WARMUP, Arm, Trials, batches_of, decay_of
+from microbatches import RATIOS, STAGES, measured
 
 T_95 = {6: 2.571, 24: 2.069}
 """Student's t for a two-sided 95%, by the number of seeds."""
-STAGES, CHUNKS, RATIOS = 8, 4, (1, 2, 4, 8)
-"""Of the pipelines whose times to a loss are compared: d, chunks of the interleaved schedule, and m/d."""
+CHUNKS = 4
+"""Of the interleaved schedule whose time to a loss is compared with others'."""
 _WIDTH = 36
 """Of the names of arms."""
 _NOTES = (
@@ -24,10 +25,10 @@ _NOTES = (
     "minus the loss of the same optimizer without a delay, seed by seed; closed: share of the gap of the delay as it",
     "is. worth: share of the batches after which training without a delay, its warm-up as much shorter, ends with that",
     "gap, and with the upper end of its interval. Time to loss: batches until the loss of the same optimizer without a",
-    "delay, one over what the loss is worth, each as long as the schedule's bubble makes it in theory, over the time",
-    "that the stages work without one; what a schedule really takes is in schedules.txt. The rate falls from the first",
-    "batch on, so that a long warm-up also makes it smaller. All seeds have the same validation data: the intervals",
-    "are those of training. Rows that belong to no grid any more stay in the file, and nothing above counts them.",
+    "delay, one over what the loss is worth, each as long as it takes on timed stages (microbatches.txt), interleaved",
+    "as long as its bubble makes it in theory, over the time that the stages work. The rate falls from the first batch",
+    "on, so that a long warm-up also makes it smaller. Seeds share the validation data: the intervals are those",
+    "of training. Rows that belong to no grid any more stay in the file, and nothing above counts them.",
 )
 
 
@@ -193,23 +194,24 @@ class Time(NamedTuple):
 
 
 def times_to_loss(trials: Trials, size: Size) -> dict[str, list[Time | None]]:
-    """Until the loss of training without a delay, whose pipeline idles (d-1)/m longer than it works: one per ratio m/d.
+    """Until the loss of training without a delay, with the measured time of a batch: one per ratio m/d.
 
-    None where a batch has not enough microbatches.
+    That of the interleaved schedule has the bubble of theory. None where a batch has not enough microbatches.
     """
-    bubbles = [(STAGES - 1) / (STAGES * ratio) for ratio in RATIOS]
+    longer = measured()
+    flush, without = longer["1f1b-flush"], longer["2bw"]
     rows: dict[str, list[Time | None]] = {
-        "1F1B": [Time(1 + bubble) for bubble in bubbles],
-        f"interleaved, {CHUNKS} chunks": [Time(1 + bubble / CHUNKS) for bubble in bubbles],
+        "1F1B": [Time(times) for times in flush],
+        f"interleaved, {CHUNKS} chunks": [Time(1 + (STAGES - 1) / (STAGES * ratio * CHUNKS)) for ratio in RATIOS],
     }
     for arm in (arm for arm in ARMS if arm.delay):
         gaps = gaps_of(trials, arm, size)
         worth = worth_of(trials, arm, size, statistics.mean(gaps)) if gaps else None
         if worth is not None:
             rows[f"2bw, {arm.name}"] = [
-                Time((1 + arm.synchronous * bubble) / abs(worth), is_bound=worth < 0)
+                Time((delayed + arm.synchronous * (flushed - delayed)) / abs(worth), is_bound=worth < 0)
                 if ratio * arm.delayed >= 1
                 else None
-                for bubble, ratio in zip(bubbles, RATIOS, strict=True)
+                for flushed, delayed, ratio in zip(flush, without, RATIOS, strict=True)
             ]
     return rows
