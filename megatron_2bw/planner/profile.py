@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_2bw.planner.cluster import Cluster, Gpu
 from megatron_2bw.planner.errors import PlanError, Problem
-from megatron_2bw.planner.inputs import build, checked, model_of, read_json
+from megatron_2bw.planner.inputs import build, checked, read_json, saved_model
 from megatron_2bw.planner.layer import NOTHING, Parts, Split, Work, Works
 from megatron_2bw.planner.layout import Precision, Recompute
 from megatron_2bw.planner.model import Model
@@ -136,7 +136,7 @@ class Profile:
             if not isinstance(values.get(name), dict):
                 raise PlanError(f"{where}: {name} is missing; give a file that megatron-2bw profile wrote")
             part = values.pop(name)
-            parts[name] = model_of(part, f"{where}: {name}") if name == "model" else build(Setting, part, where)
+            parts[name] = saved_model(part, f"{where}: {name}") if name == "model" else build(Setting, part, where)
         for name, kind in _LISTS.items():
             rows = checked(values.pop(name, []), list, f"{where}: {name}")
             parts[name] = [build(kind, checked(row, dict, f"{where}: {name}"), f"{where}: {name}") for row in rows]
