@@ -207,10 +207,8 @@ class Trials:
     def _missing_of(self, arms: list[Arm], size: Size) -> Iterator[Trial]:
         in_turn = itertools.chain(*itertools.zip_longest(*(arm.grid(size) for arm in arms)))
         yield from (trial for trial in in_turn if trial is not None and self.loss(trial) is None)
-        for arm in arms:
-            yield from (trial for trial in self.warmups(arm, size) if self.loss(trial) is None)
-        for arm in arms:
-            yield from (trial for trial in self.around(arm, size) if self.loss(trial) is None)
+        for more, arm in itertools.product((self.warmups, self.around), arms):
+            yield from (trial for trial in more(arm, size) if self.loss(trial) is None)
         for arm, seed in itertools.product(arms, CHOOSING):
             yield from self._untried(self.finalists(arm, size), [seed])
         for arm in arms:
