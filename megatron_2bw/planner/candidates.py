@@ -53,11 +53,16 @@ class Rejection:
     """One of ``STEPS``."""
     rule: str
     """A few words."""
-    reason: str
+    problem: Problem | str
     """The rule in full, for the first layout that breaks it."""
     example: str
     count: int = 1
     """How often; once for all layouts that differ only in what the rule does not ask for."""
+
+    @property
+    def reason(self) -> str:
+        """With its remedy."""
+        return str(self.problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +136,14 @@ class Candidates:
         """Remember that ``step``, one of ``STEPS``, leaves nothing."""
         self.furthest = max(self.furthest, step, key=STEPS.index)
 
-    def reject(self, step: str, rule: str, reason: Problem | str, example: str) -> None:
+    def reject(self, step: str, rule: str, problem: Problem | str, example: str) -> None:
         """Count a broken rule."""
         self.stop(step)
         self.layouts += 1
         if rule in self.rejected:
             self.rejected[rule].count += 1
         else:
-            self.rejected[rule] = Rejection(step=step, rule=rule, reason=str(reason), example=example)
+            self.rejected[rule] = Rejection(step=step, rule=rule, problem=problem, example=example)
 
     def _allowed[Value](self, dimension: str, values: Sequence[Value]) -> Sequence[Value]:
         """Those of ``values`` within the limits."""

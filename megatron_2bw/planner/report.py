@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_2bw.planner import memory
 from megatron_2bw.planner.advice import advice
+from megatron_2bw.planner.candidates import Rejection
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.efficiency import EXACT
 from megatron_2bw.planner.flags import layout_flags, model_flags
@@ -172,6 +173,10 @@ def prediction_json(model: Model, choice: Choice) -> dict[str, Any]:
     }
 
 
+def _rejection_json(rejection: Rejection) -> dict[str, Any]:
+    return {name: getattr(rejection, name) for name in ("step", "rule", "reason", "example", "count")}
+
+
 def plan_json(plan: Plan, top: int) -> dict[str, Any]:
     """All that ``plan_lines`` says."""
     return {
@@ -184,7 +189,7 @@ def plan_json(plan: Plan, top: int) -> dict[str, Any]:
         "delayed_microbatches_fraction": plan.progress.delayed,
         "choices": [choice_json(plan.model, choice) for choice in shown(plan, top)],
         "advice": [*_narrow(plan), *advice(plan)],
-        "rejected": [dataclasses.asdict(rejection) for rejection in plan.rejected],
+        "rejected": [_rejection_json(rejection) for rejection in plan.rejected],
         "layouts": plan.layouts,
     }
 

@@ -283,7 +283,7 @@ class _Search:
             nearest = next(((field_of(one), found) for one in limited if (found := self._nearest(one))), None)
             if nearest is not None:
                 field, (_, layout) = nearest
-                return f"{last.reason.partition('; ')[0]}; use {field} {getattr(layout, field)}"
+                return f"{PlanError(last.problem).reason}; use {field} {getattr(layout, field)}"
         return last.reason
 
     def _nearest(self, dimension: str) -> tuple[Any, Layout] | None:

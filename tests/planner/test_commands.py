@@ -185,6 +185,8 @@ def test_explain(capsys: pytest.CaptureFixture[str]):
     _, out, _ = run(capsys, f"{PLAN} --explain gpipe:d4,t1,w16,b32,none")
     assert "GiB of 15.78 on its fullest stage" in out
     _, text, _ = run(capsys, f"{PLAN} --json")
+    assert [*json.loads(text)["rejected"][0]] == ["step", "rule", "reason", "example", "count"]
+    assert all(isinstance(rejection["reason"], str) for rejection in json.loads(text)["rejected"])
     choices = json.loads(text)["choices"]
     name = choices[0]["name"]
     assert run(capsys, f"{PLAN} --explain {name}")[1] == f"{name} is the best layout.\n"
