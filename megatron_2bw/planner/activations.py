@@ -40,7 +40,7 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     (26.333, 13.0, 4.25)
     """
     width, tensor, hidden = layout.precision.width, layout.tensor, model.hidden_size
-    tokens = model.seq_length * layout.microbatch
+    tokens = model.tokens(layout.microbatch, layout.context)
     outside = tensor if layout.sequence_parallel else 1
     masks = MASK_BYTES if model.dropout else 0
     queries = model.query_size
@@ -55,7 +55,8 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     stored_scores = 0 if layout.fused_attention else scores * (2 * width + masks if model.dropout else width)
     again = layout.recompute == Recompute.SELECTIVE
     gathered = width * hidden if layout.sequence_parallel else 0
-    mlp_gradients = width * (_mlp_numbers(model, layout) / tensor + 2 * hidden / outside)
+    around_mlp = model.moe_router_topk * layout.expert_tensor / tensor if model.num_experts else 1 / outside
+    mlp_gradients = width * (_mlp_numbers(model, layout) / tensor + 2 * hidden * around_mlp)
     score_gradients = 0 if layout.fused_attention else 2 * width * scores
     return LayerActivations(
         input=tokens * width * hidden / outside,
@@ -86,7 +87,7 @@ def of_loss(model: Model, layout: Layout) -> LossActivations:
     >>> of_loss(model, Layout(schedule="megatron", pipeline=1, data=1, global_batch=1, tensor=8))
     LossActivations(kept=102760448.0, working=26214400.0)
     """
-    width, tokens = layout.precision.width, model.seq_length * layout.microbatch
+    width, tokens = layout.precision.width, model.tokens(layout.microbatch, layout.context)
     logits = tokens * model.padded_vocab_size(layout.tensor) / layout.tensor
     outside = layout.tensor if layout.sequence_parallel else 1
     inputs = tokens * 2 * width * model.hidden_size / outside
@@ -96,4 +97,5 @@ def of_loss(model: Model, layout: Layout) -> LossActivations:
 def of_embedding(model: Model, layout: Layout) -> float:
     """The dropout mask; the output is the first layer's input and counted there."""
     outside = layout.tensor if layout.sequence_parallel else 1
-    return model.seq_length * layout.microbatch * model.hidden_size * MASK_BYTES / outside if model.dropout else 0.0
+    tokens = model.tokens(layout.microbatch, layout.context)
+    return tokens * model.hidden_size * MASK_BYTES / outside if model.dropout else 0.0

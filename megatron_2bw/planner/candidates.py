@@ -15,12 +15,14 @@ from megatron_2bw.planner.costs import PRICED, SCHEDULES
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import (
     DELAYED,
     MEGATRON,
+    context_problem,
+    expert_problem,
     least_microbatches,
     microbatch_problem,
     model_problem,
@@ -29,13 +31,13 @@ from megatron_2bw.planner.rules import (
     stage_problem,
     tensor_problem,
 )
-from megatron_2bw.planner.space import Space, field_of
+from megatron_2bw.planner.space import LEAST_TOKENS, Space, field_of
 from megatron_2bw.planner.stages import layers_of_stages, shorter_ends
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
 GIB = 2**30
 STEPS = (
-    *("pipelines", "tensors", "widths", "shape"),
+    *("pipelines", "tensors", "contexts", "widths", "expert_tensors", "experts", "shape"),
     *("schedules", "chunks", "schedule", "microbatches", "mixpipe_k", "mixpipe_gamma", "extra_in_flight"),
     *("sequence_parallel", "distributed_optimizer", "batch", "gradient_buffers"),
     *("recomputes", "recompute_methods", "recompute_layers", "memory"),
@@ -71,9 +73,24 @@ class Shape:
 
     pipeline: int
     tensor: int
+    context: int
+    expert: int
+    expert_tensor: int
     data: int
     first_stage_layers: int
     last_stage_layers: int
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same weights."""
+        return self.data * self.context
+
+    @property
+    def name(self) -> str:
+        """As in the name of a layout."""
+        shared = [f"c{self.context}"] * (self.context > 1) + [f"e{self.expert}"] * (self.expert > 1)
+        shared += [f"s{self.expert_tensor}"] * (self.expert_tensor != self.tensor)
+        return ",".join([f"d{self.pipeline}", f"t{self.tensor}", *shared, f"w{self.data}"])
 
 
 class Saving(NamedTuple):
@@ -155,7 +172,7 @@ class Candidates:
     def problem(self, layout: Layout) -> Problem | None:
         """Why the search would not propose ``layout``, however much memory it needs; None if it would."""
         return (
-            self._size_problem(layout.pipeline, layout.tensor, layout.data)
+            self._size_problem(layout.pipeline, layout.tensor, layout.context, layout.data)
             or schedule_problem(layout)
             or self._batch_problem(layout)
             or problem(self.model, layout)
@@ -166,7 +183,7 @@ class Candidates:
         """Why the batch does not have the microbatches that are needed."""
         return self._delayed_problem(layout) or microbatch_problem(layout, self._needed(layout))
 
-    def _size_problem(self, pipeline: int, tensor: int, data: int) -> Problem | None:
+    def _size_problem(self, pipeline: int, tensor: int, context: int, data: int) -> Problem | None:
         """Why such a layout does not run on all of the GPUs and no others."""
         gpus = self.cluster.gpus
         if not pipeline or gpus % pipeline:
@@ -175,9 +192,14 @@ class Candidates:
         if not tensor or of_stage % tensor:
             nearest = nearest_divisor(of_stage, tensor)
             return Problem(f"tensor {tensor} does not divide the {of_stage} GPUs of a stage", f"use {nearest}")
-        if tensor * data != of_stage:
+        if not context or of_stage // tensor % context:
+            nearest = nearest_divisor(of_stage // tensor, context)
+            rule = f"context {context} does not divide the {of_stage // tensor} x {tensor} GPUs of a stage"
+            return Problem(rule, f"use {nearest}")
+        of_replica = tensor * context
+        if of_replica * data != of_stage:
             return Problem(
-                f"data {data}: a stage has {of_stage} GPUs, {tensor} per replica", f"use {of_stage // tensor}"
+                f"data {data}: a stage has {of_stage} GPUs, {of_replica} per replica", f"use {of_stage // of_replica}"
             )
         return None
 
@@ -186,17 +208,46 @@ class Candidates:
         gpus, space = self.cluster.gpus, self.space
         for pipeline in self._allowed("pipelines", divisors(gpus)):
             first, last = shorter_ends(self.model.num_layers, pipeline)
-            firsts, lasts = space.first_stage_layers or (first,), space.last_stage_layers or (last,)
-            for tensor, first, last in product(self._allowed("tensors", divisors(gpus // pipeline)), firsts, lasts):
-                for data in self._allowed("widths", (gpus // (pipeline * tensor),)):
-                    shape = Shape(
-                        pipeline=pipeline, tensor=tensor, data=data, first_stage_layers=first, last_stage_layers=last
-                    )
-                    broken = self._shape_problem(shape)
-                    if broken:
-                        self.reject("shape", *broken, f"d{pipeline},t{tensor},w{data}")
-                    else:
-                        yield shape
+            ends = product(space.first_stage_layers or (first,), space.last_stage_layers or (last,))
+            for sizes, (first, last) in product(self._replicas(gpus // pipeline), ends):
+                shape = Shape(pipeline=pipeline, first_stage_layers=first, last_stage_layers=last, **sizes)
+                broken = self._shape_problem(shape)
+                if broken:
+                    self.reject("shape", *broken, shape.name)
+                else:
+                    yield shape
+
+    def _replicas(self, gpus: int) -> Iterator[dict[str, int]]:
+        """What else a Shape has, of a stage with so many GPUs."""
+        for tensor in self._allowed("tensors", divisors(gpus)):
+            for context in self._allowed("contexts", self._contexts(gpus // tensor)):
+                for data in self._allowed("widths", (gpus // (tensor * context),)):
+                    sizes = {"tensor": tensor, "context": context, "data": data}
+                    for split, expert in self._expert_shares(tensor, context * data):
+                        yield sizes | {"expert_tensor": split, "expert": expert}
+
+    def _expert_shares(self, tensor: int, replicas: int) -> Iterator[tuple[int, int]]:
+        """(expert_tensor, expert)"""
+        experts = self.model.num_experts or 1
+        splits = (tensor, 1) if tensor > 1 and self.model.num_experts else (tensor,)
+        if self.space.expert_tensors:
+            splits = divisors(tensor * replicas)
+        for split in self._allowed("expert_tensors", splits):
+            ranks = tensor * replicas // split
+            shares = divisors(ranks) if self.space.experts else divisors(math.gcd(experts, ranks))
+            for expert in self._allowed("experts", shares):
+                if expert > 1 or split == tensor or self.space.experts:
+                    yield split, expert
+
+    def _contexts(self, gpus: int) -> tuple[int, ...]:
+        """Numbers of ranks that may share sequences."""
+        counts = divisors(gpus)
+        if self.space.contexts is not None:
+            return counts
+        if self.model.kind is not Kind.GPT or not self.space.fused_attention:
+            return (1,)
+        length = self.model.seq_length
+        return tuple(n for n in counts if n == 1 or (length % (2 * n) == 0 and length // n >= LEAST_TOKENS))
 
     def _shape_problem(self, shape: Shape) -> tuple[str, Problem | str] | None:
         """(rule, reason)"""
@@ -206,12 +257,22 @@ class Candidates:
             return "tensor-parallel groups stay in a node", problem
         sequence = (True, False) if tensor > 1 else (False,)
         problems = [
-            tensor_problem(self.model, tensor, sequence_parallel=choice, stage_gpus=tensor * shape.data)
+            tensor_problem(
+                self.model,
+                tensor,
+                sequence_parallel=choice,
+                stage_gpus=tensor * shape.replicas,
+                context=shape.context,
+                expert_tensor=shape.expert_tensor,
+            )
             for choice in self.space.allows("sequence_parallel", sequence) or sequence
         ]
         if all(problems):
             return "tensor-parallel ranks share heads, groups and MLP evenly", problems[0]
         least = self._layout(shape, {"global_batch": shape.data, "schedule": MEGATRON})
+        problem = context_problem(self.model, least) or expert_problem(self.model, least)
+        if problem:
+            return "ranks share sequences and experts evenly", problem
         problem = stage_problem(self.model, least)
         if problem:
             return "stages have equally many layers, but for the ends", problem
@@ -224,8 +285,8 @@ class Candidates:
 
     def _never_fits(self, shape: Shape) -> tuple[str, str] | None:
         """Whether not even the layout that needs least memory fits."""
-        sequence = shape.tensor > 1 and self.model.seq_length % shape.tensor == 0
-        lean = {"schedule": MEGATRON, "sequence_parallel": sequence, "distributed_optimizer": shape.data > 1}
+        sequence = shape.tensor > 1 and self.model.seq_length // shape.context % shape.tensor == 0
+        lean = {"schedule": MEGATRON, "sequence_parallel": sequence, "distributed_optimizer": shape.replicas > 1}
         full = {"recompute": Recompute.FULL}
         plain = self._layout(shape, lean)
         fullest = memory.largest(self.model, plain)
@@ -253,18 +314,24 @@ class Candidates:
         Raises:
             PlanError: a value that no layout has, or no layout on these GPUs.
         """
-        fields = {field_of(dimension): value for dimension, value in values.items()}
-        sizes = {size: fields[size] for size in ("pipeline", "tensor", "data")}
+        fields = {"context": 1, "expert": 1, "expert_tensor": 0} | {
+            field_of(dimension): value for dimension, value in values.items()
+        }
+        sizes = {size: fields[size] for size in ("pipeline", "tensor", "context", "data")}
         broken = self._size_problem(**sizes)
         if broken:
             raise PlanError(broken)
-        shape = Shape(first_stage_layers=0, last_stage_layers=0, **sizes)
+        shares = {name: fields[name] for name in ("expert", "expert_tensor")}
+        shape = Shape(first_stage_layers=0, last_stage_layers=0, **sizes, **shares)
         return self._layout(shape, {"overlap_gradients": _overlaps(shape, fields["schedule"]), **fields})
 
     def _layout(self, shape: Shape, more: dict[str, object]) -> Layout:
         defaults = {
             "pipeline": shape.pipeline,
             "tensor": shape.tensor,
+            "context": shape.context,
+            "expert": shape.expert,
+            "expert_tensor": shape.expert_tensor,
             "data": shape.data,
             "first_stage_layers": shape.first_stage_layers,
             "last_stage_layers": shape.last_stage_layers,
@@ -395,11 +462,12 @@ class Candidates:
     def _sequence_parallel(self, shape: Shape) -> tuple[bool, ...]:
         """On where it works, unless the space says otherwise: it costs neither time nor memory."""
         choices = self._allowed("sequence_parallel", (True, False) if shape.tensor > 1 else (False,))
-        valid = [on for on in choices if not tensor_problem(self.model, shape.tensor, sequence_parallel=on)]
+        sizes = {"tensor": shape.tensor, "context": shape.context, "expert_tensor": shape.expert_tensor}
+        valid = [on for on in choices if not tensor_problem(self.model, sequence_parallel=on, **sizes)]
         return tuple(valid[:1])
 
     def _distributed(self, shape: Shape) -> tuple[bool, ...]:
-        return self._allowed("distributed_optimizer", (True, False) if shape.data > 1 else (False,))
+        return self._allowed("distributed_optimizer", (True, False) if shape.replicas > 1 else (False,))
 
     def savings(self, base: Layout) -> Iterator[Saving]:
         """The ways to save memory."""
@@ -424,7 +492,7 @@ class Candidates:
 
 def _overlaps(shape: Shape, schedule: str) -> bool:
     """Whether replicas sum gradients during the backward."""
-    return shape.data > 1 and schedule not in WITHOUT_OVERLAP
+    return shape.replicas > 1 and schedule not in WITHOUT_OVERLAP
 
 
 def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tuple[float, Thing]:

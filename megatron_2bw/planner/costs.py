@@ -6,6 +6,7 @@ in ``periods``, which ``tests/planner/test_periods.py`` compares with the simula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +15,6 @@ from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Split, Work, Works, works_of
 from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
-from megatron_2bw.planner.memory import state_bytes_per_weight
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.periods import Pipeline, Stage
 from megatron_2bw.planner.programs import programs_of, shortened
@@ -53,6 +53,16 @@ class Iteration:
     relative_error: float
     """Of ``time_s``: nine of ten measured batches are nearer."""
     error_source: str
+
+
+class Held(NamedTuple):
+    """Weights of a stage that the same ranks sum the gradients of, and share the optimizer of."""
+
+    weights: int
+    """On one rank."""
+    replicas: int
+    stride: int
+    """From one replica to the next, in ranks."""
 
 
 class Times(NamedTuple):
@@ -128,8 +138,11 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
     works = works_of(model, Split.of(layout), machine)
     alone = layout.pipeline == 1
     first = _stage(layout, works.layer, layers.first, works.embedding, *([works.loss] if alone else []))
-    weights = weights_of(model, layout.tensor)
-    on_first = weights.of(0, layers.first, model, layout.pipeline)
+    weights = weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
+    on_first = [Held(weights.of(0, layers.first, model, layout.pipeline), layout.replicas, layout.tensor)]
+    if model.num_experts:
+        stride = layout.expert_tensor * layout.expert
+        on_first.append(Held(layers.first * weights.experts, layout.expert_replicas, stride))
     pipeline = Pipeline(
         stages=layout.pipeline,
         microbatches=layout.microbatches,
@@ -287,9 +300,9 @@ def _computed_again(layout: Layout, layers: int) -> int:
 
 def _send_s(model: Model, layout: Layout, machine: Machine) -> float:
     """Activations of one microbatch to the next stage, or their gradient back."""
-    size_bytes = model.seq_length * layout.microbatch * model.hidden_size * layout.precision.width
+    size_bytes = model.tokens(layout.microbatch, layout.context) * model.hidden_size * layout.precision.width
     # With both copies of a stage on a node, its neighbours' are on the next one, twice.
-    distance = layout.tensor * layout.data * (2 if _is_paired(layout, machine) else 1)
+    distance = layout.tensor * layout.replicas * (2 if _is_paired(layout, machine) else 1)
     if layout.sequence_parallel:
         return machine.send_s(size_bytes / layout.tensor, distance, layout.gpus)
     if layout.split_transfers and layout.tensor > 1:
@@ -298,22 +311,22 @@ def _send_s(model: Model, layout: Layout, machine: Machine) -> float:
     return machine.send_s(size_bytes, distance, layout.gpus)
 
 
-def _gradients_s(layout: Layout, machine: Machine, weights: int, backward_s: float) -> float:
+def _gradients_s(layout: Layout, machine: Machine, stage: Sequence[Held], backward_s: float) -> float:
     """Sum over replicas; with overlap, what goes on after the last backward, at least its last bucket."""
     one = machine.reduce_scatter_s if layout.distributed_optimizer else machine.all_reduce_s
-    sum_s = one(state_bytes_per_weight(layout).gradient * weights, layout.data, layout.tensor)
+    sum_s = sum(one(layout.gradient_width * held.weights, held.replicas, held.stride) for held in stage)
     if layout.schedule in WITHOUT_OVERLAP or not layout.overlap_gradients:
         return sum_s
-    bucket = max(BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA * layout.data)
-    return max(sum_s - backward_s, sum_s * min(1.0, bucket / weights))
+    bucket = max(BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA * layout.replicas)
+    return max(sum_s - backward_s, sum_s * min(1.0, bucket / sum(held.weights for held in stage)))
 
 
-def _exchange_s(layout: Layout, machine: Machine, weights: int) -> float:
+def _exchange_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
     """Weights of one stage and gradients of another, between the ranks that have both copies of both."""
-    size_bytes = weights * (layout.precision.width + state_bytes_per_weight(layout).gradient)
+    size_bytes = sum(held.weights for held in stage) * (layout.precision.width + layout.gradient_width)
     if _is_paired(layout, machine):
         return machine.send_s(size_bytes, 1, 1)
-    return machine.send_s(size_bytes, layout.tensor * layout.data * (layout.pipeline - 1), layout.gpus)
+    return machine.send_s(size_bytes, layout.tensor * layout.replicas * (layout.pipeline - 1), layout.gpus)
 
 
 def _is_paired(layout: Layout, machine: Machine) -> bool:
@@ -324,23 +337,26 @@ def _is_paired(layout: Layout, machine: Machine) -> bool:
 
 def _norm_s(layout: Layout, machine: Machine, shared_weights: int) -> float:
     """Sum of the tied embedding's gradient over first and last stage, and of the norm over all ranks."""
-    size_bytes = state_bytes_per_weight(layout).gradient * shared_weights
+    size_bytes = layout.gradient_width * shared_weights
     # Two ranks send each other all of it; so do those of the other replicas and shards, at the same time.
     if _is_paired(layout, machine):  # Both are on one node.
         ends_s = machine.send_s(size_bytes, 1, 1)
     else:
-        ends_s = machine.send_s(size_bytes, layout.tensor * layout.data, layout.gpus)
+        ends_s = machine.send_s(size_bytes, layout.tensor * layout.replicas, layout.gpus)
     return (ends_s if shared_weights else 0.0) + machine.all_reduce_s(FP32_BYTES, layout.gpus, 1)
 
 
-def _update_s(layout: Layout, machine: Machine, weights: int) -> float:
+def _update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
     """Adam reads four fp32 numbers per weight and writes three; gradients are read for the norm and zeroed."""
-    shards = layout.data if layout.distributed_optimizer else 1
-    gradient_width, width = state_bytes_per_weight(layout).gradient, layout.precision.width
-    moved_bytes = weights * (7 * FP32_BYTES + width + gradient_width) / shards + weights * gradient_width
-    gather_s = machine.reduce_scatter_s(width * weights, layout.data, layout.tensor) if shards > 1 else 0.0
+    width, gather_s, own, all_of_them = layout.precision.width, 0.0, 0.0, 0
+    for held in stage:
+        all_of_them += held.weights
+        own += held.weights / held.replicas if layout.distributed_optimizer else held.weights
+        if layout.distributed_optimizer:
+            gather_s += machine.reduce_scatter_s(width * held.weights, held.replicas, held.stride)
     if machine.profile is not None:
-        return machine.profile.update_s(layout.tensor, weights / shards) + gather_s
+        return machine.profile.update_s(layout.tensor, own) + gather_s
+    moved_bytes = own * (7 * FP32_BYTES + width + layout.gradient_width) + all_of_them * layout.gradient_width
     return machine.elementwise_s(moved_bytes) + gather_s
 
 
@@ -372,6 +388,8 @@ def _work_parts(layout: Layout, works: Works, count: int, *, is_last: bool) -> d
         "matrix products": m * count * (layer.forward.products_s + layer.backward.products_s),
         "elementwise kernels": m * count * (layer.forward.elementwise_s + layer.backward.elementwise_s),
         "tensor parallel": m * count * (layer.forward.tensor_parallel_s + layer.backward.tensor_parallel_s),
+        "context parallel": m * count * (layer.forward.context_parallel_s + layer.backward.context_parallel_s),
+        "expert parallel": m * count * (layer.forward.expert_parallel_s + layer.backward.expert_parallel_s),
         "launching kernels": m * count * (layer.forward.launch_s + layer.backward.launch_s),
         "recompute": m * _computed_again(layout, count) * layer.again_s,
         "embedding": 0.0 if is_last else m * (works.embedding.forward_s + works.embedding.backward_s),

@@ -15,7 +15,14 @@ from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
-from megatron_2bw.planner.unpriced import CHECKED, check_accepted, check_model, check_pipedream, check_priced
+from megatron_2bw.planner.unpriced import (
+    CHECKED,
+    DISPATCHER,
+    check_accepted,
+    check_model,
+    check_pipedream,
+    check_priced,
+)
 
 MODEL_NUMBERS: dict[str, str] = {
     "--num-layers": "num_layers",
@@ -35,6 +42,9 @@ REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-len
 LAYOUT_NUMBERS: dict[str, str] = {
     "--pipeline-model-parallel-size": "pipeline",
     "--tensor-model-parallel-size": "tensor",
+    "--context-parallel-size": "context",
+    "--expert-model-parallel-size": "expert",
+    "--expert-tensor-parallel-size": "expert_tensor",
     "--micro-batch-size": "microbatch",
     "--recompute-num-layers": "recompute_layers",
     "--num-virtual-stages-per-pipeline-rank": "chunks",
@@ -254,12 +264,13 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
     }
     numbers.setdefault("pipeline", 1)
     numbers.setdefault("tensor", 1)
+    numbers.setdefault("context", 1)
     if "microbatch" not in numbers:
         raise PlanError("--micro-batch-size is missing: Megatron has no default; give --micro-batch-size N")
-    for name in ("pipeline", "tensor", "microbatch", "delayed_microbatches"):
+    for name in ("pipeline", "tensor", "context", "expert", "microbatch", "delayed_microbatches"):
         if numbers.get(name, 1) < 1:
             raise PlanError(f"{name} {numbers[name]}: give a whole number of at least 1")
-    data = _width(gpus, numbers["pipeline"] * numbers["tensor"])
+    data = _width(gpus, numbers["pipeline"] * numbers["tensor"] * numbers["context"])
     if "--num-layers-per-virtual-pipeline-stage" in options:
         numbers["chunks"] = _chunks(options, model, numbers["pipeline"])
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
@@ -289,7 +300,7 @@ def _width(gpus: int | None, ranks: int) -> int:
         raise PlanError(f"the number of GPUs is not known; give --gpus N, a multiple of {ranks}")
     if gpus < 1 or gpus % ranks:
         nearest = nearest_multiple(gpus, ranks)
-        raise PlanError(f"gpus {gpus} is no multiple of tensor x pipeline = {ranks}; use {nearest}")
+        raise PlanError(f"gpus {gpus} is no multiple of tensor x context x pipeline = {ranks}; use {nearest}")
     return gpus // ranks
 
 
@@ -367,6 +378,9 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
     words = [] if layout.schedule == MEGATRON else ["--pipeline-schedule", layout.schedule]
     counts = {
         "--tensor-model-parallel-size": (layout.tensor, 1),
+        "--context-parallel-size": (layout.context, 1),
+        "--expert-model-parallel-size": (layout.expert, 1),
+        "--expert-tensor-parallel-size": (layout.expert_tensor, layout.tensor),
         "--pipeline-model-parallel-size": (layout.pipeline, 1),
         "--decoder-first-pipeline-num-layers": (layout.first_stage_layers, 0),
         "--decoder-last-pipeline-num-layers": (layout.last_stage_layers, 0),
@@ -389,6 +403,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
     if layout.recompute is Recompute.FULL:
         words += ["--recompute-method", layout.recompute_method, "--recompute-num-layers", str(layout.recompute_layers)]
     switches = {
+        f"--moe-token-dispatcher-type {DISPATCHER}": layout.expert > 1,
         "--sequence-parallel": layout.sequence_parallel,
         "--use-distributed-optimizer": layout.distributed_optimizer,
         "--overlap-grad-reduce": layout.overlap_gradients,

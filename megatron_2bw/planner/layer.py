@@ -2,7 +2,9 @@
 
 Matrix products are bound by arithmetic or by HBM, everything else on the GPU by HBM; tensor-parallel ranks
 add an all-reduce after attention and MLP, forward and backward (Megatron-LM, arXiv 1909.08053, section 3).
-All is per tensor-parallel rank.
+Context-parallel ranks pass keys and values around a ring while they attend to what they have (Liu et al., "Ring
+Attention", arXiv 2310.01889, section 3). Expert-parallel ranks exchange tokens before and after the experts, which are
+taken to be equally busy (Lepikhin et al., "GShard", arXiv 2006.16668, section 3.2). All is per rank.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ class Parts(NamedTuple):
     """Norms, activation functions, softmax, dropout, residuals, sums of gradients."""
     tensor_parallel_s: float = 0.0
     """Collectives of tensor-parallel ranks."""
+    context_parallel_s: float = 0.0
+    """Keys and values of other ranks, where they take longer than the attention to those at hand."""
+    expert_parallel_s: float = 0.0
+    """Tokens to the ranks of their experts, and back."""
     launch_s: float = 0.0
     """Waiting for the host, where it needs longer to launch the kernels than the GPU to run them."""
     measured_s: float = 0.0
@@ -75,18 +81,19 @@ class Split(NamedTuple):
     sequence_parallel: bool
     recompute: Recompute
     precision: Precision
+    gradient_width: int
+    """Bytes per summed gradient."""
     fused_attention: bool
     fused_swiglu: bool = True
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    """Of a model with experts."""
 
     @classmethod
     def of(cls, layout: Layout) -> Split:
         """Those of ``layout``."""
         return cls(*_fields_of_split(layout))
-
-    @property
-    def gradient_width(self) -> int:
-        """Bytes per summed gradient."""
-        return 2 if self.precision == Precision.FP16 else 4
 
 
 _fields_of_split = attrgetter(*Split._fields)
@@ -113,7 +120,7 @@ def works_of(model: Model, split: Split, machine: Machine) -> Works:
     >>> from megatron_2bw.planner.cluster import CLUSTERS
     >>> from megatron_2bw.planner.speeds import machine_of
     >>> model = Model(num_layers=48, hidden_size=6144, num_attention_heads=64, seq_length=2048, vocab_size=51200)
-    >>> split = Split(8, 4, False, Recompute.NONE, Precision.FP16, False)
+    >>> split = Split(8, 4, False, Recompute.NONE, Precision.FP16, 2, False)
     >>> work = works_of(model, split, machine_of(CLUSTERS["dgx-a100"])).layer
     >>> round(1e3 * work.forward_s, 1), round(1e3 * work.backward_s, 1)
     (7.7, 12.5)
@@ -136,16 +143,20 @@ class _Sizes:
     def __init__(self, model: Model, split: Split) -> None:
         self.model, self.split = model, split
         self.width, self.tensor = split.precision.width, split.tensor
-        self.tokens = model.seq_length * split.microbatch
+        self.tokens = model.tokens(split.microbatch, split.context)
         self.hidden = model.hidden_size
         self.queries = model.query_size / self.tensor
         self.keys = model.key_size / self.tensor
         self.routed = model.moe_router_topk if model.num_experts else 1
-        self.into_mlp = (2 if model.swiglu else 1) * model.ffn_hidden_size / self.tensor
-        self.out_of_mlp = model.ffn_hidden_size / self.tensor
+        self.experts = max(model.num_experts, 1) // split.expert
+        # Ranks that split no expert each have a share of the tokens in its place.
+        self.of_mlp = split.expert_tensor if model.num_experts else self.tensor
+        self.routed_tokens = self.tokens * self.routed * self.of_mlp / self.tensor
+        self.into_mlp = (2 if model.swiglu else 1) * model.ffn_hidden_size / self.of_mlp
+        self.out_of_mlp = model.ffn_hidden_size / self.of_mlp
         self.outside = self.tensor if split.sequence_parallel else 1
         self.mask = 1 if model.dropout else 0
-        self.collectives = 2 if split.tensor > 1 else 0
+        self.collectives = 2 * (split.tensor > 1) + 2 * (split.expert > 1)
         # Every head has a score per pair of tokens.
         self.scores = self.tokens * model.seq_length * model.num_attention_heads / self.tensor
         self.fused = split.fused_attention
@@ -156,16 +167,15 @@ class _Sizes:
             *self._mlp_products(),
         )
         weights = self.hidden * (2 * self.queries + 2 * self.keys)
-        weights += max(model.num_experts, 1) * self.hidden * (self.into_mlp + self.out_of_mlp)
+        weights += self.experts * self.hidden * (self.into_mlp + self.out_of_mlp)
         self.weights = weights
 
     def _mlp_products(self) -> tuple[tuple[float, float, float, int], ...]:
-        experts = max(self.model.num_experts, 1)
-        rows = self.tokens * self.routed / experts
+        rows, experts = self.routed_tokens / self.experts, self.experts
         return (rows, self.into_mlp, self.hidden, experts), (rows, self.hidden, self.out_of_mlp, experts)
 
     def attention_s(self, machine: Machine, passes: int) -> float:
-        """Products with scores; ``passes``: 1 forward, 2 backward."""
+        """Products with scores; ``passes``: 1 forward, 2 backward. Ranks that share sequences have equal shares."""
         channels = self.model.kv_channels
         if not self.fused:
             heads = self.split.microbatch * self.model.num_attention_heads / self.tensor
@@ -174,12 +184,30 @@ class _Sizes:
         # A fused backward computes the scores again; causal attention skips half.
         flops = 4 * self.scores * channels * (1 if passes == 1 else 2.5)
         causal = 0.5 if self.model.kind is Kind.GPT else 1.0
-        return machine.kernel_s + causal * flops / machine.flash_flops_per_s
+        return self.split.context * machine.kernel_s + causal * flops / machine.flash_flops_per_s
+
+    def waits_for_keys_s(self, machine: Machine, passes: int) -> float:
+        """For keys and values of other ranks; the backward passes their gradients on, too."""
+        ranks = self.split.context
+        if ranks == 1:
+            return 0.0
+        size_bytes = passes * 2 * self.keys * self.tokens * self.width
+        send_s = machine.send_s(size_bytes, self.tensor, self.tensor * ranks)
+        return (ranks - 1) * max(0.0, send_s - self.attention_s(machine, passes) / ranks)
+
+    def exchanges_s(self, machine: Machine) -> float:
+        """Of routed tokens, to their experts and back; a tensor-parallel rank sends its share of them."""
+        size_bytes = self.tokens * self.routed * self.hidden * self.width / self.tensor
+        return 2 * machine.all_to_all_s(size_bytes, self.split.expert, self.split.expert_tensor)
 
     def all_reduces_s(self, machine: Machine) -> float:
-        """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each."""
-        size_bytes = self.tokens * self.hidden * self.width
-        return 2 * machine.all_reduce_s(size_bytes, self.tensor, 1)
+        """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each.
+
+        Behind an exchange of tokens, that of the MLP is of routed ones.
+        """
+        tokens = self.routed_tokens if self.split.expert > 1 else self.tokens
+        of_attention, of_mlp = (count * self.hidden * self.width for count in (self.tokens, tokens))
+        return machine.all_reduce_s(of_attention, self.tensor, 1) + machine.all_reduce_s(of_mlp, self.of_mlp, 1)
 
 
 def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
@@ -189,10 +217,10 @@ def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
     core_s = sizes.attention_s(machine, 1)
     # Two norms read and write; two residual sums read two, write one, and a mask.
     outside = (4 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
-    inside = width * tokens * sizes.routed * (sizes.into_mlp + sizes.out_of_mlp)
+    inside = width * sizes.routed_tokens * (sizes.into_mlp + sizes.out_of_mlp)
     scores, kernels = 0.0, _FORWARD
     if sizes.unfused_swiglu:  # Per number that comes out: SiLU's is written and read, and the sum reads and writes two.
-        inside += width * tokens * sizes.routed * (6 if sizes.model.bias else 2) * sizes.out_of_mlp
+        inside += width * sizes.routed_tokens * (6 if sizes.model.bias else 2) * sizes.out_of_mlp
         kernels += _UNFUSED_SWIGLU_FORWARD
     if not sizes.fused:
         scores = sizes.scores * (2 * width + sizes.mask * (2 * width + 1))
@@ -200,8 +228,15 @@ def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
         kernels += _UNFUSED_FORWARD
     elementwise_s = machine.elementwise_s(outside + inside, kernels)
     scores_s = machine.elementwise_s(scores, _SCORES) if scores else 0.0
-    whole = Parts(products_s + core_s, elementwise_s + scores_s, sizes.all_reduces_s(machine))
-    core = Parts(core_s, scores_s)
+    waits_s = sizes.waits_for_keys_s(machine, 1)
+    whole = Parts(
+        products_s + core_s,
+        elementwise_s + scores_s,
+        sizes.all_reduces_s(machine),
+        waits_s,
+        sizes.exchanges_s(machine),
+    )
+    core = Parts(core_s, scores_s, context_parallel_s=waits_s)
     core_launches = 1 if sizes.fused else 2 * _SCORES
     return _launched(whole, machine, kernels + _PRODUCTS + sizes.collectives), _launched(core, machine, core_launches)
 
@@ -221,24 +256,30 @@ def _backward(sizes: _Sizes, machine: Machine) -> Parts:
     products_s += sizes.attention_s(machine, 2)
     # Norms read gradient and input, write a gradient; residual sums likewise, and a mask.
     outside = (6 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
-    inside = width * tokens * sizes.routed * 1.5 * (sizes.into_mlp + sizes.out_of_mlp)
+    inside = width * sizes.routed_tokens * 1.5 * (sizes.into_mlp + sizes.out_of_mlp)
     inside += 2 * sizes.split.gradient_width * sizes.weights
     scores, kernels = 0.0, _BACKWARD
     if sizes.unfused_swiglu:  # 13 numbers are read or written in place of 5.
-        inside += width * tokens * sizes.routed * 8 * sizes.out_of_mlp
+        inside += width * sizes.routed_tokens * 8 * sizes.out_of_mlp
         kernels += _UNFUSED_SWIGLU_BACKWARD
     if not sizes.fused:
         scores = sizes.scores * (3 * width + sizes.mask * (2 * width + 1))
         inside += 2 * width * tokens * sizes.queries
         kernels += _UNFUSED_BACKWARD
     elementwise_s = machine.elementwise_s(outside + inside + scores, kernels)
-    whole = Parts(products_s, elementwise_s, sizes.all_reduces_s(machine))
+    whole = Parts(
+        products_s,
+        elementwise_s,
+        sizes.all_reduces_s(machine),
+        sizes.waits_for_keys_s(machine, 2),
+        sizes.exchanges_s(machine),
+    )
     return _launched(whole, machine, kernels + 2 * _PRODUCTS + sizes.collectives)
 
 
 def _embedding(model: Model, split: Split, machine: Machine) -> Work:
     """Gather rows, add positions, drop out; the backward adds rows to the gradient; one all-reduce forward."""
-    width, tokens = split.precision.width, model.seq_length * split.microbatch
+    width, tokens = split.precision.width, model.tokens(split.microbatch, split.context)
     moved = 6 * width * tokens * model.hidden_size
     reduced_s = machine.all_reduce_s(width * tokens * model.hidden_size, split.tensor, 1)
     return Work.of(Parts(0.0, machine.elementwise_s(moved, 4), reduced_s), Parts(0.0, machine.elementwise_s(moved, 4)))
@@ -246,7 +287,7 @@ def _embedding(model: Model, split: Split, machine: Machine) -> Work:
 
 def _loss(model: Model, split: Split, machine: Machine) -> Work:
     """Final norm, logits and the loss in fp32; the backward all-reduces the gradient of its input."""
-    width, tokens, tensor = split.precision.width, model.seq_length * split.microbatch, split.tensor
+    width, tokens, tensor = split.precision.width, model.tokens(split.microbatch, split.context), split.tensor
     columns, hidden = model.padded_vocab_size(tensor) / tensor, model.hidden_size
     logits = tokens * columns
     # Copy to fp32, maximum, difference, exponential, sum, quotient; then scale, copy back.

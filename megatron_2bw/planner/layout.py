@@ -48,6 +48,9 @@ _COUNTS = {
     "pipeline": 1,
     "data": 1,
     "tensor": 1,
+    "context": 1,
+    "expert": 1,
+    "expert_tensor": 1,
     "microbatch": 1,
     "global_batch": 1,
     "recompute_layers": 1,
@@ -82,6 +85,12 @@ class Layout:
     data: int
     """Width w: replicas."""
     tensor: int = 1
+    context: int = 1
+    """Ranks that share every sequence: ``--context-parallel-size``."""
+    expert: int = 1
+    """Ranks that share the experts of a layer, of all that hold the same stage: ``--expert-model-parallel-size``."""
+    expert_tensor: int = 0
+    """Ranks that share one expert: ``--expert-tensor-parallel-size``; 0: as many as ``tensor``."""
     microbatch: int = 1
     """Samples b."""
     global_batch: int
@@ -123,6 +132,8 @@ class Layout:
     """``--decoder-last-pipeline-num-layers``; 0: as many as the other stages."""
 
     def __post_init__(self) -> None:
+        if self.expert_tensor == 0 and type(self.tensor) is int:
+            object.__setattr__(self, "expert_tensor", self.tensor)
         for name, least in _COUNTS.items():
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MOST:
@@ -141,4 +152,20 @@ class Layout:
     @property
     def gpus(self) -> int:
         """Ranks in all."""
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.replicas * self.tensor
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes per number of the buffer in which microbatches are summed."""
+        in_fp32 = self.schedule == "2bw" or self.gradients_in_fp32
+        return 2 if self.precision is Precision.FP16 and not in_fp32 else 4
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same weights, those of experts apart: all that sum a gradient."""
+        return self.data * self.context
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks with the same experts."""
+        return self.replicas * self.tensor // (self.expert * self.expert_tensor)

@@ -100,56 +100,54 @@ class _Shares(NamedTuple):
     layers: Layers
     weights: Weights
     states: WeightStates
+    expert_states: WeightStates
     layer: LayerActivations
 
 
 def _shares(model: Model, layout: Layout) -> _Shares:
     return _Shares(
         layers_of_stages(model, layout),
-        weights_of(model, layout.tensor),
-        state_bytes_per_weight(layout),
+        weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor),
+        state_bytes_per_weight(layout, layout.replicas),
+        state_bytes_per_weight(layout, layout.expert_replicas),
         activations.of_layer(model, layout),
     )
 
 
 def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMemory:
-    states, layer = shares.states, shares.layer
     # In both directions, rank s has stages s and d-1-s.
     hosted = [stage, layout.pipeline - 1 - stage] if layout.schedule in MIRRORED else [stage]
     counts = [shares.layers.of(one, layout.pipeline) for one in hosted]
-    weights, *others = (
-        shares.weights.of(one, count, model, layout.pipeline) for one, count in zip(hosted, counts, strict=True)
-    )
+    states, *others = (_states(model, layout, shares, one, count) for one, count in zip(hosted, counts, strict=True))
     chunks = chunks_in_flight(layout, stage)
-    kept = chunks * _kept_by_chunk(layer, layout, max(counts) // layout.chunks)
+    kept = chunks * _kept_by_chunk(shares.layer, layout, max(counts) // layout.chunks)
     if 0 in hosted:
         kept += -(-chunks // layout.chunks) * activations.of_embedding(model, layout)
-    logits, working = _peak(model, layout, layer, _losses(layout, stage) if layout.pipeline - 1 in hosted else 0)
+    logits, working = _peak(model, layout, shares.layer, _losses(layout, stage) if layout.pipeline - 1 in hosted else 0)
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
-    in_update = weights * states.update
     return StageMemory(
         stage=stage,
-        weights_bytes=weights * states.weight,
-        older_weights_bytes=weights * states.older_weight * (versions - 1),
-        gradients_bytes=weights * states.gradient,
-        captured_gradients_bytes=weights * states.captured_gradient,
-        mirrored_bytes=sum(other * (states.weight + states.gradient) + weights * states.gradient for other in others),
-        optimizer_bytes=weights * states.optimizer,
+        weights_bytes=states.weight,
+        older_weights_bytes=states.older_weight * (versions - 1),
+        gradients_bytes=states.gradient,
+        captured_gradients_bytes=states.captured_gradient,
+        mirrored_bytes=sum(other.weight + other.gradient + states.gradient for other in others),
+        optimizer_bytes=states.optimizer,
         activations_bytes=kept,
         logits_bytes=logits,
         # A flush leaves no activations while weights are updated.
-        working_bytes=max(working, in_update - kept - logits),
+        working_bytes=max(working, states.update - kept - logits),
         reserve_bytes=CONTEXT_BYTES + FRAGMENTED_SHARE * (kept + logits + working),
     )
 
 
 class WeightStates(NamedTuple):
-    """Bytes per weight of a stage."""
+    """Bytes per weight, or of all weights of a stage."""
 
-    weight: int
-    older_weight: int
+    weight: float
+    older_weight: float
     """Of one version."""
-    gradient: int
+    gradient: float
     captured_gradient: float
     optimizer: float
     update: float
@@ -161,8 +159,20 @@ class WeightStates(NamedTuple):
         return self.weight + self.older_weight + self.gradient + self.captured_gradient + self.optimizer
 
 
-def state_bytes_per_weight(layout: Layout) -> WeightStates:
+def _states(model: Model, layout: Layout, shares: _Shares, stage: int, layers: int) -> WeightStates:
+    """Bytes of a stage's weights; experts have other replicas, and so other shards."""
+    weights, experts = shares.weights.of(stage, layers, model, layout.pipeline), layers * shares.weights.experts
+    if not experts:
+        return WeightStates(*[weights * one for one in shares.states])
+    pairs = zip(shares.states, shares.expert_states, strict=True)
+    return WeightStates(*[weights * one + experts * other for one, other in pairs])
+
+
+def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
     """Megatron's 18, or ``6 + 12/w`` with the distributed optimizer, and what 2bw adds to them.
+
+    Args:
+        replicas: w, ranks with the same weight.
 
     fp16 without 2bw sums gradients in 16 bits unless ``gradients_in_fp32``, and copies them to fp32 for the update;
     Megatron-LM before Core, and so PipeDream-2BW's code, kept the copy.
@@ -172,22 +182,22 @@ def state_bytes_per_weight(layout: Layout) -> WeightStates:
     ...         layout = Layout(
     ...             schedule=schedule, pipeline=2, data=4, global_batch=8, distributed_optimizer=distributed
     ...         )
-    ...         print(schedule, state_bytes_per_weight(layout).total)
+    ...         print(schedule, state_bytes_per_weight(layout, layout.replicas).total)
     megatron 18
     megatron 9.0
     2bw 24
     2bw 12.0
     """
     delayed = layout.schedule == "2bw"
-    width, shards = layout.precision.width, layout.data if layout.distributed_optimizer else 1
-    in_16_bits = layout.precision == Precision.FP16 and not (delayed or layout.gradients_in_fp32)
+    width, shards = layout.precision.width, replicas if layout.distributed_optimizer else 1
+    in_16_bits = layout.gradient_width < FP32_BYTES
     main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES
     captures = delayed and layout.gradient_buffers > 1
     kept = in_16_bits and layout.keeps_main_gradients
     return WeightStates(
         weight=width,
         older_weight=width if delayed or layout.schedule == "pipedream" else 0,
-        gradient=width if in_16_bits else FP32_BYTES,
+        gradient=layout.gradient_width,
         captured_gradient=_shared(FP32_BYTES, shards) if captures else 0,
         optimizer=_shared(main_weight + 2 * FP32_BYTES + kept * FP32_BYTES, shards),
         update=_shared(FP32_BYTES, shards) if in_16_bits and not kept else 0,

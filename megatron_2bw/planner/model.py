@@ -134,6 +134,10 @@ class Model:
             mlp = self.num_experts * (mlp + self.hidden_size)
         return self.attention_parameters + mlp + 2 * self.norm_parameters
 
+    def tokens(self, microbatch: int, context: int = 1) -> int:
+        """Of so many samples, on each of ``context`` ranks that share their sequences."""
+        return self.seq_length * microbatch // context
+
     def padded_vocab_size(self, tensor_parallel: int = 1) -> int:
         """Rows of the embedding: Megatron pads them to a multiple that tensor-parallel ranks can share."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel

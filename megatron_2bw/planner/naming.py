@@ -16,6 +16,9 @@ from megatron_2bw.schedule.registry import canonical_name
 _COUNTS = {
     "d": "pipelines",
     "t": "tensors",
+    "c": "contexts",
+    "e": "experts",
+    "s": "expert_tensors",
     "w": "widths",
     "b": "microbatches",
     "v": "chunks",
@@ -39,14 +42,18 @@ _RECOMPUTE = re.compile(r"(none|selective|full)|(block|uniform)(\d+)")
 def name(layout: Layout) -> str:
     """``layout`` in one word, without what is as usual.
 
-    d, t, w: pipeline, tensor and data-parallel size; b: microbatch size; v: chunks; f, l: layers of the first and the
-    last stage, if they have a number of their own; sp: sequence parallel; do: distributed optimizer; blockN, uniformN:
-    full recomputation; x: extra in flight; n: delayed microbatches; g: gradient buffers; k, y: mixpipe's K and Gamma.
+    d, t, c, e, w: pipeline, tensor, context, expert and data-parallel size; s: ranks that split an expert, if not t;
+    b: microbatch size; v: chunks; f, l: layers of the first and the last stage, if they have a number of their own;
+    sp: sequence parallel; do: distributed optimizer; blockN, uniformN: full recomputation; x: extra in flight;
+    n: delayed microbatches; g: gradient buffers; k, y: mixpipe's K and Gamma.
 
     >>> name(Layout(schedule="2bw", pipeline=4, data=2, tensor=8, microbatch=2, global_batch=64, recompute="full"))
     '2bw:d4,t8,w2,b2,uniform1'
     """
-    parts = [f"d{layout.pipeline}", f"t{layout.tensor}", f"w{layout.data}", f"b{layout.microbatch}"]
+    parts = [f"d{layout.pipeline}", f"t{layout.tensor}"]
+    parts += [f"c{layout.context}"] * (layout.context > 1) + [f"e{layout.expert}"] * (layout.expert > 1)
+    parts += [f"s{layout.expert_tensor}"] * (layout.expert_tensor != layout.tensor)
+    parts += [f"w{layout.data}", f"b{layout.microbatch}"]
     parts += [f"v{layout.chunks}"] * (layout.chunks > 1)
     parts += [f"f{layout.first_stage_layers}"] * (layout.first_stage_layers > 0)
     parts += [f"l{layout.last_stage_layers}"] * (layout.last_stage_layers > 0)

@@ -184,6 +184,9 @@ class Profile:
         for name, value in mine.items():
             if getattr(split, name) != value:
                 return Problem(f"{name} {getattr(split, name)}: the profile was measured with {value}", "profile again")
+        for name in ("context", "expert"):
+            if getattr(split, name) > 1:
+                return Problem(f"{name} {getattr(split, name)}: a profile is measured with 1", "use 1")
         if not split.fused_swiglu:
             return Problem("fused_swiglu False: a profile is measured with it fused", "leave out what switches it off")
         for recompute in (Recompute.NONE, split.recompute):

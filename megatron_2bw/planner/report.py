@@ -70,7 +70,8 @@ def shown(plan: Plan, top: int) -> list[Choice]:
     different: dict[tuple, Choice] = {}
     for choice in plan.choices:
         layout = choice.layout
-        key = (layout.schedule, layout.pipeline, layout.tensor, layout.microbatch, layout.chunks)
+        sizes = layout.pipeline, layout.tensor, layout.context, layout.expert, layout.microbatch, layout.chunks
+        key = (layout.schedule, *sizes)
         different.setdefault(key, choice)
     return list(different.values())[:top]
 
@@ -128,7 +129,7 @@ def launch_lines(model: Model, layout: Layout, cluster: Cluster) -> Iterator[str
     """What to put around and behind the training script."""
     yield f"flags of {name(layout)} (data, tokenizer and optimizer stay yours):"
     yield ""
-    if layout.tensor > 1:
+    if layout.tensor > 1 or layout.context > 1:
         yield "    export CUDA_DEVICE_MAX_CONNECTIONS=1"
     module = "" if layout.schedule == MEGATRON else " -m megatron_2bw"
     enough = -(-layout.gpus // cluster.gpus_per_node)

@@ -42,18 +42,14 @@ _OF_MEGATRON = {
     **{flag[2:].replace("-", "_"): name for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS}.items()},
     "pp": "pipeline",
     "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
     "dp": "data",
     "mbs": "microbatch",
     "gbs": "global_batch",
 }
 """Our names for Megatron's, as its arguments spell them, and for those that tables of measurements have."""
-_UNCOVERED = {
-    "context_parallel": "context_parallel_size",
-    "cp": "context_parallel_size",
-    "expert_parallel": "expert_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "fp8": "fp8_format",
-}
+_UNCOVERED = {"fp8": "fp8_format"}
 """Other names of what is refused."""
 _MODEL = {field.name for field in dataclasses.fields(Model)}
 _LAYOUT = {field.name for field in dataclasses.fields(Layout)}
@@ -68,9 +64,9 @@ def predicted_rows(
 
     A row has the fields of Model and Layout side by side, or a ``model`` (a name or an object); ``cluster`` (the
     same), ``nodes`` and ``gpus`` where they differ from the arguments. ``data`` follows from ``gpus`` where it is not
-    given. Megatron's arguments (``micro_batch_size``, ``bf16``), or ``tp``, ``pp``, ``dp``, ``mbs`` and ``gbs``, say
-    the same. What else a row has stays in it, unless it looks like one of these misspelled, or is an argument that
-    the cost model does not cover.
+    given. Megatron's arguments (``micro_batch_size``, ``bf16``), or ``tp``, ``pp``, ``dp``, ``cp``, ``ep``, ``mbs`` and
+    ``gbs``, say the same. What else a row has stays in it, unless it looks like one of these misspelled, or is an
+    argument that the cost model does not cover.
 
     Raises:
         PlanError: the file cannot be read.
@@ -156,11 +152,13 @@ def _layout(row: dict[str, Any], base: Cluster) -> Layout:
     fields.setdefault("pipeline", 1)
     size = {key: checked(row[key], int, key) for key in ("nodes", "gpus") if row.get(key) is not None}
     gpus = sized(base, **size).gpus
-    ranks = max(fields.get("pipeline", 1) * fields.get("tensor", 1), 1)
+    ranks = max(fields.get("pipeline", 1) * fields.get("tensor", 1) * fields.get("context", 1), 1)
     if "data" not in fields and gpus % ranks:
-        raise PlanError(f"gpus {gpus} is no multiple of pipeline x tensor = {ranks}; give data")
+        raise PlanError(f"gpus {gpus} is no multiple of pipeline x tensor x context = {ranks}; give data")
     fields.setdefault("data", gpus // ranks)
     if "gpus" in size and fields["data"] * ranks != gpus:
-        raise PlanError(f"data {fields['data']} x pipeline x tensor = {ranks} are not {gpus} GPUs; leave out data")
+        raise PlanError(
+            f"data {fields['data']} x pipeline x tensor x context = {ranks} are not {gpus} GPUs; leave out data"
+        )
     fields.setdefault("fused_attention", fuses_attention(base.gpu, fields.get("precision", Precision.BF16)))
     return build(Layout, fields, "layout")

@@ -8,8 +8,8 @@ from dataclasses import replace
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import Problem
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.multiples import divisors, nearest_multiple
+from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import most_layers, spread
 from megatron_2bw.schedule.registry import MIRRORED
@@ -43,7 +43,11 @@ def problem(model: Model, layout: Layout) -> Problem | None:
             layout.tensor,
             sequence_parallel=layout.sequence_parallel,
             stage_gpus=layout.tensor * layout.data,
+            context=layout.context,
+            expert_tensor=layout.expert_tensor,
         )
+        or context_problem(model, layout)
+        or expert_problem(model, layout)
         or schedule_problem(layout)
         or model_problem(model, layout)
         or stage_problem(model, layout)
@@ -53,15 +57,24 @@ def problem(model: Model, layout: Layout) -> Problem | None:
 
 
 def tensor_problem(
-    model: Model, tensor: int, *, sequence_parallel: bool, stage_gpus: int | None = None
+    model: Model,
+    tensor: int,
+    *,
+    sequence_parallel: bool,
+    stage_gpus: int | None = None,
+    context: int = 1,
+    expert_tensor: int | None = None,
 ) -> Problem | None:
     """Why ``tensor`` ranks cannot share one layer; what is to be used instead divides ``stage_gpus`` where given.
 
     Rules: TransformerConfig.__post_init__; ``divide`` in ColumnParallelLinear; MoELayer.forward.
     """
-    sizes = {"num_attention_heads": model.num_attention_heads, "ffn_hidden_size": model.ffn_hidden_size}
+    sizes = {"num_attention_heads": model.num_attention_heads}
+    experts_apart = model.num_experts and expert_tensor not in (None, tensor)
+    if not experts_apart:
+        sizes["ffn_hidden_size"] = model.ffn_hidden_size
     if sequence_parallel:
-        sizes["seq_length"] = model.seq_length
+        sizes["seq_length" if context == 1 else "seq_length / context"] = model.seq_length // context
     groups = model.num_query_groups
     shared = math.gcd(*sizes.values(), stage_gpus or 0)
 
@@ -78,8 +91,59 @@ def tensor_problem(
         return Problem("sequence_parallel needs tensor above 1", "leave it out")
     if model.num_experts and tensor > 1 and not sequence_parallel:
         return Problem(f"tensor {tensor} with experts needs sequence_parallel", "switch it on")
-    if model.num_experts and tensor > 1 and model.bias:
+    if model.num_experts and tensor > 1 and model.bias and not experts_apart:
         return Problem(f"tensor {tensor}: experts with a bias cannot be shared", "use 1, or a model without bias")
+    return None
+
+
+def context_problem(model: Model, layout: Layout) -> Problem | None:
+    """Why ranks cannot share the sequences.
+
+    Rules: validate_args, "seq-length should be a multiple of 2 * context-parallel-size"; DotProductAttention, and
+    Transformer Engine's ``get_attention_backend``, which knows no unfused attention to shares; ``get_batch`` of
+    pretrain_bert.py, which does not cut them.
+    """
+    count, unit = layout.context, 2 * layout.context
+    if count == 1:
+        return None
+    if model.kind is not Kind.GPT:
+        return Problem(f"context {count}: Megatron cuts no sequences of {model.kind}", "use 1")
+    if model.seq_length % unit:
+        nearest = nearest_divisor(max(model.seq_length // 2, 1), count)
+        return Problem(f"context {count}: seq_length {model.seq_length} is no multiple of {unit}", f"use {nearest}")
+    if not layout.fused_attention:
+        return Problem(f"context {count} needs fused attention", "use 1, or fused attention")
+    return None
+
+
+def expert_problem(model: Model, layout: Layout) -> Problem | None:
+    """Why ranks cannot share the experts.
+
+    Rules: validate_args, "Expert parallelism check"; ``initialize_model_parallel``, expert_data_parallel_size.
+    """
+    count, split = layout.expert, layout.expert_tensor
+    if not model.num_experts:
+        for name, number, usual in (("expert", count, 1), ("expert_tensor", split, layout.tensor)):
+            if number != usual:
+                return Problem(f"{name} {number}: the model has no experts", "leave it out")
+        return None
+    ranks = layout.tensor * layout.replicas
+    if model.ffn_hidden_size % split or ranks % split:
+        nearest = nearest_divisor(math.gcd(model.ffn_hidden_size, ranks), split)
+        return Problem(
+            f"expert_tensor {split} does not divide ffn_hidden_size {model.ffn_hidden_size} and the {ranks} ranks of a "
+            "stage",
+            f"use {nearest}",
+        )
+    if model.bias and split > 1:
+        return Problem(f"expert_tensor {split}: experts with a bias cannot be shared", "use 1, or a model without bias")
+    nearest = f"use {nearest_divisor(math.gcd(model.num_experts, ranks // split), count)}"
+    if model.num_experts % count:
+        return Problem(f"expert {count} does not divide num_experts {model.num_experts}", nearest)
+    if ranks // split % count:
+        return Problem(f"expert {count} does not divide the {ranks // split} ranks that hold experts", nearest)
+    if split != layout.tensor and count == 1:
+        return Problem(f"expert_tensor {split} with expert 1: such layouts are not priced", "leave it out")
     return None
 
 

@@ -40,7 +40,16 @@ _TRIALS = 8
 """Values of a limit to try, the nearest first."""
 _EVERY = {"extra_in_flight": tuple(range(MOST_EXTRA_IN_FLIGHT + 1))}
 """All values of dimensions that are searched for some of them."""
-_OF_SHAPE = ("tensors", "pipelines", "first_stage_layers", "last_stage_layers", "widths")
+_OF_SHAPE = (
+    "tensors",
+    "pipelines",
+    "contexts",
+    "experts",
+    "expert_tensors",
+    "first_stage_layers",
+    "last_stage_layers",
+    "widths",
+)
 """Dimensions that decide on how GPUs and layers are split."""
 
 

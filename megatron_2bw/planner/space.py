@@ -14,10 +14,17 @@ _FIELDS = {
     "pipelines": "pipeline",
     "widths": "data",
     "tensors": "tensor",
+    "contexts": "context",
+    "experts": "expert",
+    "expert_tensors": "expert_tensor",
     "microbatches": "microbatch",
     "recomputes": "recompute",
     "recompute_methods": "recompute_method",
 }
+
+
+LEAST_TOKENS = 4096
+"""Of a sequence, on each rank that shares it by default. Shorter ones mostly fit unshared, on more replicas."""
 
 
 def field_of(dimension: str) -> str:
@@ -34,6 +41,12 @@ class Space:
     widths: tuple[int, ...] | None = None
     tensors: tuple[int, ...] | None = None
     """None: what divides the model and stays within a node."""
+    contexts: tuple[int, ...] | None = None
+    """None: what leaves every rank ``LEAST_TOKENS`` of a sequence."""
+    experts: tuple[int, ...] | None = None
+    """Ranks that share the experts; None: what divides them."""
+    expert_tensors: tuple[int, ...] | None = None
+    """Ranks that split an expert; None: as many as ``tensors``, and 1 where several share the experts."""
     microbatches: tuple[int, ...] | None = None
     """Sizes b."""
     chunks: tuple[int, ...] | None = None

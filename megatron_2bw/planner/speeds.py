@@ -144,6 +144,18 @@ class Machine:
         inside_s = passed / self.link_bytes_per_s if local > 1 else 0.0
         return steps * self.collective_s / 2 + max(inside_s, passed * groups / self.network_bytes_per_s)
 
+    def all_to_all_s(self, size_bytes: float, ranks: int, stride: int) -> float:
+        """Every rank sends an equal part of its tensor to each; ranks are ``stride`` apart.
+
+        What leaves a node shares its network with what its other ranks send.
+        """
+        if ranks == 1:
+            return 0.0
+        local = min(ranks, max(1, self.gpus_per_node // stride))
+        inside_s = (local - 1) / ranks * size_bytes / self.link_bytes_per_s
+        outside_s = (ranks - local) / ranks * size_bytes * self.gpus_per_node / self.network_bytes_per_s
+        return self.collective_s + max(inside_s, outside_s)
+
     def send_s(self, size_bytes: float, distance: int, ranks: int) -> float:
         """To the rank ``distance`` further, of ``ranks`` in all; the slowest such link, as all send at once."""
         if ranks <= self.gpus_per_node:

@@ -142,13 +142,15 @@ class Weights(NamedTuple):
     """Numbers of weights that one tensor-parallel rank holds."""
 
     layer: int
-    """Norms and the biases of row-parallel products are on every rank, the rest is shared out."""
+    """Experts apart. Norms and the biases of row-parallel products are on every rank, the rest is shared out."""
+    experts: int
+    """Of one layer, on one expert-parallel rank."""
     word_embedding: int
     position_embedding: int
     final_norm: int
 
     def of(self, stage: int, layers: int, model: Model, stages: int) -> int:
-        """Weights of a stage. A tied embedding is on the first and on the last stage."""
+        """Weights of a stage, experts apart. A tied embedding is on the first and on the last stage."""
         total = layers * self.layer
         if stage == 0:
             total += self.word_embedding + self.position_embedding
@@ -158,19 +160,24 @@ class Weights(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def weights_of(model: Model, tensor: int) -> Weights:
-    """What one of ``tensor`` ranks holds.
+def weights_of(model: Model, tensor: int, *, expert: int = 1, expert_tensor: int = 0) -> Weights:
+    """What one of ``tensor`` ranks holds, where ``expert`` ranks share all experts and ``expert_tensor`` one of them.
+
+    ``expert_tensor`` 0 is ``tensor``.
 
     >>> model = Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200)
     >>> weights_of(model, 8)
-    Weights(layer=226576896, word_embedding=78643200, position_embedding=25165824, final_norm=24576)
+    Weights(layer=226576896, experts=0, word_embedding=78643200, position_embedding=25165824, final_norm=24576)
     """
-    hidden, experts = model.hidden_size, max(model.num_experts, 1)
-    row_bias = model.bias * hidden
-    shared = model.attention_parameters + experts * model.mlp_parameters - (1 + experts) * row_bias
-    everywhere = (1 + experts) * row_bias + 2 * model.norm_parameters + model.num_experts * hidden
+    hidden, row_bias = model.hidden_size, model.bias * model.hidden_size
+    attention = (model.attention_parameters - row_bias) // tensor + row_bias
+    shared, router = model.mlp_parameters - row_bias, model.num_experts * hidden
     return Weights(
-        layer=shared // tensor + everywhere,
+        layer=attention
+        + (0 if model.num_experts else shared // tensor + row_bias)
+        + 2 * model.norm_parameters
+        + router,
+        experts=model.num_experts // expert * (shared // (expert_tensor or tensor) + row_bias),
         word_embedding=model.padded_vocab_size(tensor) // tensor * hidden,
         position_embedding=model.seq_length * hidden if model.learned_positions else 0,
         final_norm=model.norm_parameters,

@@ -16,9 +16,13 @@ def _given(options: Options, flag: str) -> bool:
     return flag in options
 
 
+def _dispatches_otherwise(options: Options, flag: str) -> bool:
+    return _above_one(options, flag) and options.text("--moe-token-dispatcher-type", "allgather") != DISPATCHER
+
+
+DISPATCHER = "alltoall"
+"""How tokens get to experts of other ranks: sent to those alone. Megatron's default gathers all of them everywhere."""
 _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
-    "--context-parallel-size": (_above_one, "context parallelism"),
-    "--expert-model-parallel-size": (_above_one, "expert parallelism"),
     "--multi-latent-attention": (_given, "multi-latent attention"),
     "--hybrid-layer-pattern": (_given, "layers of several kinds"),
     "--hybrid-override-pattern": (_given, "layers of several kinds"),
@@ -48,6 +52,9 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--recompute-modules": (_given, "priced with the attention's core recomputed"),
     "--rampup-batch-size": (_given, "priced at the final batch size"),
     "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),
+    "--expert-model-parallel-size": (_dispatches_otherwise, f"priced with --moe-token-dispatcher-type {DISPATCHER}"),
+    "--num-experts": (_above_one, "priced with experts that are equally busy; before they are, the busiest takes more"),
+    "--cp-comm-type": (lambda options, flag: options.text(flag, "p2p") != "p2p", "priced as p2p"),
     "--tp-comm-overlap": (_given, "priced without that overlap"),
     "--cuda-graph-impl": (_given, "priced without CUDA graphs"),
     "--cross-entropy-loss-fusion": (_given, "priced without that fusion"),
@@ -172,8 +179,8 @@ def check_priced(options: Options) -> tuple[str, ...]:
 def uncovered(flag: str, value: object) -> str | None:
     """What ``flag`` with that value asks for, if the cost model does not cover it; a switch has the value True.
 
-    >>> uncovered("--context-parallel-size", 2), uncovered("--context-parallel-size", 1), uncovered("--hidden-size", 2)
-    ('context parallelism', None, None)
+    >>> uncovered("--multi-latent-attention", True), uncovered("--multi-latent-attention", False)
+    ('multi-latent attention', None)
     """
     if flag not in _REFUSED or value in (None, False, "", "none"):
         return None

@@ -61,6 +61,9 @@ SPACES: dict[str, Space] = {
     "selective": Space(recomputes=(Recompute.SELECTIVE,)),
     "without sequence parallelism": Space(tensors=(2, 4), sequence_parallel=(False,)),
     "without the distributed optimizer": Space(distributed_optimizer=(False,)),
+    "shared sequences": Space(contexts=(2, 4)),
+    "shared experts": Space(experts=(2, 4)),
+    "shared experts, not split": Space(experts=(2, 4), tensors=(2,), expert_tensors=(1,)),
 }
 
 
@@ -68,6 +71,8 @@ NOTHING = {
     *((model, "without sequence parallelism") for model, made in MODEL_CASES.items() if made.num_experts),
     *((model, "both ways") for model, made in MODEL_CASES.items() if made.num_experts),
     *((model, "pipedream") for model, made in MODEL_CASES.items() if made.tied),
+    *((model, "shared experts") for model, made in MODEL_CASES.items() if not made.num_experts),
+    *((model, "shared experts, not split") for model, made in MODEL_CASES.items() if not made.num_experts),
 }
 """Pairs of a model and a space that have no layout."""
 
@@ -125,6 +130,8 @@ def test_megatron_accepts_what_is_printed(model: str, space: str, validate: Vali
             layout.tensor,
             layout.pipeline,
         )
+        shares = config.context_parallel_size, config.expert_model_parallel_size, config.expert_tensor_parallel_size
+        assert shares == (layout.context, layout.expert, layout.expert_tensor)
         ends = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
         assert ends == (layout.first_stage_layers or None, layout.last_stage_layers or None)
         assert (space == "stages that cannot be equal") <= any(ends)

@@ -136,7 +136,7 @@ def layer_times(folder: Path = DATA) -> Iterator[tuple[str, Split, float, float]
     for row in read("korthikanti22_table4_layer_times.csv", folder):
         name = row["experiment"]
         recompute = next((kind for kind in (Recompute.FULL, Recompute.SELECTIVE) if kind in name), Recompute.NONE)
-        split = Split(8, 4, "sequence" in name, recompute, Precision.FP16, fused_attention=False)
+        split = Split(8, 4, "sequence" in name, recompute, Precision.FP16, gradient_width=2, fused_attention=False)
         yield name, split, float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3
 
 
@@ -174,6 +174,7 @@ def memory(folder: Path = DATA) -> list[Row]:
     """Most bytes that torch had allocated, of models with a hidden size from 2304 on."""
     rows = [_llama(row) for row in read("megatron_memory_estimator_checks.csv", folder) if row["model"] == LLAMA]
     rows += [_golden(row) for row in _goldens(folder)]
+    rows += [_mixtral(row) for row in _mixtrals(folder)]
     first = {row.group: row for row in reversed(zero_bubble(folder))}
     gigabytes = {row["model"]: float(row["memory_gb"]) for row in _one_f_one_b(folder)}
     rows += [
@@ -219,14 +220,14 @@ def _llama(row: dict[str, str]) -> Row:
 
 def _goldens(folder: Path) -> list[dict[str, str]]:
     """Test cases of Megatron's of a realistic size that say all of it: its others are of a hidden size up to 1024, of
-    experts in parallel, of images, or leave out the vocabulary.
+    images, of latent attention, or leave out the vocabulary.
     """
     rows = read("megatron_core_v0.19_golden_values.csv", folder)
     return [row for row in rows if row["vocab-size"] and int(row["hidden-size"] or 0) >= 2304]
 
 
-def _golden(row: dict[str, str]) -> Row:
-    """A test case of Megatron's; the last stage logs."""
+def _golden(row: dict[str, str], gpus: int = 8) -> Row:
+    """A test case of Megatron's, by default on one node; the last stage logs."""
     stages, layers = int(row["pipeline-model-parallel-size"]), int(row["num-layers"])
     model = Model(
         num_layers=layers,
@@ -242,7 +243,7 @@ def _golden(row: dict[str, str]) -> Row:
     layout = Layout(
         schedule="megatron",
         pipeline=stages,
-        data=8 // (stages * tensor),
+        data=gpus // (stages * tensor),
         tensor=tensor,
         microbatch=int(row["micro-batch-size"]),
         global_batch=int(row["global-batch-size"]),
@@ -257,6 +258,60 @@ def _golden(row: dict[str, str]) -> Row:
         measured=float(row["mem_max_allocated_bytes_max"]),
         stage=stages - 1,
     )
+
+
+_MIXTRAL = {
+    "mixtral_8x22b_tp2pp8ep8vpp1_release": (128, 32000),
+    "mixtral_8x7b_alltoall_tp2pp4ep4_release_sm": (128, 256000),
+    "mixtral_8x7b_tp1pp4ep8vpp8_release": (64, 32000),
+}
+"""GPUs and vocabulary, which the rows leave out. The test cases' ``model_config.yaml`` names the tokenizers: Llama 2's,
+and one of 256k. No file says how many GPUs there were; with any other number, weights, moments and gradients would not
+be the ``mem_allocated_bytes_max`` that lasts from batch to batch, which ``test_gpus_of_mixtral`` checks."""
+SCRATCH = "mixtral_8x7b_alltoall_tp2pp4ep4_release_sm"
+"""Starts with random weights, the others with trained ones, and so with a router that has not learned to balance."""
+
+
+def _mixtrals(folder: Path) -> list[dict[str, str]]:
+    return [row for row in read("megatron_core_v0.19_golden_values.csv", folder) if row["test_case"] in _MIXTRAL]
+
+
+def _mixtral(row: dict[str, str]) -> Row:
+    """A test case of Megatron's with experts; the last stage logs."""
+    gpus, vocabulary = _MIXTRAL[row["test_case"]]
+    plain = _golden({**row, "vocab-size": str(vocabulary)}, gpus)
+    model = replace(
+        plain.model,
+        ffn_hidden_size=int(row["ffn-hidden-size"]),
+        swiglu=True,
+        rmsnorm=True,
+        bias=False,
+        learned_positions=False,
+        dropout=False,
+        num_experts=int(row["num-experts"]),
+        moe_router_topk=int(row["moe-router-topk"]),
+    )
+    layout = replace(
+        plain.layout,
+        expert=int(row["expert-model-parallel-size"]),
+        expert_tensor=int(row["expert-tensor-parallel-size"] or plain.layout.tensor),
+        sequence_parallel=True,
+        overlap_gradients=True,
+    )
+    return replace(plain, group="Mixtral", model=model, layout=layout)
+
+
+def mixtral_times(folder: Path = DATA) -> list[Row]:
+    """Seconds per batch on H100s. Those called A100 are left out: two of their rows are above an A100's peak."""
+    return [
+        replace(
+            _mixtral(row),
+            cluster=replace(CLUSTERS["dgx-h100"], nodes=_MIXTRAL[row["test_case"]][0] // 8),
+            measured=float(row["iter_time_median_s_second_half"]),
+        )
+        for row in _mixtrals(folder)
+        if row["device"] == "H100"
+    ]
 
 
 def golden_times(folder: Path = DATA) -> list[Row]:

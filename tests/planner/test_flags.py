@@ -124,7 +124,10 @@ def test_flags_that_were_given_are_printed_as_given():
         ),
         ("--cross-entropy-loss-fusion", ("--cross-entropy-loss-fusion: priced without that fusion",)),
         ("--squared-relu --no-bias-gelu-fusion --accumulate-allreduce-grads-in-fp32 --fp16", ()),
-        ("--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid", ()),
+        (
+            "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid",
+            ("--num-experts: priced with experts that are equally busy; before they are, the busiest takes more",),
+        ),
         ("--position-embedding-type mrope --mrope-section 16 24 24", ()),
         ("--pipeline_schedule 2bw", ("--pipeline_schedule: not priced; did you mean --pipeline-schedule?",)),
         (
@@ -252,7 +255,7 @@ DEEP = f"{RUN} --pipeline-model-parallel-size 4"
         (f"{MODEL} --micro-batch-size two", "--micro-batch-size two: give a whole number"),
         (f"{MODEL} --micro-batch-size", "--micro-batch-size has no value"),
         (f"{MODEL} --micro-batch-size 3 --global-batch-size 8", "global_batch 8 is no multiple of microbatch 3"),
-        (f"{RUN} --pipeline-model-parallel-size 3", "gpus 4 is no multiple of tensor x pipeline = 3; use 3"),
+        (f"{RUN} --pipeline-model-parallel-size 3", "gpus 4 is no multiple of tensor x context x pipeline = 3; use 3"),
         (f"{DEEP} --num-layers 6", "does not divide num_layers 6; use 3 stages"),
         (f"{RUN} --num-attention-heads 7", "num_attention_heads 7 does not divide hidden_size"),
         (
@@ -325,7 +328,8 @@ DEEP = f"{RUN} --pipeline-model-parallel-size 4"
         (f"{RUN} --rotary-base abc", "--rotary-base abc: give a number of at least 0, such as --rotary-base 10000"),
         (f"{RUN} --norm-epsilon inf", "--norm-epsilon inf: give a number of at least 0"),
         (f"{RUN} --attention-dropout nan", "--attention-dropout nan: give a number from 0 to 1"),
-        (f"{RUN} --context-parallel-size 2", "the cost model does not cover context parallelism"),
+        (f"{RUN} --context-parallel-size 2", "context 2 needs fused attention; use 1, or fused attention"),
+        (f"{RUN} --expert-model-parallel-size 2", "expert 2: the model has no experts; leave it out"),
         (f"{RUN} --fp8-format hybrid", "the cost model does not cover 8-bit matrix products"),
         (MODEL.replace("1000", "many"), "--vocab-size many: give a whole number"),
         (MODEL.replace("--vocab-size 1000", "--tokenizer-type HuggingFaceTokenizer"), "has no fixed vocabulary"),

@@ -10,6 +10,7 @@ import pytest
 from megatron_2bw.planner import activations, memory
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.stages import chunks_in_flight, layers_of_stages, weights_of
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import Durations, simulate
@@ -33,7 +34,31 @@ def layout(**changes) -> Layout:
 def test_measured(row: measured.Row):
     stages = memory.stages(row.model, row.layout)
     needed = stages[row.stage] if row.stage is not None else max(stages, key=lambda stage: stage.allocated_bytes)
-    assert needed.allocated_bytes == pytest.approx(row.measured, rel=0.035 if row.group == measured.LLAMA else 0.025)
+    if measured.SCRATCH in row.name:  # Its experts are not equally busy.
+        assert 0.85 < needed.allocated_bytes / row.measured < 0.95
+    else:
+        bar = {measured.LLAMA: 0.035, "Mixtral": 0.05}.get(row.group, 0.025)
+        assert needed.allocated_bytes == pytest.approx(row.measured, rel=bar)
+
+
+@pytest.mark.parametrize("row", measured.mixtral_times(), ids=lambda row: row.name)
+def test_gpus_of_mixtral(row: measured.Row):
+    """Half as many, or twice, would have left another number of bytes allocated between batches."""
+    (source,) = (
+        one
+        for one in measured.read("megatron_core_v0.19_golden_values.csv")
+        if one["test_case"] in row.name and one["device"] == "H100"
+    )
+    lasting = {}
+    for factor in (1, 2, 4):
+        more = replace(row.layout, data=row.layout.data * factor // 2)
+        if problem(row.model, more):
+            continue
+        last = memory.stages(row.model, more)[-1]
+        lasting[factor] = last.weights_bytes + last.gradients_bytes + last.optimizer_bytes
+    measured_bytes = float(source["mem_allocated_bytes_max"])
+    assert lasting[2] == pytest.approx(measured_bytes, rel=0.06)
+    assert all(abs(lasting[factor] / measured_bytes - 1) > 0.15 for factor in lasting.keys() - {2})
 
 
 @pytest.mark.parametrize("row", measured.read("megatron_memory_estimator_checks.csv")[:4], ids=lambda row: row["tp"])
@@ -214,6 +239,7 @@ def test_all_weights_are_somewhere():
             spread = layout(pipeline=stages, tensor=tensor)
             layers, weights = layers_of_stages(model, spread), weights_of(model, tensor)
             total = sum(weights.of(stage, layers.of(stage, stages), model, stages) for stage in range(stages))
+            total += model.num_layers * weights.experts
             padded = replace(model, vocab_size=model.padded_vocab_size(tensor))
             twice = model.padded_vocab_size(tensor) * model.hidden_size if model.tied and stages > 1 else 0
             if tensor == 1:

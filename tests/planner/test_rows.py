@@ -38,13 +38,9 @@ def test_sizes_in_megatrons_names() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            {"context_parallel": 2},
-            "context_parallel 2: the cost model does not cover context parallelism; leave the row",
-        ),
-        ({"context_parallel_size": 2}, "context_parallel_size 2: the cost model does not cover context parallelism"),
         ({"fp8": True}, "fp8 True: the cost model does not cover 8-bit matrix products"),
-        ({"ep": 4}, "ep 4: the cost model does not cover expert parallelism"),
+        ({"ep": 4}, "expert 4: the model has no experts; leave it out"),
+        ({"cp": 2, "data": 2, "fused_attention": False}, "context 2 needs fused attention"),
         ({"mtp_num_layers": 1}, "mtp_num_layers 1: the cost model does not cover multi-token prediction"),
         ({"tp": 2}, "tp 2 and tensor 4 disagree; leave out one of them"),
         ({"micro_batch_size": "2"}, "microbatch '2': give a whole number"),

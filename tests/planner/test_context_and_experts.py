@@ -1,0 +1,310 @@
+"""Ranks that share sequences, and ranks that share experts: time, memory, rules, flags, and the search over them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron_2bw.planner import costs, memory
+from megatron_2bw.planner.candidates import Candidates
+from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags import layout_flags, read_model
+from megatron_2bw.planner.flags import read as read_flags
+from megatron_2bw.planner.inputs import sized
+from megatron_2bw.planner.layer import Split, works_of
+from megatron_2bw.planner.layout import Layout, Recompute
+from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.multiples import divisors
+from megatron_2bw.planner.naming import chosen, name
+from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.search import search
+from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.speeds import A100, machine_of
+from megatron_2bw.planner.stages import weights_of
+
+GPT = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=16384, vocab_size=50257)
+EXPERTS = replace(GPT, seq_length=2048, num_experts=8, bias=False)
+DGX = CLUSTERS["dgx-a100"]
+TWO_DGX = replace(DGX, nodes=2)
+
+
+def layout(**changes) -> Layout:
+    return Layout(
+        **({"schedule": "1f1b-flush", "pipeline": 2, "data": 1, "microbatch": 1, "global_batch": 8} | changes)
+    )
+
+
+def layer(model: Model, cluster=DGX, **changes):
+    return works_of(model, Split.of(layout(**changes)), machine_of(cluster)).layer
+
+
+def test_a_share_of_the_sequences_is_kept():
+    """All weights and their gradients, but ``1/c`` of activations and logits; the optimizer is shared by more ranks."""
+    model = replace(GPT, dropout=False)
+    whole, shared = (memory.stages(model, layout(context=c, distributed_optimizer=True)) for c in (1, 4))
+    for one, four in zip(whole, shared, strict=True):
+        assert four.activations_bytes == one.activations_bytes / 4
+        assert four.logits_bytes == one.logits_bytes / 4
+        assert (four.weights_bytes, four.gradients_bytes) == (one.weights_bytes, one.gradients_bytes)
+        assert four.optimizer_bytes == one.optimizer_bytes / 4
+
+
+def test_a_layer_of_shared_sequences():
+    """Each rank has ``1/c`` of the arithmetic; keys and values of the others cost nothing if they arrive in time."""
+    whole, shared = layer(GPT), layer(GPT, context=4)
+    for one, four in ((whole.forward, shared.forward), (whole.backward, shared.backward)):
+        kernels_s = 16 * A100.kernel_s  # Do not get fewer.
+        assert (four.products_s - kernels_s) * 4 < one.products_s < 4 * four.products_s
+        assert four.context_parallel_s == 0
+    assert (whole.forward.context_parallel_s, whole.forward.expert_parallel_s) == (0, 0)
+
+
+def test_keys_and_values_that_are_late():
+    """Over a slow network: c-1 turns of a ring over nodes, less the attention that hides a part of each."""
+    slow = replace(TWO_DGX, inter_node_gb_s=1, gpus_per_node=1)
+    machine, keys_bytes = machine_of(slow), 2 * 8192 * 1024 * 2
+    send_s = A100.collective_s + keys_bytes / machine.network_bytes_per_s
+    late = layer(GPT, slow, context=2).forward
+    attention_s = 0.5 * 4 * 8192 * 16384 * 1024 / machine.flash_flops_per_s + 2 * A100.kernel_s
+    assert late.context_parallel_s == pytest.approx(send_s - attention_s / 2, rel=1e-6)
+    again = layer(GPT, slow, context=2, recompute=Recompute.SELECTIVE).again
+    assert again.context_parallel_s == late.context_parallel_s
+
+
+def test_replicas_that_share_sequences_sum_gradients_too():
+    """As replicas with sequences of their own do; transfers and embeddings are of a share."""
+    shared, apart = layout(context=4, data=2, global_batch=16), layout(data=8, global_batch=64)
+    of_shared, of_apart = (costs.times_of(GPT, one, TWO_DGX).pipeline for one in (shared, apart))
+    assert of_shared.gradients_s == of_apart.gradients_s > 0
+    assert of_shared.norm_s == of_apart.norm_s
+    assert of_shared.update_s == of_apart.update_s
+    start_s = A100.collective_s
+    assert (of_shared.send_s - start_s) * 4 == pytest.approx(of_apart.send_s - start_s)
+
+
+@pytest.mark.parametrize(("tensor", "expert_tensor"), [(1, 1), (2, 2), (4, 2), (2, 1)])
+@pytest.mark.parametrize("expert", [1, 2, 4])
+def test_every_expert_is_somewhere(tensor: int, expert_tensor: int, expert: int):
+    held = weights_of(EXPERTS, tensor, expert=expert, expert_tensor=expert_tensor)
+    assert held.experts * expert * expert_tensor == 8 * EXPERTS.mlp_parameters
+    dense = weights_of(replace(EXPERTS, num_experts=0), tensor)
+    router = 8 * EXPERTS.hidden_size
+    assert held.layer == dense.layer - EXPERTS.mlp_parameters // tensor + router
+
+
+def test_experts_have_other_replicas_than_the_rest():
+    """8 GPUs per stage, 4 of which share the experts: each expert is there twice, everything else 8 times."""
+    one = layout(data=8, expert=4, distributed_optimizer=True, global_batch=64)
+    assert (one.replicas, one.expert_replicas) == (8, 2)
+    first = memory.stages(EXPERTS, one)[0]
+    weights = weights_of(EXPERTS, 1, expert=4)
+    experts, rest = 4 * weights.experts, weights.of(0, 4, EXPERTS, 2)
+    assert first.weights_bytes == 2 * (experts + rest)
+    assert first.gradients_bytes == 4 * (experts + rest)
+    assert first.optimizer_bytes == 12 * (experts / 2 + rest / 8)
+    split = layout(data=4, tensor=2, expert=8, expert_tensor=1, sequence_parallel=True, global_batch=64)
+    assert (split.replicas, split.expert_replicas) == (4, 1)
+
+
+def test_sums_of_experts_gradients():
+    """Over the ranks with the same experts, which are further apart: here, one on each node."""
+    four = replace(DGX, nodes=4)
+    one = layout(data=16, expert=8, global_batch=64)
+    machine, weights = machine_of(four), weights_of(EXPERTS, 1, expert=8)
+    expected = machine.all_reduce_s(4 * weights.of(0, 4, EXPERTS, 2), 16, 1)
+    expected += machine.all_reduce_s(4 * 4 * weights.experts, 2, 8)
+    assert costs.times_of(EXPERTS, one, four).pipeline.gradients_s == pytest.approx(expected)
+
+
+def test_updates_of_experts():
+    """Of fewer shards: Adam moves 28 bytes per weight of its own, and what is in bf16 and fp32."""
+    one = layout(data=8, expert=4, distributed_optimizer=True, global_batch=64)
+    machine, weights = machine_of(TWO_DGX), weights_of(EXPERTS, 1, expert=4)
+    rest, experts = weights.of(0, 4, EXPERTS, 2), 4 * weights.experts
+    moved = (28 + 2 + 4) * (rest / 8 + experts / 2) + 4 * (rest + experts)
+    expected = machine.elementwise_s(moved)
+    expected += machine.reduce_scatter_s(2 * rest, 8, 1) + machine.reduce_scatter_s(2 * experts, 2, 4)
+    assert costs.times_of(EXPERTS, one, TWO_DGX).pipeline.update_s == pytest.approx(expected)
+
+
+def test_tokens_go_to_their_experts_and_back():
+    """Two of a token's copies, out and back; of what a rank sends, 3/4 leave it. The backward does the same."""
+    work = layer(EXPERTS, data=4, expert=4, global_batch=8)
+    sent = 2048 * 2 * 1024 * 2 * 3 / 4
+    link_bytes_per_s = A100.link_share * DGX.intra_node_gb_s * 1e9
+    assert work.forward.expert_parallel_s == pytest.approx(2 * (A100.collective_s + sent / link_bytes_per_s))
+    assert work.backward.expert_parallel_s == work.forward.expert_parallel_s
+    assert layer(EXPERTS).forward.expert_parallel_s == 0
+
+
+def test_tokens_to_other_nodes_share_their_network():
+    machine = machine_of(TWO_DGX)
+    over_nodes = machine.all_to_all_s(1e9, 16, 1)
+    assert over_nodes == pytest.approx(1e9 / 2 * 8 / (A100.network_share * 200e9), rel=0.01)
+    assert machine.all_to_all_s(1e9, 8, 1) < over_nodes
+    assert machine.all_to_all_s(1e9, 2, 8) == over_nodes  # Half of it stays, as with 16.
+    assert machine.all_to_all_s(1e9, 1, 1) == 0
+
+
+def test_experts_of_one_rank_each_compute_as_much():
+    """Equally busy: as many rows in all, in fewer and larger products; split experts have narrower ones."""
+    alone = layer(EXPERTS)
+    shared, unsplit = layer(EXPERTS, data=8, expert=8), layer(EXPERTS, data=8, tensor=2, expert=8, expert_tensor=1)
+    assert shared.forward.products_s <= alone.forward.products_s
+    split = layer(EXPERTS, data=8, tensor=2, expert=8)
+    assert unsplit.forward.tensor_parallel_s < split.forward.tensor_parallel_s
+    flops_s = (unsplit.forward.products_s - split.forward.products_s) / split.forward.products_s
+    assert abs(flops_s) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (GPT, {"context": 3}, "context 3: seq_length 16384 is no multiple of 6; use 2"),
+        (GPT, {"context": 2, "fused_attention": False}, "context 2 needs fused attention; use 1, or fused attention"),
+        (replace(GPT, kind=Kind.BERT), {"context": 2}, "context 2: Megatron cuts no sequences of bert; use 1"),
+        (
+            GPT,
+            {"context": 8192, "tensor": 4, "sequence_parallel": True},
+            "tensor 4 does not divide seq_length / context 2; use 2",
+        ),
+        (GPT, {"expert": 2, "data": 2}, "expert 2: the model has no experts; leave it out"),
+        (GPT, {"expert_tensor": 2}, "expert_tensor 2: the model has no experts; leave it out"),
+        (EXPERTS, {"expert": 3, "data": 3, "global_batch": 9}, "expert 3 does not divide num_experts 8; use 1"),
+        (EXPERTS, {"expert": 4, "data": 2}, "expert 4 does not divide the 2 ranks that hold experts; use 2"),
+        (EXPERTS, {"expert": 2, "data": 2, "expert_tensor": 3}, "expert_tensor 3 does not divide ffn_hidden_size 4096"),
+        (
+            replace(EXPERTS, bias=True),
+            {"expert": 2, "data": 4, "expert_tensor": 2},
+            "expert_tensor 2: experts with a bias cannot be shared; use 1, or a model without bias",
+        ),
+    ],
+)
+def test_what_cannot_be_shared(model: Model, changes: dict, message: str):
+    assert str(problem(model, layout(**changes))).startswith(message)
+
+
+def test_experts_that_are_not_split_may_have_a_bias():
+    """Where tensor-parallel ranks split attention alone."""
+    model = replace(EXPERTS, bias=True)
+    shape = {"tensor": 2, "data": 2, "expert": 2, "sequence_parallel": True}
+    assert problem(model, layout(**shape, expert_tensor=1)) is None
+    assert "bias" in str(problem(model, layout(**shape)))
+
+
+def every_layout(model: Model, gpus: int, batch: int) -> Iterator[Layout]:
+    """Without recomputation, written down without the search."""
+    counts = divisors(gpus)
+    for d, t, c in itertools.product(counts, repeat=3):
+        if gpus % (d * t * c) or batch % (gpus // (d * t * c)):
+            continue
+        w = gpus // (d * t * c)
+        shares = itertools.product(divisors(w * c * t), (t, 1), divisors(batch // w), ("2bw", "gpipe"), (False, True))
+        for e, split, b, schedule, distributed in shares:
+            if model.seq_length // c < 4096 and c > 1:
+                continue
+            one = Layout(
+                schedule=schedule,
+                pipeline=d,
+                tensor=t,
+                context=c,
+                data=w,
+                expert=e,
+                expert_tensor=split,
+                microbatch=b,
+                global_batch=batch,
+                sequence_parallel=t > 1,
+                distributed_optimizer=distributed,
+                overlap_gradients=w * c > 1 and schedule != "2bw",
+            )
+            if problem(model, one) is None and (schedule != "2bw" or one.microbatches >= d):
+                yield one
+
+
+@pytest.mark.parametrize("memory_gb", [80, 7])
+@pytest.mark.parametrize("model", [replace(GPT, num_layers=4, dropout=False), replace(EXPERTS, num_layers=4)])
+def test_nothing_beats_the_best(model: Model, memory_gb: float):
+    machine = sized(DGX, gpus=4)
+    machine = replace(machine, gpu=replace(machine.gpu, memory_gb=memory_gb))
+    best, sharing = {}, set()
+    for one in every_layout(model, 4, 8):
+        if memory.largest(model, one).total_bytes <= machine.memory_bytes:
+            time_s = costs.iteration(model, one, machine).time_s
+            best[one.schedule] = min(time_s, best.get(one.schedule, math.inf))
+            sharing.add((one.context, one.expert))
+    space = Space(schedules=("2bw", "gpipe"), recomputes=(Recompute.NONE,), extra_in_flight=(0,), gradient_buffers=(2,))
+    ours: dict[str, float] = {}
+    for choice in search(model, machine, 8, space).choices:
+        ours.setdefault(choice.layout.schedule, choice.iteration.time_s)
+    assert ours == pytest.approx(best, rel=1e-12)
+    assert len(sharing) > 1
+
+
+def test_whole_experts_are_tried_where_ranks_split_attention():
+    """Their tokens need no collective between those ranks."""
+    best = search(EXPERTS, DGX, 64, Space(tensors=(2,), experts=(8,))).best.layout
+    assert (best.tensor, best.expert, best.expert_tensor) == (2, 8, 1)
+    assert (
+        search(EXPERTS, DGX, 64, Space(tensors=(2,), experts=(4,), expert_tensors=(2,))).best.layout.expert_tensor == 2
+    )
+
+
+def test_short_sequences_are_shared_when_asked_for():
+    machine = sized(DGX, gpus=8)
+    short = replace(GPT, seq_length=2048)
+    assert {choice.layout.context for choice in search(short, machine, 16, keep=500).choices} == {1}
+    assert search(short, machine, 16, Space(contexts=(2,))).best.layout.context == 2
+    with pytest.raises(PlanError, match="context 3"):
+        search(short, machine, 16, Space(contexts=(3,)))
+
+
+def test_a_long_sequence_fits_if_it_is_shared():
+    """Of 128k tokens, on 8 GPUs; without that, not even with everything recomputed."""
+    long = replace(MODELS["llama3-8b"], seq_length=2**17)
+    node = CLUSTERS["dgx-h100"]
+    assert search(long, node, 8).best.layout.context > 1
+    with pytest.raises(PlanError, match="fits"):
+        search(long, node, 8, Space(contexts=(1,), tensors=(1,)))
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        layout(context=2, data=2, tensor=2, sequence_parallel=True),
+        layout(expert=4, data=4),
+        layout(expert=4, data=2, tensor=2, expert_tensor=1, sequence_parallel=True, distributed_optimizer=True),
+    ],
+    ids=name,
+)
+def test_names_and_flags_mean_the_layout(one: Layout):
+    model = EXPERTS if one.expert > 1 else GPT
+    machine = sized(DGX, gpus=one.gpus)
+    fitting = Candidates(model=model, cluster=machine, global_batch=8, space=Space())
+    assert replace(fitting.layout(chosen(name(one))), overlap_gradients=False) == one
+    words = [*layout_flags(model, one), *FLAGS_OF[model.num_experts]]
+    options = Options.parse(words)
+    assert read_model(options) == model
+    assert read_flags(options, gpus=one.gpus, gpu=machine.gpu).layout == one
+    assert all("equally busy" in note for note in read_flags(options, gpus=one.gpus, gpu=machine.gpu).notes)
+
+
+FLAGS_OF = {
+    0: "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 16384 --vocab-size 50257".split(),
+    8: (
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 50257 "
+        "--num-experts 8 --disable-bias-linear"
+    ).split(),
+}
+
+
+def test_other_dispatchers_are_noted():
+    words = "--expert-model-parallel-size 2 --micro-batch-size 1 --bf16".split()
+    notes = read_flags(Options.parse([*words, *FLAGS_OF[8]]), gpus=2, gpu=DGX.gpu).notes
+    assert "--expert-model-parallel-size: priced with --moe-token-dispatcher-type alltoall" in notes
