@@ -91,6 +91,8 @@ class Outcome(NamedTuple):
     """Per rank, in order; updates of batches before the run are left out."""
     blocked: tuple[Blocked, ...]
     """Empty unless the run got stuck."""
+    arrivals_s: tuple[tuple[Seconds, ...], ...]
+    """Per batch: when its tensors arrived and its reductions ended, in an order that all batches share."""
 
 
 def run(
@@ -111,7 +113,7 @@ def run(
         model: what waiting means.
         delays: by how much single actions take longer; the key is (rank, action), the action's batch and
             version counted from the start.
-        record: without it, ``Outcome.timed`` stays empty.
+        record: without it, ``Outcome.timed`` and ``Outcome.arrivals_s`` stay empty.
     """
     return _Engine(schedule, runs, durations, model, dict(delays or {}), record).run()
 
@@ -173,7 +175,13 @@ class _Engine:
             rank, action = next(iter(self._delays))
             raise ScheduleError(f"cannot delay {action} on rank {rank}: it does not occur in this run")
         stuck = sorted(rank for ranks in self._waiting.values() for rank in ranks)
-        return Outcome(self._timed, tuple(Blocked(rank, *self._position[rank]) for rank in stuck))
+        blocked = tuple(Blocked(rank, *self._position[rank]) for rank in stuck)
+        return Outcome(self._timed, blocked, self._arrivals_s() if self._record else ())
+
+    def _arrivals_s(self) -> tuple[tuple[Seconds, ...], ...]:
+        there, stride, batches = self._there, self._stride, self._spans[-1].call + 1
+        blocks = (range(batch * stride, (batch + 1) * stride) for batch in range(batches))
+        return tuple(tuple(there[key] for key in block if key in there) for block in blocks)
 
     def _compiled(self, rank: int, program: Program) -> dict[Part, list[_Step]]:
         known: dict[Action, _Step] = {}  # A drain repeats most of the steady call.

@@ -101,6 +101,29 @@ def test_latency_of_transfers():
     assert flush.makespan_s == 21 + 6 * Fraction(1, 10)
 
 
+@pytest.mark.parametrize("number", [Fraction, float])
+def test_turns_that_do_not_fit_into_a_batch(number: type):
+    """Where transfers are slow, ``(1+x)*(d-1) + 1`` microbatches pass in a turn over all stages, of several batches."""
+    send_s = 2
+    for stages, microbatches, extra in [(3, 2, 0), (3, 4, 0), (3, 5, 0), (4, 5, 0), (3, 4, 1), (4, 6, 1), (5, 9, 1)]:
+        schedule = build("2bw", stages=stages, microbatches=microbatches, extra_in_flight=extra)
+        durations = Durations(forward_s=number(1), backward_s=number(2), send_s=number(send_s))
+        turn_s, passing = 3 * stages + 2 * send_s * (stages - 1), (1 + extra) * (stages - 1) + 1
+        expected_s = max(Fraction(microbatches * turn_s, passing), 3 * microbatches)
+        found_s = steady_state(schedule, durations).period_s
+        assert found_s == (expected_s if number is Fraction else pytest.approx(float(expected_s), rel=1e-11))
+
+
+@pytest.mark.parametrize("longer_s", [(0, 1), (0, Fraction(1, 100), 1), (0.0, 0.1, 1.0)])
+def test_stages_that_are_nearly_equally_slow(longer_s: tuple[Fraction, ...]):
+    """The first ones run ahead for hundreds of batches, and then as fast as the last one."""
+    durations = Durations(forward_s=tuple(1000 + one_s for one_s in longer_s), backward_s=2000)
+    schedule = build("2bw", stages=len(longer_s), microbatches=8, extra_in_flight=3)
+    steady = steady_state(schedule, durations)
+    assert steady.period_s == pytest.approx(8 * 3001, rel=1e-11)
+    assert 0 < steady.bubble_ratio < 1e-3
+
+
 def test_one_more_activation_per_boundary_hides_transfers():
     """Up to F + B split over the hops of a round trip: 2(d-1) of them, with d-1 microbatches more on the way."""
     for send_s in (Fraction(1, 10), Fraction(3, 2)):
