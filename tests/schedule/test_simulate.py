@@ -76,7 +76,7 @@ def test_when_an_update_waits(
 
 def test_latency_of_reductions_hides_in_the_slack():
     """Half a forward for the whole chain costs nothing from m = d on, where stage 0 has slack."""
-    durations = Durations(forward_s=1, backward_s=2, reduce_s=Fraction(1, 4))
+    durations = Durations(forward_s=1, backward_s=2, gradients_s=Fraction(1, 4), norm_s=Fraction(1, 4))
     for stages, cost in ((2, Fraction(1, 6)), (4, Fraction(1, 18))):
         for microbatches, expected in ((stages - 1, cost), (stages, 0), (stages + 1, 0)):
             period_s = steady_state(build("2bw", stages=stages, microbatches=microbatches), durations).period_s
@@ -85,7 +85,8 @@ def test_latency_of_reductions_hides_in_the_slack():
 
 def test_an_update_that_is_needed_by_the_batch_after_it():
     """Hidden by one delayed microbatch more than the first stage runs ahead; without it, all of it shows."""
-    durations = Durations(forward_s=1, backward_s=2, reduce_s=Fraction(1, 2), update_s=Fraction(1, 2))
+    half_s = Fraction(1, 2)
+    durations = Durations(forward_s=1, backward_s=2, gradients_s=half_s, norm_s=half_s, update_s=half_s)
     for stages in (2, 4):
         whole = steady_state(build("2bw", stages=stages, microbatches=8), durations).period_s
         for delayed, more in ((stages - 1, 1), (stages, 0), (stages + 1, 0)):
@@ -122,6 +123,13 @@ def test_stages_that_are_nearly_equally_slow(longer_s: tuple[Fraction, ...]):
     steady = steady_state(schedule, durations)
     assert steady.period_s == pytest.approx(8 * 3001, rel=1e-11)
     assert 0 < steady.bubble_ratio < 1e-3
+
+
+def test_every_reduction_has_its_own_duration():
+    durations = Durations(forward_s=1, backward_s=2, gradients_s=10, embedding_s=200, norm_s=4000)
+    schedule = build("gpipe", stages=2, microbatches=1)
+    for reductions, expected_s in ([], 0), ([Reduction.GRADIENTS, Reduction.NORM], 4010), (Reduction, 4210):
+        assert steady_state(lower(schedule, reductions), durations).period_s == 6 + expected_s
 
 
 def test_one_more_activation_per_boundary_hides_transfers():
