@@ -245,19 +245,16 @@ def _repeated_s(layout: Layout, pipeline: Pipeline) -> float:
 def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run of the Programs that the executor runs.
 
-    The sums of gradients and of the norm share their time: the simulator's reductions all take as long.
-
     Raises:
         PlanError: Megatron's interleaved schedule, for which there are no Programs.
     """
     # A search does not need the simulator, and a tenth of a second to load it is long.
-    from megatron_2bw.schedule.lowering import DEFAULT_REDUCTIONS, with_gradient_copy
+    from megatron_2bw.schedule.lowering import with_gradient_copy
     from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 
     if layout.chunks > 1:
         raise PlanError(f"chunks {layout.chunks}: the interleaved schedule has no Programs to simulate; use 1")
     programs = programs_of(layout)
-    reductions = [reduction for reduction in DEFAULT_REDUCTIONS if reduction in programs.reductions]
     stages = [stage for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True) for _ in range(count)]
     durations = Durations(
         forward_s=tuple(stage.forward_s for stage in stages),
@@ -265,7 +262,8 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
         # Of a rank's two stages, one is updated there.
         update_s=pipeline.update_s / len(programs.stages_of(0)),
         send_s=pipeline.send_s,
-        reduce_s=(pipeline.gradients_s + pipeline.norm_s) / len(reductions),
+        gradients_s=pipeline.gradients_s,
+        norm_s=pipeline.norm_s,
     )
     if not any(programs.delay):  # A flush leaves nothing to the next batch.
         return float(simulate(programs, durations, 1).makespan_s)

@@ -293,8 +293,9 @@ def two_bw_s(
     - Sums of gradients and of the norm, then the update: they have to be done before the first forward that uses it,
       on the first stage. ``(1+x)*(d-1)`` backwards come after the forwards that have to be done by the end of its
       batch, and one for each microbatch that is not delayed.
-    - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward; with
-      transfers up to 2% too long, where a path cannot take both that sum and the update.
+    - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward. Where
+      both that sum and transfers take longer than a microbatch, from 20% too short, where sums of two stages are on one
+      path, to 5% too long, where no path takes both a sum and the update; exact for the layouts of our models.
     - Without a copy, the update, for which all stages wait.
 
     Each of them comes back to where it was a batch later, or several.

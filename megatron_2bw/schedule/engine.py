@@ -44,8 +44,10 @@ class Durations:
     update_s: Seconds | tuple[Seconds, ...] = 0
     send_s: Seconds = 0
     """From the end of the action that produced a tensor to its arrival; a channel carries one tensor at a time."""
-    reduce_s: Seconds = 0
-    """Each reduction of the chain, from the moment its last member is ready."""
+    gradients_s: Seconds = 0
+    """Of this reduction, from the moment its last rank is ready; so are the next two."""
+    embedding_s: Seconds = 0
+    norm_s: Seconds = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -62,6 +64,14 @@ class Durations:
         if len(value) != stages:
             raise ValueError(f"{name} has {len(value)} values for {stages} stages; give one per stage or a single one")
         return value[stage]
+
+    def of_reduction(self, kind: Reduction) -> Seconds:
+        """Duration of a reduction of this kind."""
+        return {
+            Reduction.GRADIENTS: self.gradients_s,
+            Reduction.EMBEDDING: self.embedding_s,
+            Reduction.NORM: self.norm_s,
+        }[kind]
 
 
 _FIELDS = {ActionType.FORWARD: "forward_s", ActionType.BACKWARD: "backward_s", ActionType.UPDATE: "update_s"}
@@ -91,6 +101,8 @@ class Outcome(NamedTuple):
     """Per rank, in order; updates of batches before the run are left out."""
     blocked: tuple[Blocked, ...]
     """Empty unless the run got stuck."""
+    arrivals_s: tuple[tuple[Seconds, ...], ...]
+    """Per batch: when its tensors arrived and its reductions ended, in an order that all batches share."""
 
 
 def run(
@@ -111,7 +123,7 @@ def run(
         model: what waiting means.
         delays: by how much single actions take longer; the key is (rank, action), the action's batch and
             version counted from the start.
-        record: without it, ``Outcome.timed`` stays empty.
+        record: without it, ``Outcome.timed`` and ``Outcome.arrivals_s`` stay empty.
     """
     return _Engine(schedule, runs, durations, model, dict(delays or {}), record).run()
 
@@ -159,8 +171,11 @@ class _Engine:
         self._position: list[tuple[Span, Action] | None] = [None for _ in self._ranks]
         self._channel_free_s: dict[int, Seconds] = {}
         self._issued_s: dict[int, Seconds] = {}
-        members = {self._reduction_key(*of): ranks for of, ranks in self._groups.items()}
-        self._chains = _Chains(members, self._stride, durations.reduce_s, self._provide)
+        reductions = {
+            self._reduction_key(kind, rank): (ranks, durations.of_reduction(kind))
+            for (kind, rank), ranks in self._groups.items()
+        }
+        self._chains = _Chains(reductions, self._stride, self._provide)
 
     def run(self) -> Outcome:
         walks = [self._walk(rank) for rank in self._ranks]
@@ -173,7 +188,13 @@ class _Engine:
             rank, action = next(iter(self._delays))
             raise ScheduleError(f"cannot delay {action} on rank {rank}: it does not occur in this run")
         stuck = sorted(rank for ranks in self._waiting.values() for rank in ranks)
-        return Outcome(self._timed, tuple(Blocked(rank, *self._position[rank]) for rank in stuck))
+        blocked = tuple(Blocked(rank, *self._position[rank]) for rank in stuck)
+        return Outcome(self._timed, blocked, self._arrivals_s() if self._record else ())
+
+    def _arrivals_s(self) -> tuple[tuple[Seconds, ...], ...]:
+        there, stride, batches = self._there, self._stride, self._spans[-1].call + 1
+        blocks = (range(batch * stride, (batch + 1) * stride) for batch in range(batches))
+        return tuple(tuple(there[key] for key in block if key in there) for block in blocks)
 
     def _compiled(self, rank: int, program: Program) -> dict[Part, list[_Step]]:
         known: dict[Action, _Step] = {}  # A drain repeats most of the steady call.
@@ -290,14 +311,12 @@ class _Chains:
 
     def __init__(
         self,
-        groups: dict[int, tuple[int, ...]],
+        reductions: dict[int, tuple[tuple[int, ...], Seconds]],
         stride: int,
-        reduce_s: Seconds,
         provide: Callable[[int, Seconds], None],
     ) -> None:
-        self._groups = groups
+        self._reductions = reductions
         self._stride = stride
-        self._reduce_s = reduce_s
         self._provide = provide
         self._queues: dict[int, deque[tuple[int, Seconds]]] = {}
         self._free_s: dict[int, Seconds] = {}
@@ -313,10 +332,10 @@ class _Chains:
             key, start_s = self._queues[rank][0]
             ready = self._entered.setdefault(key, [])
             ready.append(max(start_s, self._free_s.get(rank, 0)))
-            group = self._groups[key % self._stride]
+            group, cost_s = self._reductions[key % self._stride]
             if len(ready) < len(group):
                 continue
-            end_s = max(ready) + self._reduce_s
+            end_s = max(ready) + cost_s
             for member in group:
                 self._queues[member].popleft()
                 self._free_s[member] = end_s

@@ -76,7 +76,7 @@ def test_when_an_update_waits(
 
 def test_latency_of_reductions_hides_in_the_slack():
     """Half a forward for the whole chain costs nothing from m = d on, where stage 0 has slack."""
-    durations = Durations(forward_s=1, backward_s=2, reduce_s=Fraction(1, 4))
+    durations = Durations(forward_s=1, backward_s=2, gradients_s=Fraction(1, 4), norm_s=Fraction(1, 4))
     for stages, cost in ((2, Fraction(1, 6)), (4, Fraction(1, 18))):
         for microbatches, expected in ((stages - 1, cost), (stages, 0), (stages + 1, 0)):
             period_s = steady_state(build("2bw", stages=stages, microbatches=microbatches), durations).period_s
@@ -85,7 +85,8 @@ def test_latency_of_reductions_hides_in_the_slack():
 
 def test_an_update_that_is_needed_by_the_batch_after_it():
     """Hidden by one delayed microbatch more than the first stage runs ahead; without it, all of it shows."""
-    durations = Durations(forward_s=1, backward_s=2, reduce_s=Fraction(1, 2), update_s=Fraction(1, 2))
+    half_s = Fraction(1, 2)
+    durations = Durations(forward_s=1, backward_s=2, gradients_s=half_s, norm_s=half_s, update_s=half_s)
     for stages in (2, 4):
         whole = steady_state(build("2bw", stages=stages, microbatches=8), durations).period_s
         for delayed, more in ((stages - 1, 1), (stages, 0), (stages + 1, 0)):
@@ -99,6 +100,36 @@ def test_latency_of_transfers():
     assert steady_state(build("2bw", stages=4, microbatches=4), durations).period_s / 12 == Fraction(21, 20)
     flush = simulate(build("gpipe", stages=4, microbatches=4), durations, 1)
     assert flush.makespan_s == 21 + 6 * Fraction(1, 10)
+
+
+@pytest.mark.parametrize("number", [Fraction, float])
+def test_turns_that_do_not_fit_into_a_batch(number: type):
+    """Where transfers are slow, ``(1+x)*(d-1) + 1`` microbatches pass in a turn over all stages, of several batches."""
+    send_s = 2
+    for stages, microbatches, extra in [(3, 2, 0), (3, 4, 0), (3, 5, 0), (4, 5, 0), (3, 4, 1), (4, 6, 1), (5, 9, 1)]:
+        schedule = build("2bw", stages=stages, microbatches=microbatches, extra_in_flight=extra)
+        durations = Durations(forward_s=number(1), backward_s=number(2), send_s=number(send_s))
+        turn_s, passing = 3 * stages + 2 * send_s * (stages - 1), (1 + extra) * (stages - 1) + 1
+        expected_s = max(Fraction(microbatches * turn_s, passing), 3 * microbatches)
+        found_s = steady_state(schedule, durations).period_s
+        assert found_s == (expected_s if number is Fraction else pytest.approx(float(expected_s), rel=1e-11))
+
+
+@pytest.mark.parametrize("longer_s", [(0, 1), (0, Fraction(1, 100), 1), (0.0, 0.1, 1.0)])
+def test_stages_that_are_nearly_equally_slow(longer_s: tuple[Fraction, ...]):
+    """The first ones run ahead for hundreds of batches, and then as fast as the last one."""
+    durations = Durations(forward_s=tuple(1000 + one_s for one_s in longer_s), backward_s=2000)
+    schedule = build("2bw", stages=len(longer_s), microbatches=8, extra_in_flight=3)
+    steady = steady_state(schedule, durations)
+    assert steady.period_s == pytest.approx(8 * 3001, rel=1e-11)
+    assert 0 < steady.bubble_ratio < 1e-3
+
+
+def test_every_reduction_has_its_own_duration():
+    durations = Durations(forward_s=1, backward_s=2, gradients_s=10, embedding_s=200, norm_s=4000)
+    schedule = build("gpipe", stages=2, microbatches=1)
+    for reductions, expected_s in ([], 0), ([Reduction.GRADIENTS, Reduction.NORM], 4010), (Reduction, 4210):
+        assert steady_state(lower(schedule, reductions), durations).period_s == 6 + expected_s
 
 
 def test_one_more_activation_per_boundary_hides_transfers():
