@@ -123,7 +123,7 @@ def check_accepted(options: Options) -> None:
 
 
 def _check_chunks(options: Options) -> None:
-    """Whether one flag says how to interleave, one that goes with ends of their own, in groups that reach all stages."""
+    """Whether one flag says how to interleave, which goes with ends of their own, in groups as long as the pipeline."""
     per_chunk, chunks = _OF_CHUNKS
     if per_chunk in options and chunks in options:
         raise PlanError(f"{per_chunk} and {chunks} exclude each other; leave one out")
