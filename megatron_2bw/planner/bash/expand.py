@@ -88,7 +88,7 @@ class Scope:
             index = int(name)
             arguments = [self.script, *self.positional]
             return arguments[index] if index < len(arguments) else None
-        fixed = {"#": str(len(self.positional)), "?": "0", "BASH_SOURCE": self.script}
+        fixed = {"#": _count(self.positional) or unknown("$#"), "?": "0", "BASH_SOURCE": self.script}
         return fixed.get(name, self.environment.get(name))
 
     def set(self, name: str, value: Value) -> None:
@@ -258,7 +258,7 @@ def _parameter(part: str, scope: Scope) -> Value | _Default:
         return unknown(part)
     value = _element(scope.get(parameter["name"]), parameter, scope)
     if parameter["length"]:
-        return unknown(part) if isinstance(value, str) and not is_known(value) else str(len(value or ""))
+        return _count(value or "") or unknown(part)
     change = parameter["change"]
     if default := _DEFAULT.fullmatch(change):
         return _defaulted(value, default, parameter["name"], scope)
@@ -268,6 +268,12 @@ def _parameter(part: str, scope: Scope) -> Value | _Default:
         return value
     changed = _changed(value, change, scope) if isinstance(value, str) and is_known(value) else None
     return unknown(part) if changed is None else changed
+
+
+def _count(value: Value) -> str | None:
+    """Characters of a text, or elements; None where part of it is unknown, which may be any number of them."""
+    known = list(map(settled, [value] if isinstance(value, str) else value))
+    return None if None in known else str(len(known[0] if isinstance(value, str) else known))
 
 
 def _element(value: Value | None, parameter: re.Match[str], scope: Scope) -> Value | None:

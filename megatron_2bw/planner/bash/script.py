@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from megatron_2bw.planner.bash.assignments import DECLARE, assign, assign_element, assigns, declare, name_of
 from megatron_2bw.planner.bash.builtins import BUILTINS
 from megatron_2bw.planner.bash.conditions import holds
 from megatron_2bw.planner.bash.expand import (
@@ -20,19 +20,14 @@ from megatron_2bw.planner.bash.expand import (
     settled,
     shown,
     text_of,
-    unknown,
 )
 from megatron_2bw.planner.bash.shells import Call, sent, started
 from megatron_2bw.planner.bash.tokens import Token, tokens
 from megatron_2bw.planner.errors import PlanError
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_DECLARE = {"export", "local", "declare", "readonly", "typeset"}
-_LOCAL = {"local", "declare", "typeset"}
 _REDIRECT = {">", ">>", "<", "<<<", "<<", ">&", "<&", "&>", "&>>", ">|", "<>"}
 _ENDS = {";", "&", "&&", "||", "|", "|&", ";;", ";&", ";;&", ")"}
 _SILENT = {"echo", "cd", ":", "true", "trap", "ulimit", "mkdir", "exit", "return"}
-_ELEMENT = re.compile(r"([A-Za-z_]\w*)\[.*?\]\+?=.*", re.DOTALL)
 _DEEPEST, _LONGEST = 20, 100_000
 
 
@@ -384,18 +379,18 @@ class _Block:
                 parts.append(token)
         if not self.active:
             return None
-        assigning = next((index for index, token in enumerate(parts) if not _assigns(token)), len(parts))
+        assigning = next((index for index, token in enumerate(parts) if not assigns(token)), len(parts))
         if assigning == len(parts):
-            self.assign(parts)
+            assign(self.scope, parts)
             return True
         words = [word for token in parts[assigning:] for word in self.words(token)]
-        if words and words[0] in _DECLARE:
-            self.declare(words, [token for token in parts[assigning:] if _assigns(token)])
+        if words and words[0] in DECLARE:
+            assigned = [token for token in parts[assigning:] if assigns(token)]
+            declare(self.scope, words, assigned, hidden=self.reading.hidden)
             return True
         if not words:
             return True
-        if element := _ELEMENT.fullmatch(words[0]):
-            self.scope.set(element[1], unknown(f"${{{element[1]}}}"))
+        if assign_element(self.scope, words[0]):
             return True
         given = self.given(parts[:assigning])
         return self.execute(words, given=given, files=self.files(redirected))
@@ -419,48 +414,12 @@ class _Block:
     def given(self, parts: list[Token]) -> dict[str, str]:
         """Variables before a command, which only that gets."""
         with self.reading.apart(self.scope.copy(), self.reading.functions):
-            self.assign(parts)
-            values = {name: self.scope.values.get(name) for name in map(_name_of, parts)}
+            assign(self.scope, parts)
+            values = {name: self.scope.values.get(name) for name in map(name_of, parts)}
         return {name: value for name, value in values.items() if isinstance(value, str)}
 
     def words(self, token: Token) -> list[str]:
         return [] if token.elements is not None else fields(token.text, self.scope)
-
-    def assign(self, parts: list[Token]) -> None:
-        scope = self.scope
-        for token in parts:
-            if token.elements is not None:
-                old = scope.values.get(token.text, []) if token.append else []
-                scope.set(token.text, [*([old] if isinstance(old, str) else old), *self.elements(token)])
-                continue
-            name, append, raw = _ASSIGNMENT.fullmatch(token.text).groups()
-            text, old = text_of(raw, scope), scope.get(name) if append else None
-            scope.set(name, [old[0] + text, *old[1:]] if isinstance(old, list) and old else (old or "") + text)
-
-    def elements(self, token: Token) -> list[str]:
-        """Of an array; unknown where they have keys, which are not followed."""
-        if any(element.startswith("[") for element in token.elements):
-            return [unknown(f"${{{token.text}}}")]
-        return [word for element in token.elements for word in fields(element, self.scope)]
-
-    def declare(self, words: list[str], assigning: list[Token]) -> None:
-        """``export``, ``local`` and the like."""
-        options = "".join(word[1:] for word in words[1:] if word.startswith("-"))
-        bare = [word for word in words[1:] if not word.startswith("-") and _ASSIGNMENT.fullmatch(word) is None]
-        names = {*bare, *map(_name_of, assigning)}
-        if self.reading.hidden and words[0] in _LOCAL and "g" not in options:
-            for name in names:
-                self.reading.hidden[-1].setdefault(name, self.scope.values.get(name))
-            for name in bare:
-                self.scope.values.pop(name, None)
-        whole = {_name_of(token) for token in assigning}
-        for name, _, value in (found.groups() for word in words[1:] if (found := _ASSIGNMENT.fullmatch(word))):
-            if name not in whole:  # Quoted as a whole, or out of a variable.
-                self.scope.set(name, value)
-                names.add(name)
-        self.assign(assigning)
-        if words[0] == "export" or "x" in options:
-            self.scope.exported = self.scope.exported - names if "n" in options else self.scope.exported | names
 
     def execute(self, words: list[str], *, given: Mapping[str, str], files: Mapping[str, str]) -> bool | None:
         name, arguments = words[0], words[1:]
@@ -468,6 +427,9 @@ class _Block:
             return holds(arguments[:-1] if name == "[" else arguments)
         if name in ("exit", "return", "break", "continue"):
             raise _Left(name)
+        if name == "exec" and arguments:
+            self.execute(arguments, given=given, files=files)
+            raise _Left("exit")
         if name == "false":
             return False
         if name in self.reading.functions:
@@ -527,15 +489,6 @@ class _Block:
         text = self.reading.file(arguments[0]) if arguments else None
         if text is not None:
             self.reading.run(text)
-
-
-def _name_of(token: Token) -> str:
-    """Of the variable that ``token`` assigns."""
-    return token.text if token.elements is not None else _ASSIGNMENT.fullmatch(token.text)[1]
-
-
-def _assigns(token: Token) -> bool:
-    return token.elements is not None or _ASSIGNMENT.fullmatch(token.text) is not None
 
 
 _COMPOUND = {
