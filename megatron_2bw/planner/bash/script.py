@@ -11,23 +11,14 @@ from pathlib import Path
 from megatron_2bw.planner.bash.assignments import DECLARE, assign, assign_element, assigns, declare, name_of
 from megatron_2bw.planner.bash.builtins import BUILTINS
 from megatron_2bw.planner.bash.conditions import holds
-from megatron_2bw.planner.bash.expand import (
-    Scope,
-    Value,
-    compute,
-    document_of,
-    fields,
-    settled,
-    shown,
-    text_of,
-)
+from megatron_2bw.planner.bash.expand import Scope, Value, compute, document_of, fields, settled, shown, text_of
 from megatron_2bw.planner.bash.shells import Call, sent, started
 from megatron_2bw.planner.bash.tokens import Token, tokens
 from megatron_2bw.planner.errors import PlanError
 
 _REDIRECT = {">", ">>", "<", "<<<", "<<", ">&", "<&", "&>", "&>>", ">|", "<>"}
 _ENDS = {";", "&", "&&", "||", "|", "|&", ";;", ";&", ";;&", ")"}
-_SILENT = {"echo", "cd", ":", "true", "trap", "ulimit", "mkdir", "exit", "return"}
+_SILENT = {"echo", "cd", ":", "true", "trap", "ulimit", "mkdir"}
 _DEEPEST, _LONGEST = 20, 100_000
 
 
@@ -92,12 +83,8 @@ class _Reading:
     def apart(self, scope: Scope, functions: Mapping[str, list[Token]], launcher: Sequence[str] = ()) -> Iterator[None]:
         """In a shell of its own, whose changes end with it."""
         before = self.scope, self.functions, self.launcher, self.hidden
-        self.scope, self.functions, self.launcher, self.hidden = (
-            scope,
-            dict(functions),
-            [*self.launcher, *launcher],
-            [],
-        )
+        self.scope, self.functions = scope, dict(functions)
+        self.launcher, self.hidden = [*self.launcher, *launcher], []
         try:
             yield
         finally:
@@ -105,9 +92,8 @@ class _Reading:
 
     def start(self, call: Call, text: str, more: Mapping[str, str]) -> None:
         """Follow the ``text`` of another shell, which gets ``more`` variables than are exported."""
-        own = {**dict(sent(call.launcher)), **more}
         scope = Scope(
-            environment={**self.scope.sent(), **own},
+            environment=sent(call.launcher, {**self.scope.sent(), **more}),
             positional=call.arguments,
             script=call.name,
             exported=set(self.scope.exported),
@@ -388,9 +374,7 @@ class _Block:
             assigned = [token for token in parts[assigning:] if assigns(token)]
             declare(self.scope, words, assigned, hidden=self.reading.hidden)
             return True
-        if not words:
-            return True
-        if assign_element(self.scope, words[0]):
+        if not words or assign_element(self.scope, words[0]):
             return True
         given = self.given(parts[:assigning])
         return self.execute(words, given=given, files=self.files(redirected))
@@ -405,8 +389,8 @@ class _Block:
             elif operator.text == "<<<":
                 found["<"] = text_of(target.text, self.scope) + "\n"
             elif operator.text == "<":
-                text = self.reading.file(text_of(target.text, self.scope))
-                found |= {} if text is None else {"<": text}
+                name = shown(text_of(target.text, self.scope))
+                found |= {"<": self.reading.written[name]} if name in self.reading.written else {}
             elif operator.text in (">", ">>", ">|"):
                 found[operator.text[:2].rstrip("|")] = text_of(target.text, self.scope)
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,23 +53,25 @@ def started(words: Sequence[str]) -> Call | None:
     return found
 
 
-def sent(launcher: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Variables that ``env`` sets, or srun with ``--export=ALL,NAME=value``.
+def sent(launcher: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """Of ``variables`` those that ``launcher`` hands on, and those that it sets: ``env``, and ``--export`` of Slurm.
 
-    >>> dict(sent("srun --export=ALL,A=1 env B=2".split()))
-    {'A': '1', 'B': '2'}
+    >>> sent("srun --export=ALL,A=1 env B=2".split(), {"C": "3"})
+    {'C': '3', 'A': '1', 'B': '2'}
+    >>> sent("srun --export NONE".split(), {"C": "3", "SLURM_NNODES": "4"})
+    {'SLURM_NNODES': '4'}
     """
-    words = [
+    found = dict(variables)
+    exported = [
         part
-        for before, word in zip(["", *launcher], launcher, strict=False)
-        if before == "--export" or word.startswith("--export=")
-        for part in word.removeprefix("--export=").split(",")
+        for word, following in zip(launcher, [*launcher[1:], ""], strict=False)
+        if (flag := word.partition("="))[0] == "--export"
+        for part in (flag[2] if flag[1] else following).split(",")
     ]
-    if "env" in launcher:
-        words += launcher[launcher.index("env") :]
-    for word in words:
-        if found := _SET.fullmatch(word):
-            yield found[1], found[2]
+    if exported and "ALL" not in exported:
+        found = {name: value for name, value in found.items() if name in exported or name.startswith("SLURM_")}
+    more = launcher[launcher.index("env") :] if "env" in launcher else []
+    return found | {one[1]: one[2] for word in (*exported, *more) if (one := _SET.fullmatch(word))}
 
 
 def _options(words: Sequence[str]) -> tuple[str, list[str]]:
