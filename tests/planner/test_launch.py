@@ -210,6 +210,7 @@ SNIPPETS = {
     "redirections": "show a 2>/dev/null 2>&1; { show b; } 2> /dev/null; show c 3 2>&1",
     "exit": "show a; exit 0; show b",
     "exec": "A=1; export B=2; ( exec bash -c 'show ${A-a} $B'; show ); exec 2>/dev/null; exec bash -c 'show b'; show",
+    "classes": "for x in a1 8 '[:'; do [[ $x =~ ^[[:alpha:]]?[[:digit:]]+$ ]] && show $x || show no; done",
     "arguments": 'set -eo pipefail; set -- a "b c" "$@" -d; show "$@" "$*" $#; shift 9 || show "$1"; set -o nounset x',
     "unset": "A=1; B=(2 3); unset A B; show ${A-a} ${B-b}",
     "subshell": "A=1; ( A=2; show $A; exit 3; show no ); show $A; (( A == 1 )) && show one",
