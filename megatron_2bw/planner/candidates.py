@@ -27,6 +27,7 @@ from megatron_2bw.planner.rules import (
     microbatch_problem,
     model_problem,
     problem,
+    recompute_problem,
     schedule_problem,
     stage_problem,
     tensor_problem,
@@ -176,6 +177,7 @@ class Candidates:
             or schedule_problem(layout)
             or self._batch_problem(layout)
             or problem(self.model, layout)
+            or recompute_problem(self.model, layout)
             or self._not_profiled(layout)
         )
 

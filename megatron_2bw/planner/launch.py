@@ -7,13 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_2bw.planner.bash.expand import is_known, settled
+from megatron_2bw.planner.bash.expand import is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags import MODEL_SWITCHES
 from megatron_2bw.planner.model import Kind
 
 _TELLING = frozenset({"--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length", "--num-attention-heads"})
 """Flags that a training command has."""
+_SWITCHES = MODEL_SWITCHES | set(
+    "--bf16 --fp16 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--recompute-activations --use-flash-attn --accumulate-allreduce-grads-in-fp32 --use-mcore-models".split()
+)
+"""Flags without a value."""
+_LISTS = {f"--{part}data-path" for part in ("", "train-", "valid-", "test-")}
+"""Flags with any number of values."""
+_QUOTED = re.compile(r"\s-[a-z]*c\s+'")
+"""The beginning of what a shell is to expand."""
 _SLURM = {"--nodes": "SLURM_NNODES", "--ntasks-per-node": "SLURM_NTASKS_PER_NODE", "--ntasks": "SLURM_NTASKS"}
 _ALIASES = {
     "-N": "--nodes",
@@ -59,16 +69,33 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
     training = [words for words in found if len(_TELLING.intersection(words)) > 1]
     different = list(dict.fromkeys(tuple(words) for words in training))
     if not different:
+        hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
         raise PlanError(
-            f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file"
+            f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"
         )
     if len(different) > 1:
         raise PlanError(
             f"--from-script {file}: {len(different)} different training commands; leave one, or give its flags"
         )
     (words,) = different
+    if hidden := _hidden(words):
+        raise PlanError(
+            f"--from-script {file}: {shown(hidden)} may hold flags that only running it would tell; write them instead"
+        )
     kind = Kind.BERT if any("bert" in Path(word).name.lower() for word in words if word.endswith(".py")) else Kind.GPT
     return Launch(words=words, kind=kind, gpus=_gpus(words, slurm, environment))
+
+
+def _hidden(words: Sequence[str]) -> str | None:
+    """A word that is no value of a flag and unknown, so that it may be any flags."""
+    starts = (index for index, word in enumerate(words, start=1) if word in _TELLING or word.endswith(".py"))
+    first = next(starts)
+    flag, values = words[first - 1], int(words[first - 1] not in _TELLING)
+    for word in words[first:]:
+        if settled(word) is None and not word.startswith("--") and (values or flag in _SWITCHES) and flag not in _LISTS:
+            return word
+        flag, values = (word, "=" in word) if word.startswith("--") else (flag, values + 1)
+    return None
 
 
 def _slurm(text: str) -> dict[str, str]:
@@ -78,6 +105,12 @@ def _slurm(text: str) -> dict[str, str]:
     variables = {name: asked[flag] for flag, name in _SLURM.items() if flag in asked}
     if "SLURM_NNODES" in variables:
         variables["SLURM_JOB_NUM_NODES"] = variables["SLURM_NNODES"]
+    nodes, per_node = (_count(variables.get(name)) for name in ("SLURM_NNODES", "SLURM_NTASKS_PER_NODE"))
+    if nodes is not None and per_node is not None:
+        variables.setdefault("SLURM_NTASKS", str(nodes * per_node))
+    gpus = asked.get("--gpus-per-node", asked.get("--gres", "").removeprefix("gpu")).rpartition(":")[2]
+    if gpus.isdecimal():
+        variables |= {"SLURM_GPUS_PER_NODE": gpus, "SLURM_GPUS_ON_NODE": gpus}
     return variables
 
 

@@ -120,10 +120,12 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
     counts = [shares.layers.of(one, layout.pipeline) for one in hosted]
     states, *others = (_states(model, layout, shares, one, count) for one, count in zip(hosted, counts, strict=True))
     chunks = chunks_in_flight(layout, stage)
-    kept = chunks * _kept_by_chunk(shares.layer, layout, max(counts) // layout.chunks)
+    layers = max(counts) // layout.chunks
+    kept = chunks * _kept_by_chunk(shares.layer, layout, layers)
     if 0 in hosted:
         kept += -(-chunks // layout.chunks) * activations.of_embedding(model, layout)
-    logits, working = _peak(model, layout, shares.layer, _losses(layout, stage) if layout.pipeline - 1 in hosted else 0)
+    losses = _losses(layout, stage) if layout.pipeline - 1 in hosted else 0
+    logits, working = _peak(model, layout, shares.layer, layers, losses)
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
     return StageMemory(
         stage=stage,
@@ -225,11 +227,11 @@ def _losses(layout: Layout, stage: int) -> int:
     return layout.microbatches if layout.schedule == "gpipe" else 1
 
 
-def _peak(model: Model, layout: Layout, layer: LayerActivations, losses: int) -> tuple[float, float]:
-    """Bytes of so many losses, and of the layer under way, at whichever of the two moments takes more."""
+def _peak(model: Model, layout: Layout, layer: LayerActivations, layers: int, losses: int) -> tuple[float, float]:
+    """Bytes of so many losses, and of what is under way in a chunk's layers, at the moment that takes more."""
     working = layer.working
     if layout.recompute == Recompute.FULL:
-        at_once = layout.recompute_layers if layout.recompute_method == RecomputeMethod.UNIFORM else 1
+        at_once = min(layers, layout.recompute_layers) if layout.recompute_method == RecomputeMethod.UNIFORM else 1
         working += at_once * layer.kept
     if not losses:
         return 0.0, working

@@ -51,7 +51,6 @@ def problem(model: Model, layout: Layout) -> Problem | None:
         or schedule_problem(layout)
         or model_problem(model, layout)
         or stage_problem(model, layout)
-        or recompute_problem(model, layout)
         or microbatch_problem(layout, needed)
     )
 
@@ -236,7 +235,7 @@ def fuses_attention(gpu: Gpu, precision: Precision) -> bool:
 
 
 def recompute_problem(model: Model, layout: Layout) -> Problem | None:
-    """Why the layers to recompute do not exist."""
+    """Why fewer layers to recompute mean the same: Megatron takes more than there are for all of a stage or chunk."""
     most = most_layers(model, layout)
     if layout.recompute is Recompute.FULL and layout.recompute_layers > most:
         return Problem(f"recompute_layers {layout.recompute_layers}: a stage has {most} layers", f"use {most}")

@@ -7,6 +7,12 @@ from collections.abc import Callable
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.options import Options
 
+DISPATCHER = "alltoall"
+"""How tokens get to experts of other ranks: sent to those alone. Megatron's default gathers all of them everywhere."""
+_OF_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+"""Two ways to interleave."""
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+
 
 def _above_one(options: Options, flag: str) -> bool:
     return options.number(flag, 1) > 1
@@ -20,8 +26,23 @@ def _dispatches_otherwise(options: Options, flag: str) -> bool:
     return _above_one(options, flag) and options.text("--moe-token-dispatcher-type", "allgather") != DISPATCHER
 
 
-DISPATCHER = "alltoall"
-"""How tokens get to experts of other ranks: sent to those alone. Megatron's default gathers all of them everywhere."""
+def _stages(options: Options) -> int:
+    return options.number("--pipeline-model-parallel-size", 1)
+
+
+def _interleaves(options: Options) -> bool:
+    """Whether stages have several chunks: one that holds all layers of its stage is none."""
+    per_chunk, chunks = _OF_CHUNKS
+    if per_chunk in options:
+        return options.number(per_chunk) * _stages(options) != options.number("--num-layers")
+    return options.number(chunks, 1) > 1
+
+
+def _has_other_groups(options: Options, flag: str) -> bool:
+    """Whether ``flag`` changes the interleaved schedule, the only one that looks at it."""
+    return flag in options and _interleaves(options) and options.number(flag) != _stages(options)
+
+
 _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--multi-latent-attention": (_given, "multi-latent attention"),
     "--hybrid-layer-pattern": (_given, "layers of several kinds"),
@@ -44,6 +65,7 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--account-for-embedding-in-pipeline-split": (_given, "the embedding counted as a layer"),
     "--account-for-loss-in-pipeline-split": (_given, "the loss counted as a layer"),
     "--yaml-cfg": (_given, "a file in place of flags"),
+    _GROUP: (_has_other_groups, "groups of more microbatches than there are stages"),
 }
 _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--grad-reduce-in-bf16": (_given, "priced with gradients in fp32"),
@@ -68,8 +90,6 @@ _ACTIVATIONS = ("--swiglu", "--squared-relu", "--quick-geglu")
 """Functions of the MLP, of which it has one."""
 _UNFUSED = ("--no-bias-gelu-fusion", "--disable-bias-linear")
 """What keeps Megatron from its fused kernel of bias and GELU."""
-_OF_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
-"""Two ways to interleave."""
 _OF_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 _PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-grad")
 CHECKED = frozenset(
@@ -109,13 +129,18 @@ def check_accepted(options: Options) -> None:
 
 
 def _check_chunks(options: Options) -> None:
-    """Whether one flag says how to interleave, and one that goes with ends of their own."""
+    """Whether one flag says how to interleave, which goes with ends of their own, in groups as long as the pipeline."""
     per_chunk, chunks = _OF_CHUNKS
     if per_chunk in options and chunks in options:
         raise PlanError(f"{per_chunk} and {chunks} exclude each other; leave one out")
     for flag in _OF_ENDS:
         if per_chunk in options and flag in options:
             raise PlanError(f"{per_chunk} and {flag} exclude each other; give {chunks} in place of the first")
+    stages, group = _stages(options), options.number(_GROUP)
+    if group is not None and group < stages and _interleaves(options):
+        raise PlanError(
+            f"{_GROUP} {group}: the {stages} stages need at least one microbatch each; use {stages}, or leave it out"
+        )
 
 
 def check_model(options: Options) -> None:

@@ -194,6 +194,7 @@ def test_megatrons_defaults(more: str, field: str, value: object):
             "chunks",
             4,
         ),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 17", "recompute_layers", 17),
         ("--transformer-impl local", "fused_attention", False),
         ("--transformer-impl local --use-flash-attn", "fused_attention", True),
         ("--attention-backend unfused", "fused_attention", False),
@@ -244,6 +245,8 @@ def test_fused_attention_is_refused_where_there_are_no_kernels(gpu: str, precisi
 
 RUN = f"{MODEL} --micro-batch-size 1"
 DEEP = f"{RUN} --pipeline-model-parallel-size 4"
+INTERLEAVED = f"{DEEP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 @pytest.mark.parametrize(
@@ -266,8 +269,8 @@ DEEP = f"{RUN} --pipeline-model-parallel-size 4"
         (f"{RUN} --pipeline-schedule 2bw", "pipeline 1: 2bw needs at least 2; use schedule megatron"),
         (f"{RUN} --recompute-granularity some", "--recompute-granularity some: choose one of none, selective, full"),
         (
-            f"{RUN} --recompute-granularity full --recompute-method uniform --recompute-num-layers 17",
-            "recompute_layers 17: a stage has 16 layers; use 16",
+            f"{RUN} --recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+            "recompute_layers 0",
         ),
         (
             f"{RUN} --recompute-granularity full --recompute-num-layers 1",
@@ -342,12 +345,35 @@ DEEP = f"{RUN} --pipeline-model-parallel-size 4"
             "microbatches 6: interleaving needs a multiple of pipeline 4; use global_batch 8",
         ),
         (f"{DEEP} --num-layers-per-virtual-pipeline-stage 3", "does not divide the 16 layers over 4 stages"),
+        (
+            f"{INTERLEAVED} {GROUP} 3",
+            f"{GROUP} 3: the 4 stages need at least one microbatch each; use 4, or leave it out",
+        ),
+        (
+            f"{INTERLEAVED} {GROUP} 8",
+            f"{GROUP}: the cost model does not cover groups of more microbatches than there are stages; to price the "
+            f"rest, give --ignore {GROUP[2:]}",
+        ),
+        (f"{DEEP} {GROUP} four", f"{GROUP} four: give a whole number"),
     ],
 )
 def test_nonsense_names_field_value_and_remedy(text: str, message: str):
     with pytest.raises(PlanError) as refusal:
         read(flags(text), gpus=4)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "group"),
+    [
+        (INTERLEAVED, 4),
+        (DEEP, 2),
+        (f"{DEEP} --num-virtual-stages-per-pipeline-rank 1", 8),
+        (f"{DEEP} --num-layers-per-virtual-pipeline-stage 4", 8),
+    ],
+)
+def test_groups_of_microbatches_that_change_nothing(text: str, group: int):
+    assert read(flags(f"{text} {GROUP} {group}"), gpus=4) == read(flags(text), gpus=4)
 
 
 def test_a_gpu_without_bf16():

@@ -40,6 +40,20 @@ EXPECTED: dict[str, tuple[Model, Layout]] = {
             distributed_optimizer=True,
         ),
     ),
+    "container.sh": (
+        Model(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=50257),
+        Layout(
+            schedule="2bw",
+            pipeline=2,
+            tensor=4,
+            data=2,
+            microbatch=2,
+            global_batch=32,
+            recompute=Recompute.SELECTIVE,
+            distributed_optimizer=True,
+            overlap_gradients=True,
+        ),
+    ),
     "conditions.sh": (
         dataclasses.replace(MODELS["llama3-8b"], name=""),
         Layout(
@@ -107,6 +121,16 @@ TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attenti
         ("f() { f; }\nf", "more than 20 levels deep"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size 2", "the number of GPUs is not known; give --gpus N"),
         (f"{TRAINING} --micro-batch-size 2", "--vocab-size is missing"),
+        (f"A='{TRAINING}'; srun sh -c '$A'", "give another file, or export the variables that the quoted command uses"),
+        (f"{TRAINING} --bf16 $(cat flags) --vocab-size 9", "$(cat flags) may hold flags that only running it would"),
+        (f"declare -A A=([x]='--bf16'); {TRAINING} ${{A[x]}}", "${A} may hold flags that only running it would tell"),
+        (f"A=(1); A[0]=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size ${A}: nothing sets it"),
+        ("set -- -t 2; while getopts t: o; do A=$OPTARG; done", "getopts, which reads the arguments, is not followed"),
+        ("i=0; while :; do ((i++)); done", "line 1: the script takes more than 100000 steps"),
+        (
+            f"((A = $(cores) + 1)); {TRAINING} --vocab-size 9 --micro-batch-size $A",
+            "((A = $(cores) + 1)): nothing sets it",
+        ),
     ],
 )
 def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, tmp_path: Path):
@@ -129,12 +153,24 @@ def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, t
         ("mpirun -np 64 -N 8", 64),
         ("mpiexec -n 32", 32),
         ("deepspeed --num_gpus 8 --num_nodes 2", 16),
+        ('srun -N2 --ntasks-per-node 4 --container-image a:b sh -c "{}"', 8),
+        ("srun --ntasks=8 --export=ALL,A=1 bash -lc 'cd /work; {}'", 8),
+        ("GPUS=4; mpirun -np 2 bash -c 'torchrun --nproc-per-node $GPUS --nnodes 2 {}'", None),
+        ("sbatch -N 2 --ntasks-per-node=4 --wrap '{}'", 8),
+        ("N=2; cat > job.sh <<E\n#SBATCH -N 2 --ntasks-per-node 4\nsrun {}\nE\nsbatch job.sh", 8),
+        ("sbatch <<E\n#SBATCH -N 2\n#SBATCH --ntasks-per-node 4\nsrun {}\nE", 8),
+        (
+            "#SBATCH -N 2 --gpus-per-node=4\ntorchrun --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_ON_NODE",
+            8,
+        ),
+        ("NODES=($(hosts)); torchrun --nproc_per_node 8 --nnodes ${#NODES[@]}", None),
+        ("set -- $(hosts); torchrun --nproc_per_node 8 --nnodes $#", None),
         ("", None),
     ],
 )
 def test_the_number_of_gpus(launcher: str, gpus: int | None, tmp_path: Path):
     file = tmp_path / "run.sh"
-    file.write_text(f"{launcher} {TRAINING}")
+    file.write_text(launcher.format(TRAINING) if "{}" in launcher else f"{launcher} {TRAINING}")
     assert read_script(file, environment={}).gpus == gpus
 
 
@@ -173,6 +209,28 @@ SNIPPETS = {
     "heredoc": "cat >/dev/null <<E\nshow it's\nE\nshow b",
     "redirections": "show a 2>/dev/null 2>&1; { show b; } 2> /dev/null; show c 3 2>&1",
     "exit": "show a; exit 0; show b",
+    "exec": "A=1; export B=2; ( exec bash -c 'show ${A-a} $B'; show ); exec 2>/dev/null; exec bash -c 'show b'; show",
+    "classes": "for x in a1 8 '[:'; do [[ $x =~ ^[[:alpha:]]?[[:digit:]]+$ ]] && show $x || show no; done",
+    "arguments": 'set -eo pipefail; set -- a "b c" "$@" -d; show "$@" "$*" $#; shift 9 || show "$1"; set -o nounset x',
+    "unset": "A=1; B=(2 3); unset A B; show ${A-a} ${B-b}",
+    "subshell": "A=1; ( A=2; show $A; exit 3; show no ); show $A; (( A == 1 )) && show one",
+    "local": "A=1; f() { local A=$A$A B=3; show $A $B; g; }; g() { A=4; local B; show ${B-n}; }; f; show $A ${B-n}",
+    "joined": 'A=(1 "2 3"); show "${A[*]}" x"${A[*]}"y "${#A[*]}"; IFS=,; show "${A[*]}"',
+    "while": "set -- --t 2 -x --p 4; while [ $# -gt 0 ]; do case $1 in --*) show $1 $2; shift 2;; *) shift; esac; done",
+    "until": "i=3; until (( i == 0 )); do (( i -= 1 )); [[ $i == 1 ]] && continue; show $i; done; show end",
+    "for ever": "i=0; while true; do i=$((i + 1)); [ $i = 4 ] && break; done; show $i",
+    "counted": "for ((i = 0, j = 9; i < 3; i++)); do ((j -= i)); show $i $j; done; show $i; for ((;;)); do break; done",
+    "assignments": "let 'A = 2 * 3' A+=1; ((++A)); ((B = A % 5, C = B << 2, A--)); show $A $B $C; ((A > 7)) || show",
+    "shells": "A=1; export B=2; C=3 bash -c 'show ${A-a} $B $C $0 \"$@\"; B=4; A=5' me x 'y z'; show $A $B ${C-c}",
+    "text of shells": "A=1; B='2 3'; bash -ec \"show $A '$B' \\${A-x}; exit; show\"; env D=4 bash -c 'show $D'; show e",
+    "options of shells": "bash -e -o pipefail -c 'show a'; bash --norc -c 'show b'; bash -uo pipefail -c 'show $1' x c",
+    "exports": 'A=1; B=2; set -a; C=3; set +a; D=4; export A; export "E=5 6"; declare -x F=7; export -n A; G=8; '
+    "bash -c 'show ${A-a} ${B-b} $C ${D-d} \"$E\" $F'; f() { show f $1; }; bash -c 'f 1 2>/dev/null'; export -f f; "
+    "bash -c 'f 2'",
+    "functions and shells": "f() { local -x A=2; bash -c 'declare A=3; show $A'; show $A; }; A=1; f; show $A",
+    "documents": "A=1; bash <<E\nA=2; show $A \\$A '$A' \"x\"\nE\nbash -s b c <<-'E'\n\tshow ${A-a} $2\n\tE\nshow $A",
+    "reading": 'read -r A B <<< \'x y z\'; show "$A" "$B"; read -r -d \'\' C <<E\nshow a \\\n  b\nE\neval "$C"; '
+    "read -ra D <<< '1 2'; show ${D[1]}; mapfile -t L <<< $'u v'; show \"${L[0]}\"",
     "append": 'A=x; A+=y; A+=\' z\'; B=(1); B+=(2 3); show "$A" ${B[*]}; export C=$A D=4; show "$C" $D',
 }
 
@@ -181,7 +239,7 @@ SNIPPETS = {
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_as_bash_does_it(name: str):
     """bash runs the same text, with a function that prints its words."""
-    printing = 'show() { printf "(%s)" "$@"; printf "\\n"; }\n'
+    printing = 'show() { printf "(%s)" "$@"; printf "\\n"; }\nexport -f show\n'
     result = subprocess.run(
         ["bash", "-c", printing + SNIPPETS[name]],
         capture_output=True,
@@ -190,6 +248,7 @@ def test_as_bash_does_it(name: str):
         env={"PATH": "/usr/bin:/bin"},
     )
     found = commands(SNIPPETS[name], file=Path("run.sh"), environment={})
-    ours = ["".join(f"({settled(word)})" for word in words[1:]) for words in found if words[0] == "show"]
+    shows = [words[words.index("show") + 1 :] for words in found if "show" in words]
+    ours = ["".join(f"({settled(word)})" for word in words or [""]) for words in shows]
     assert ours == result.stdout.splitlines()
     assert ours

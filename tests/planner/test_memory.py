@@ -127,6 +127,23 @@ def test_full_recomputation_keeps_inputs():
         assert first.working_bytes > at_once * whole
 
 
+@pytest.mark.parametrize("method", RecomputeMethod)
+def test_more_layers_to_recompute_than_there_are(method: RecomputeMethod):
+    """All of a chunk are recomputed: ``checkpointed_forward`` in ``megatron/core/recompute.py`` stops at the last."""
+    chunks = layout(schedule="megatron", chunks=2, recompute=Recompute.FULL, recompute_method=method)
+    most, more = (replace(chunks, recompute_layers=layers) for layers in (3, 5))
+    assert memory.stages(MODEL, more) == memory.stages(MODEL, most)
+
+
+def test_a_short_stage_recomputes_no_more_layers_than_it_has():
+    uneven = layout(
+        pipeline=3, recompute=Recompute.FULL, recompute_layers=9, first_stage_layers=4, last_stage_layers=10
+    )
+    first, middle, _ = memory.stages(MODEL, uneven)
+    more_layers = 9 - 4
+    assert middle.working_bytes - first.working_bytes == more_layers * activations.of_layer(MODEL, uneven).kept
+
+
 @pytest.mark.parametrize("name", ["2bw", "1f1b-flush", "gpipe", "inter-layer"])
 def test_in_flight_is_what_the_simulator_counts(name: str):
     for stages, microbatches, extra in itertools.product(range(1, 6), (1, 4, 8), (0, 1)):

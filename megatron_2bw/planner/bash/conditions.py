@@ -17,6 +17,17 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-gt": operator.gt,
     "-ge": operator.ge,
 }
+_CLASSES = {
+    "digit": "0-9",
+    "alpha": "a-zA-Z",
+    "alnum": "a-zA-Z0-9",
+    "lower": "a-z",
+    "upper": "A-Z",
+    "xdigit": "0-9A-Fa-f",
+    "space": r"\s",
+    "blank": r" \t",
+}
+"""Within the brackets of a regular expression, ``[:digit:]`` and the like."""
 
 
 def holds(words: Sequence[str], *, patterns: bool = False) -> bool | None:
@@ -85,6 +96,10 @@ def _primary(words: Sequence[str], *, patterns: bool) -> bool | None:
 
 
 def _matches(text: str, expression: str) -> bool | None:
+    for name, characters in _CLASSES.items():
+        expression = expression.replace(f"[:{name}:]", characters)
+    if "[:" in expression or "[[" in expression:
+        return None
     try:
         return re.search(expression, text) is not None
     except re.error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -18,6 +18,14 @@ _PARAMETER = re.compile(
 )
 _DEFAULT = re.compile(r"(?P<empty_too>:?)(?P<operator>[-=+?])(?P<word>.*)", re.DOTALL)
 _SUBSTRING = re.compile(r":\s*(?P<start>\d+|\s-\d+)(?::(?P<length>\d+))?")
+_STEP = re.compile(
+    r"\s*(?:(?P<before>\+\+|--)\s*(?=\w+\s*$))?(?P<name>[A-Za-z_]\w*)\s*"
+    r"(?(before)|(?:(?P<after>\+\+|--)|(?P<operator>[-+*/%]|<<|>>|)=(?!=)(?P<value>.*)))\s*",
+    re.DOTALL,
+)
+"""An assignment within arithmetic."""
+_CHANGED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))")
+"""A name that arithmetic gives a value."""
 _UNKNOWN, _UNSET, _END, _BLANK = "\x01", "\x02", "\x03", "\x04"
 """Before what cannot be known without running the script and before what nothing sets; after both; a blank in them."""
 
@@ -65,6 +73,10 @@ class Scope:
     positional: list[str] = field(default_factory=list)
     """``$1``, ``$2``, ...; the script's own name is ``$0``."""
     script: str = "bash"
+    exported: set[str] = field(default_factory=set)
+    """Variables and functions that other programs get, besides those of the environment."""
+    exports_all: bool = False
+    """Whatever is set from now on: ``set -a``."""
 
     def get(self, name: str) -> Value | None:
         """Value of ``name``; None where nothing sets it."""
@@ -76,8 +88,28 @@ class Scope:
             index = int(name)
             arguments = [self.script, *self.positional]
             return arguments[index] if index < len(arguments) else None
-        fixed = {"#": str(len(self.positional)), "?": "0", "BASH_SOURCE": self.script}
+        fixed = {"#": _count(self.positional) or unknown("$#"), "?": "0", "BASH_SOURCE": self.script}
         return fixed.get(name, self.environment.get(name))
+
+    def set(self, name: str, value: Value) -> None:
+        self.values[name] = value
+        if self.exports_all:
+            self.exported.add(name)
+
+    def unset(self, name: str) -> None:
+        self.values.pop(name, None)
+        self.environment = {known: value for known, value in self.environment.items() if known != name}
+        self.exported.discard(name)
+
+    def copy(self) -> Scope:
+        """For a subshell, whose changes end with it."""
+        return replace(self, values=dict(self.values), positional=list(self.positional), exported=set(self.exported))
+
+    def sent(self) -> dict[str, str]:
+        """What other programs get; bash sends them no arrays."""
+        sent = self.exported | self.environment.keys()
+        own = {name: value for name, value in self.values.items() if name in sent and isinstance(value, str)}
+        return {**self.environment, **own}
 
     def number(self, name: str) -> int | None:
         """Whole number in ``name``, 0 where it is not set, as in arithmetic."""
@@ -116,6 +148,40 @@ def text_of(raw: str, scope: Scope) -> str:
     return "".join(" ".join(value) if isinstance(value, list) else value for value, _ in _pieces(raw, scope))
 
 
+def document_of(raw: str, scope: Scope) -> str:
+    """What the text of a here-document becomes."""
+    pieces = _pieces(raw, scope, quoted=True)
+    return "".join(" ".join(value) if isinstance(value, list) else value for value, _ in pieces)
+
+
+def compute(expression: str, scope: Scope) -> int | None:
+    """Value of ``(( expression ))``, whose assignments are done; None, also in what it assigns, where it is unknown.
+
+    >>> scope = Scope(values={"i": "3"})
+    >>> compute("i += 2, j = i * 2", scope), compute("i++", scope), scope.values
+    (10, 5, {'i': '6', 'j': '10'})
+    """
+    value: int | None = 0
+    for one in expression.split(","):
+        text = text_of(one, scope)
+        step = _STEP.fullmatch(text)
+        value = evaluate(text, scope.number) if step is None else _stepped(step, scope)
+        if step is None and value is None:
+            for name in _CHANGED.findall(text):
+                scope.set(name, unknown(f"(({text}))"))
+    return value
+
+
+def _stepped(step: re.Match[str], scope: Scope) -> int | None:
+    """Value of an assignment, which is done."""
+    name, old = step["name"], scope.number(step["name"])
+    sign = step["before"] or step["after"]
+    change = f"{name} {sign[0]} 1" if sign else f"{name} {step['operator']} ({step['value']})"
+    new = evaluate(change if sign or step["operator"] else step["value"], scope.number)
+    scope.set(name, unknown(f"(({step[0]}))") if new is None else str(new))
+    return old if step["after"] else new
+
+
 def _pieces(raw: str, scope: Scope, *, quoted: bool = False, splits: bool = False) -> Iterator[tuple[Value, bool]]:
     """(value, it stays whole) of the parts of ``raw``; with ``splits``, blanks outside of quotes separate words."""
     special = "\\`$" if quoted else "\\`$'\""
@@ -149,9 +215,19 @@ def _special(part: str, scope: Scope, *, quoted: bool) -> Iterator[tuple[Value, 
             if isinstance(value, _Default):
                 yield from _pieces(value.word, scope, quoted=quoted, splits=not quoted)
             else:
-                yield value, quoted
+                yield _joined(part, value, scope) if quoted else value, quoted
         case _:
-            yield _expansion(part, scope), quoted
+            value = _expansion(part, scope)
+            yield _joined(part, value, scope) if quoted else value, quoted
+
+
+def _joined(part: str, value: Value, scope: Scope) -> Value:
+    """``"$*"`` and ``"${A[*]}"`` are one word."""
+    is_one = part.startswith(("$*", "${*")) or "[*]" in part
+    between = scope.get("IFS")
+    if between is None or between[:1] in ("\\", "\n", "\t"):  # Blank, even if spelled $'\n'.
+        between = " "
+    return between[:1].join(value) if is_one and isinstance(value, list) else value
 
 
 def _expansion(part: str, scope: Scope) -> Value:
@@ -182,7 +258,7 @@ def _parameter(part: str, scope: Scope) -> Value | _Default:
         return unknown(part)
     value = _element(scope.get(parameter["name"]), parameter, scope)
     if parameter["length"]:
-        return unknown(part) if isinstance(value, str) and not is_known(value) else str(len(value or ""))
+        return _count(value or "") or unknown(part)
     change = parameter["change"]
     if default := _DEFAULT.fullmatch(change):
         return _defaulted(value, default, parameter["name"], scope)
@@ -192,6 +268,12 @@ def _parameter(part: str, scope: Scope) -> Value | _Default:
         return value
     changed = _changed(value, change, scope) if isinstance(value, str) and is_known(value) else None
     return unknown(part) if changed is None else changed
+
+
+def _count(value: Value) -> str | None:
+    """Characters of a text, or elements; None where part of it is unknown, which may be any number of them."""
+    known = list(map(settled, [value] if isinstance(value, str) else value))
+    return None if None in known else str(len(known[0] if isinstance(value, str) else known))
 
 
 def _element(value: Value | None, parameter: re.Match[str], scope: Scope) -> Value | None:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from megatron_2bw.planner.bash.arithmetic import evaluate
+from megatron_2bw.planner.bash.assignments import DECLARE, assign, assign_element, assigns, declare, name_of
+from megatron_2bw.planner.bash.builtins import BUILTINS
 from megatron_2bw.planner.bash.conditions import holds
-from megatron_2bw.planner.bash.expand import Scope, fields, settled, shown, text_of
+from megatron_2bw.planner.bash.expand import Scope, Value, compute, document_of, fields, settled, shown, text_of
+from megatron_2bw.planner.bash.shells import Call, sent, started
 from megatron_2bw.planner.bash.tokens import Token, tokens
 from megatron_2bw.planner.errors import PlanError
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_DECLARE = {"export", "local", "declare", "readonly", "typeset"}
 _REDIRECT = {">", ">>", "<", "<<<", "<<", ">&", "<&", "&>", "&>>", ">|", "<>"}
 _ENDS = {";", "&", "&&", "||", "|", "|&", ";;", ";&", ";;&", ")"}
-_SILENT = {"echo", "printf", "set", "cd", ":", "true", "unset", "trap", "ulimit", "mkdir", "exit", "return"}
-_SHELLS = {"bash", "sh", "zsh"}
+_SILENT = {"echo", "cd", ":", "true", "trap", "ulimit", "mkdir"}
 _DEEPEST, _LONGEST = 20, 100_000
 
 
@@ -29,9 +27,9 @@ def commands(
 ) -> list[list[str]]:
     """The commands that the script ``text`` would run, each as its words, in order.
 
-    Assignments, arrays, arithmetic, ``if``, ``case``, ``for``, functions, ``source``, ``eval`` and ``bash -c`` are
-    followed. Commands are taken to succeed. The output of commands is unknown; a test of it, or of a file, fails,
-    and so does its opposite.
+    Assignments, arrays, arithmetic, ``if``, ``case``, loops, functions, ``source``, ``eval`` and shells are followed;
+    a command of ``srun bash -c '...'`` begins with the words of srun. Commands are taken to succeed. The output of
+    commands is unknown; a test of it, or of a file, fails, and so does its opposite.
 
     Raises:
         PlanError: the script is malformed, or too deep or long to follow.
@@ -65,6 +63,12 @@ class _Reading:
     folder: Path
     commands: list[list[str]] = field(default_factory=list)
     functions: dict[str, list[Token]] = field(default_factory=dict)
+    launcher: list[str] = field(default_factory=list)
+    """Words that started this shell."""
+    written: dict[str, str] = field(default_factory=dict)
+    """Files that the script writes."""
+    hidden: list[dict[str, Value | None]] = field(default_factory=list)
+    """Per function under way, what its local variables hide."""
     depth: int = 0
     steps: int = 0
 
@@ -74,6 +78,44 @@ class _Reading:
             return self.follow(list(tokens(text)))
         except _Left:
             return True
+
+    @contextmanager
+    def apart(self, scope: Scope, functions: Mapping[str, list[Token]], launcher: Sequence[str] = ()) -> Iterator[None]:
+        """In a shell of its own, whose changes end with it."""
+        before = self.scope, self.functions, self.launcher, self.hidden
+        self.scope, self.functions = scope, dict(functions)
+        self.launcher, self.hidden = [*self.launcher, *launcher], []
+        try:
+            yield
+        finally:
+            self.scope, self.functions, self.launcher, self.hidden = before
+
+    def start(self, call: Call, text: str, more: Mapping[str, str]) -> None:
+        """Follow the ``text`` of another shell, which gets ``more`` variables than are exported."""
+        scope = Scope(
+            environment=sent(call.launcher, {**self.scope.sent(), **more}),
+            positional=call.arguments,
+            script=call.name,
+            exported=set(self.scope.exported),
+        )
+        functions = {name: body for name, body in self.functions.items() if name in self.scope.exported}
+        with self.apart(scope, functions, call.launcher):
+            self.run(shown(text))
+
+    def file(self, name: str) -> str | None:
+        """Text of a file that the script writes, or that is there."""
+        if shown(name) in self.written:
+            return self.written[shown(name)]
+        known = settled(name)
+        if not known or not (self.folder / known).is_file():
+            return None
+        with suppress(OSError):  # Another machine may be allowed to read it: what it does is as unknown.
+            return (self.folder / known).read_text(encoding="utf-8", errors="replace")
+
+    def step(self, line: int) -> None:
+        self.steps += 1
+        if self.steps > _LONGEST:
+            raise PlanError(f"line {line}: the script takes more than {_LONGEST} steps; give the flags themselves")
 
     def follow(self, of: list[Token]) -> bool | None:
         self.depth += 1
@@ -119,14 +161,10 @@ class _Block:
 
     def command(self) -> bool | None:
         token = self.tokens[self.at]
-        self.reading.steps += 1
-        if self.reading.steps > _LONGEST:
-            raise PlanError(
-                f"line {token.line}: the script takes more than {_LONGEST} steps; give the flags themselves"
-            )
+        self.reading.step(token.line)
         if token.is_operator:
             self.at += 1
-            return self.until(")") if token.text == "(" else None
+            return self.subshell() if token.text == "(" else None
         if token.text == "!":
             self.at += 1
             answer = self.command()
@@ -137,8 +175,7 @@ class _Block:
             return compound(self)
         if token.text.startswith("((") and token.elements is None:
             self.at += 1
-            number = evaluate(text_of(token.text[2:-2], self.scope), self.scope.number)
-            return None if number is None else number != 0
+            return self.compute(token.text[2:-2])
         if [following.text for following in self.tokens[self.at + 1 : self.at + 3]] == ["(", ")"]:
             self.at += 3
             return self.function(token.text)
@@ -190,33 +227,89 @@ class _Block:
             word = self.next().text
         return True
 
-    def loop(self) -> bool | None:
-        """``while`` and ``until``: not followed, since what ends them is done by commands."""
+    def compute(self, expression: str) -> bool | None:
+        """Whether ``(( expression ))`` is not 0."""
+        number = compute(expression, self.scope) if self.active else None
+        return None if number is None else number != 0
+
+    def skip(self, *ends: str) -> int:
+        """Go on behind ``ends`` and follow nothing; returns where it began."""
+        start = self.at
         with self.only_if(False):
-            self.until("do")
+            for end in ends:
+                self.until(end)
+        return start
+
+    def subshell(self) -> bool | None:
+        start = self.skip(")")
+        end, self.at = self.at, start
+        status = None
+        if self.active:
+            with self.reading.apart(self.scope.copy(), self.reading.functions), suppress(_Left):
+                status = self.until(")")
+        self.at = end
+        return status
+
+    def select(self) -> bool | None:
+        """Not followed: somebody chooses."""
+        self.skip("do", "done")
+        return True
+
+    def loop(self, *, wanted: bool = True) -> bool | None:
+        """``while`` and ``until``, as long as it is known that they go on."""
+        start = self.skip("do", "done")
+        end = self.at
+        while self.active and self.round(start, wanted=wanted):
+            pass
+        self.at = end
+        return True
+
+    def round(self, start: int, *, wanted: bool) -> bool:
+        """Whether there may be another one; not if this one changes nothing: then something else ends the loop."""
+        before = dict(self.scope.values), list(self.scope.positional)
+        self.at = start
+        return self.until("do") is wanted and self.body() and before != (self.scope.values, self.scope.positional)
+
+    def body(self) -> bool:
+        """Follow a loop's body once; False where it leaves the loop."""
+        self.reading.step(self.tokens[self.at - 1].line)
+        try:
             self.until("done")
+        except _Left as left:
+            if left.word not in ("break", "continue"):
+                raise
+            return left.word == "continue"
         return True
 
     def for_(self) -> bool | None:
         name = self.next().text
-        values: list[str] = []
+        if name.startswith("(("):
+            return self.counted(name[2:-2])
+        values = [] if (token := self.peek()) and token.text == "in" else list(self.scope.positional)
         while (token := self.next()).text != "do":
             if not token.is_operator and token.text != "in":
                 values += fields(token.text, self.scope) if self.active else []
-        body = self.at
-        with self.only_if(False):
-            self.until("done")
+        start = self.skip("done")
         end = self.at
-        for value in values:
-            self.scope.values[name] = value
-            self.at = body
-            try:
-                self.until("done")
-            except _Left as left:
-                if left.word not in ("break", "continue"):
-                    raise
-                if left.word == "break":
-                    break
+        for value in values if self.active else ():
+            self.scope.set(name, value)
+            self.at = start
+            if not self.body():
+                break
+        self.at = end
+        return True
+
+    def counted(self, header: str) -> bool | None:
+        """``for ((first; condition; step))``"""
+        first, condition, step = (*header.split(";"), "", "")[:3]
+        self.until("do")
+        start = self.skip("done")
+        end = self.at
+        self.compute(first)
+        while self.active and self.compute(condition or "1"):
+            self.at = start
+            if not self.body() or self.compute(step) is None:
+                break
         self.at = end
         return True
 
@@ -263,52 +356,66 @@ class _Block:
     def simple(self) -> bool | None:
         """A command, or assignments."""
         parts: list[Token] = []
+        redirected: list[tuple[Token, Token]] = []
         while (token := self.peek()) is not None and not (token.is_operator and token.text in _ENDS):
             self.at += 1
             if token.is_operator and token.text in _REDIRECT:
-                if token.text != "<<":
-                    self.next()
+                redirected.append((token, token if token.document else self.next()))
             elif not token.is_operator:
                 parts.append(token)
         if not self.active:
             return None
-        assigning = next((index for index, token in enumerate(parts) if not _assigns(token)), len(parts))
+        assigning = next((index for index, token in enumerate(parts) if not assigns(token)), len(parts))
         if assigning == len(parts):
-            self.assign(parts)
+            assign(self.scope, parts)
             return True
         words = [word for token in parts[assigning:] for word in self.words(token)]
-        if words and words[0] in _DECLARE:
-            self.assign([token for token in parts[assigning:] if _assigns(token)])
+        if words and words[0] in DECLARE:
+            assigned = [token for token in parts[assigning:] if assigns(token)]
+            declare(self.scope, words, assigned, hidden=self.reading.hidden)
             return True
-        return self.execute(words) if words else True
+        if not words or assign_element(self.scope, words[0]):
+            return True
+        given = self.given(parts[:assigning])
+        return self.execute(words, given=given, files=self.files(redirected))
+
+    def files(self, redirected: list[tuple[Token, Token]]) -> dict[str, str]:
+        """The standard input ``<``, where it is known, and the file that the output goes to, by operator."""
+        found = {}
+        for operator, target in redirected:
+            if target.document:
+                document = target.document
+                found["<"] = document.text if document.is_quoted else document_of(document.text, self.scope)
+            elif operator.text == "<<<":
+                found["<"] = text_of(target.text, self.scope) + "\n"
+            elif operator.text == "<":
+                name = shown(text_of(target.text, self.scope))
+                found |= {"<": self.reading.written[name]} if name in self.reading.written else {}
+            elif operator.text in (">", ">>", ">|"):
+                found[operator.text[:2].rstrip("|")] = text_of(target.text, self.scope)
+        return found
+
+    def given(self, parts: list[Token]) -> dict[str, str]:
+        """Variables before a command, which only that gets."""
+        with self.reading.apart(self.scope.copy(), self.reading.functions):
+            assign(self.scope, parts)
+            values = {name: self.scope.values.get(name) for name in map(name_of, parts)}
+        return {name: value for name, value in values.items() if isinstance(value, str)}
 
     def words(self, token: Token) -> list[str]:
         return [] if token.elements is not None else fields(token.text, self.scope)
 
-    def assign(self, parts: list[Token]) -> None:
-        values = self.scope.values
-        for token in parts:
-            if token.elements is not None:
-                new = [word for element in token.elements for word in fields(element, self.scope)]
-                old = values.get(token.text, []) if token.append else []
-                values[token.text] = [*([old] if isinstance(old, str) else old), *new]
-                continue
-            name, append, raw = _ASSIGNMENT.fullmatch(token.text).groups()
-            text, old = text_of(raw, self.scope), self.scope.get(name) if append else None
-            values[name] = [old[0] + text, *old[1:]] if isinstance(old, list) and old else (old or "") + text
-
-    def execute(self, words: list[str]) -> bool | None:
+    def execute(self, words: list[str], *, given: Mapping[str, str], files: Mapping[str, str]) -> bool | None:
         name, arguments = words[0], words[1:]
         if name in ("[", "test"):
             return holds(arguments[:-1] if name == "[" else arguments)
         if name in ("exit", "return", "break", "continue"):
             raise _Left(name)
+        if name == "exec" and arguments:
+            self.execute(arguments, given=given, files=files)
+            raise _Left("exit")
         if name == "false":
             return False
-        if name == "shift":
-            count = settled(arguments[0]) if arguments else "1"
-            del self.scope.positional[: int(count) if count and count.isdecimal() else 1]
-            return True
         if name in self.reading.functions:
             return self.call(self.reading.functions[name], arguments)
         if name == "eval":
@@ -316,16 +423,37 @@ class _Block:
         if name in ("source", "."):
             self.source(arguments)
             return True
+        if name in BUILTINS:
+            return BUILTINS[name](self.scope, arguments, None if "IFS" in given else files.get("<"))
+        if name == "cat" and not arguments and "<" in files:
+            self.write(files)
         if name in _SILENT:
             return True
-        for shell, option, text in zip(words, words[1:], words[2:], strict=False):
-            if Path(shell).name in _SHELLS and option.startswith("-") and option.endswith("c"):
-                self.reading.run(shown(text))
-        self.reading.commands.append(words)
+        call = started(words)
+        text = None if call is None else self.text_of(call, files.get("<"))
+        if text is None:
+            self.reading.commands.append([*self.reading.launcher, *words])
+        else:
+            self.reading.start(call, text, given)
         return True
+
+    def write(self, files: Mapping[str, str]) -> None:
+        """Keep what goes to a file."""
+        if ">" in files:
+            self.reading.written[shown(files[">"])] = files["<"]
+        if ">>" in files:
+            name = shown(files[">>"])
+            self.reading.written[name] = self.reading.written.get(name, "") + files["<"]
+
+    def text_of(self, call: Call, given: str | None) -> str | None:
+        """What a shell is to run, with ``given`` as its standard input; None where it is not known."""
+        if call.reads == "s" or not call.operands:
+            return given
+        return call.operands[0] if call.reads == "c" else self.reading.file(call.operands[0])
 
     def call(self, body: list[Token], arguments: list[str]) -> bool | None:
         before, self.scope.positional = self.scope.positional, list(arguments)
+        self.reading.hidden.append({})
         try:
             return self.reading.follow(body)
         except _Left as left:
@@ -334,25 +462,25 @@ class _Block:
             return True
         finally:
             self.scope.positional = before
+            for name, value in self.reading.hidden.pop().items():
+                if value is None:
+                    self.scope.values.pop(name, None)
+                else:
+                    self.scope.values[name] = value
 
     def source(self, arguments: list[str]) -> None:
         """Follow another file where there is one."""
-        name = settled(arguments[0]) if arguments else None
-        file = self.reading.folder / name if name else None
-        if file is not None and file.is_file():
-            self.reading.run(file.read_text(encoding="utf-8", errors="replace"))
-
-
-def _assigns(token: Token) -> bool:
-    return token.elements is not None or _ASSIGNMENT.fullmatch(token.text) is not None
+        text = self.reading.file(arguments[0]) if arguments else None
+        if text is not None:
+            self.reading.run(text)
 
 
 _COMPOUND = {
     "if": _Block.if_,
     "for": _Block.for_,
-    "select": _Block.loop,
+    "select": _Block.select,
     "while": _Block.loop,
-    "until": _Block.loop,
+    "until": lambda block: block.loop(wanted=False),
     "case": _Block.case,
     "function": _Block.named_function,
     "{": lambda block: block.until("}"),

@@ -18,6 +18,17 @@ _OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", "&>>", "&>", ">>", ">&", ">|"
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
+@dataclass(slots=True, kw_only=True)
+class Document:
+    """A here-document; it follows the line that it belongs to."""
+
+    delimiter: str
+    drops_tabs: bool
+    is_quoted: bool
+    """Nothing in it is expanded."""
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """A word as written, an operator, or the elements of an array."""
@@ -29,6 +40,8 @@ class Token:
     """Of an array."""
     append: bool = False
     """Of an array: ``+=``."""
+    document: Document | None = None
+    """Of ``<<``; filled in when the tokens behind it have been read."""
     line: int = 0
 
 
@@ -38,8 +51,8 @@ class _Reader:
 
     text: str
     at: int = 0
-    heredocs: list[tuple[str, bool]] = field(default_factory=list)
-    """(delimiter, tabs are dropped) of documents that begin after this line."""
+    documents: list[Document] = field(default_factory=list)
+    """That begin after this line."""
 
     @property
     def line(self) -> int:
@@ -50,7 +63,7 @@ class _Reader:
 
 
 def tokens(text: str) -> Iterator[Token]:
-    """Words and operators of ``text``; comments, continued lines and here-documents are dropped.
+    """Words and operators of ``text``; comments, continued lines are dropped.
 
     >>> [token.text for token in tokens("A='x y' run --b $A # why")]
     ["A='x y'", 'run', '--b', '$A']
@@ -62,7 +75,7 @@ def tokens(text: str) -> Iterator[Token]:
     while _skip_blanks(reader):
         if reader.starts("\n"):
             reader.at += 1
-            _skip_heredocs(reader)
+            _read_documents(reader)
             yield Token(text=";", is_operator=True, line=reader.line)
         else:
             yield _token(reader)
@@ -86,16 +99,20 @@ def _skip_blanks(reader: _Reader) -> bool:
     return False
 
 
-def _skip_heredocs(reader: _Reader) -> None:
-    for delimiter, tabs in reader.heredocs:
+def _read_documents(reader: _Reader) -> None:
+    for document in reader.documents:
+        lines = []
         while reader.at < len(reader.text):
             end = reader.text.find("\n", reader.at)
             end = len(reader.text) if end < 0 else end
             line = reader.text[reader.at : end]
+            line = line.lstrip("\t") if document.drops_tabs else line
             reader.at = end + 1
-            if (line.lstrip("\t") if tabs else line) == delimiter:
+            if line == document.delimiter:
                 break
-    reader.heredocs.clear()
+            lines.append(f"{line}\n")
+        document.text = "".join(lines)
+    reader.documents.clear()
 
 
 def _token(reader: _Reader) -> Token:
@@ -105,8 +122,9 @@ def _token(reader: _Reader) -> Token:
         return Token(text=array[1], elements=tuple(_elements(reader, line)), append=bool(array[2]), line=line)
     if not reader.starts("<<<") and (heredoc := _HEREDOC.match(reader.text, reader.at)):
         reader.at = heredoc.end()
-        reader.heredocs.append((heredoc[3], bool(heredoc[1])))
-        return Token(text="<<", is_operator=True, line=line)
+        document = Document(delimiter=heredoc[3], drops_tabs=bool(heredoc[1]), is_quoted=bool(heredoc[2]))
+        reader.documents.append(document)
+        return Token(text="<<", is_operator=True, document=document, line=line)
     if placeholder := _PLACEHOLDER.match(reader.text, reader.at):
         reader.at = placeholder.end()
         return Token(text=placeholder[0], line=line)
