@@ -16,7 +16,7 @@ AHEAD_S = {"a": 0.0, "b": 1000.0, "c": -500.0}
 
 
 def test_clocks_of_other_machines(tmp_path: Path) -> None:
-    mp.spawn(_rank, (str(tmp_path),), nprocs=len(MACHINES))
+    mp.start_processes(_rank, (str(tmp_path),), nprocs=len(MACHINES), start_method="forkserver")
     off_s = [float((tmp_path / f"off{rank}").read_text()) for rank in range(len(MACHINES))]
     assert off_s[:2] == pytest.approx([0.0, 0.0], abs=1e-6), "on one machine nothing is changed"
     assert off_s == pytest.approx([0.0] * len(MACHINES), abs=0.02)

@@ -203,10 +203,10 @@ def test_what_these_formulas_miss():
 
 
 def test_tables_can_be_read():
-    for name, table in TABLES.items():
-        text = str(table())
-        assert text.count("\n") == len(table().rows) + 3, name
-        assert all(len(row) == len(table().columns) for row in table().rows)
+    for name, make in TABLES.items():
+        table = make()
+        assert str(table).count("\n") == len(table.rows) + 3, name
+        assert all(len(row) == len(table.columns) for row in table.rows)
     assert str(TABLES["figure-12"]()).splitlines()[-1].split("|")[-1].strip() == "-"
 
 

@@ -74,7 +74,7 @@ def train(sizes: list[Size]) -> list[Trained]:
         AssertionError: two ranks differ in the weights of a stage that both have.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (sizes, folder), nprocs=sizes[0].stages)
+        mp.start_processes(_rank, (sizes, folder), nprocs=sizes[0].stages, start_method="forkserver")
         of_ranks = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(sizes[0].stages)]
     return [_together(size, results) for size, results in zip(sizes, zip(*of_ranks, strict=True), strict=True)]
 

@@ -165,7 +165,7 @@ def train(
     """The same with one process per stage, draining after the batches in ``drains`` as well."""
     built = lower(build(schedule, stages=stages, microbatches=microbatches, delayed_microbatches=delayed), REDUCTIONS)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (built, batches, drains, jitter_s, folder), nprocs=stages)
+        mp.start_processes(_rank, (built, batches, drains, jitter_s, folder), nprocs=stages, start_method="forkserver")
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(stages)]
     weights = [weight for result in results for of_stage in result["weights"].values() for weight in of_stage]
     return list(results[-1]["losses"].values()), weights
