@@ -251,8 +251,8 @@ _WEAK_SCALING: dict[str, dict[str, tuple[int, float]]] = {
     "GPT-72": {"gpipe": (2, 1.38), "gems": (8, 2.25), "1f1b-flush": (2, 1.33), "chimera": (8, 1.12)},
 }
 """Microbatch and published speed-up of MixPipe on 32 GPUs. GPT-72's microbatches are not published; they are taken to
-be in the proportions of Bert-48's: what Table II's smallest batch gives per GPU, and a quarter of that, or 16 microbatches,
-for GPipe and DAPPLE; with a half, those would take 1.14 times as long as MixPipe."""
+be in the proportions of Bert-48's: what Table II's smallest batch gives per GPU, and a quarter of that, which makes 16
+microbatches, for GPipe and DAPPLE; with a half, those would take 1.14 times as long as MixPipe."""
 
 
 def mixpipe_speedups() -> Table:
