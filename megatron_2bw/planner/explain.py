@@ -57,5 +57,5 @@ def _priced(plan: Plan, space: Space, text: str) -> Choice:
         raise PlanError(problem)
     choice = price(plan.model, layout, plan.cluster, progress=plan.progress)
     if choice.headroom_bytes < 0:
-        raise PlanError(candidates.does_not_fit(layout, choice.memory.total_bytes))
+        raise PlanError(candidates.shapes.does_not_fit(layout, choice.memory.total_bytes))
     return choice

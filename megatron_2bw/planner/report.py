@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_2bw.planner import memory
 from megatron_2bw.planner.advice import advice
-from megatron_2bw.planner.candidates import Rejection
 from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.decisions import Rejection
 from megatron_2bw.planner.efficiency import EXACT
 from megatron_2bw.planner.flags import layout_flags, model_flags
 from megatron_2bw.planner.layout import Layout

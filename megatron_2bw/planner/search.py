@@ -16,8 +16,9 @@ from itertools import product
 from typing import Any
 
 from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.candidates import GIB, ROUNDING, STEPS, Candidates, Rejection, Saving, min_until
+from megatron_2bw.planner.candidates import ROUNDING, Candidates
 from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.decisions import STEPS, Rejection
 from megatron_2bw.planner.efficiency import EXACT, Progress
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout
@@ -26,6 +27,8 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import DELAYED, delay_of, least_microbatches
+from megatron_2bw.planner.savings import Saving, min_until
+from megatron_2bw.planner.shapes import GIB
 from megatron_2bw.planner.space import Space, field_of
 from megatron_2bw.planner.table import billions, gib
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
@@ -143,8 +146,8 @@ def search(
         global_batch=global_batch,
         progress=progress,
         choices=tuple(choices),
-        rejected=tuple(sorted(candidates.rejected.values(), key=lambda rejection: -rejection.count)),
-        layouts=candidates.layouts,
+        rejected=tuple(sorted(candidates.decisions.rejected.values(), key=lambda rejection: -rejection.count)),
+        layouts=candidates.decisions.layouts,
     )
 
 
@@ -201,13 +204,15 @@ class _Search:
         candidates, smallest = self.candidates, (math.inf, base)
         for saving in candidates.savings(base):
             needed, layout = self._first_that_fits(saving)
-            if needed <= candidates.capacity_bytes:
+            if needed <= candidates.cluster.memory_bytes:
                 yield price(candidates.model, layout, candidates.cluster, progress=self.progress)
                 if layout == base:
                     return
             smallest = min(smallest, (needed, layout), key=lambda pair: pair[0])
-        if candidates.capacity_bytes < smallest[0] < math.inf:
-            candidates.reject("memory", "memory", candidates.does_not_fit(smallest[1], smallest[0]), name(smallest[1]))
+        if candidates.cluster.memory_bytes < smallest[0] < math.inf:
+            candidates.decisions.reject(
+                "memory", "memory", candidates.shapes.does_not_fit(smallest[1], smallest[0]), name(smallest[1])
+            )
 
     def with_fewest_delayed(self, choice: Choice) -> Choice:
         """``choice`` with as few delayed microbatches as take no more time, where their number is free."""
@@ -233,7 +238,7 @@ class _Search:
     def _first_that_fits(self, saving: Saving) -> tuple[float, Layout]:
         """(bytes, layout) of the first size that fits, else of one that needs little."""
 
-        model, capacity_bytes = self.candidates.model, self.candidates.capacity_bytes
+        model, capacity_bytes = self.candidates.model, self.candidates.cluster.memory_bytes
 
         def needs(index: int) -> tuple[float, Layout]:
             layout = saving.layout(saving.sizes[index])
@@ -257,7 +262,7 @@ class _Search:
     def why_none(self) -> str:
         """Why there is no layout, and what would have one."""
         candidates = self.candidates
-        batch, widths = candidates.global_batch, candidates.widths
+        batch, widths = candidates.global_batch, candidates.shapes.widths
         what = f"no layout of {billions(candidates.model.parameters)} parameters on {candidates.cluster.gpus} GPUs"
         limited = self._why_limited()
         if limited:
@@ -266,23 +271,25 @@ class _Search:
             possible = ", ".join(map(str, sorted(widths)))
             reason = f"global_batch {batch} does not split over any possible number of replicas ({possible})"
             return f"{what}: {reason}{self._nearest_batch()}"
-        if candidates.leanest is None:
+        if candidates.shapes.leanest is None:
             return f"{what}: {self._last_rule()}"
-        needed, layout = candidates.leanest
-        reason = f"{candidates.does_not_fit(layout, needed)} ({self._largest_parts(layout)})"
+        needed, layout = candidates.shapes.leanest
+        reason = f"{candidates.shapes.does_not_fit(layout, needed)} ({self._largest_parts(layout)})"
         return f"{what} fits: {reason}; {self._more_gpus()}"
 
     def _nearest_batch(self) -> str:
         """What to use in place of a batch that splits over no number of replicas; empty if that is not enough."""
         candidates = self.candidates
         batch, microbatches = candidates.global_batch, candidates.space.microbatches or (1,)
-        sizes = {nearest_multiple(batch, width * size) for width, size in product(candidates.widths, microbatches)}
+        sizes = {
+            nearest_multiple(batch, width * size) for width, size in product(candidates.shapes.widths, microbatches)
+        }
         nearest = sorted(sizes, key=lambda size: _distance(batch, size))
         return next((f"; use {size}" for size in nearest if self._with(global_batch=size)._any()), "")
 
     def _last_rule(self) -> str:
         """The rule that comes furthest of those that are broken, and the nearest choice."""
-        rejected = self.candidates.rejected.values()
+        rejected = self.candidates.decisions.rejected.values()
         last = max(rejected, key=lambda rejection: (STEPS.index(rejection.step), rejection.count), default=None)
         if last is None:
             return "the limits exclude each other; lift one"
@@ -309,7 +316,7 @@ class _Search:
 
     def _why_limited(self) -> str | None:
         """Which limit leaves no layout, the rule behind it and the nearest value that leaves one; None if none does."""
-        space, dimension = self.candidates.space, self.candidates.furthest
+        space, dimension = self.candidates.space, self.candidates.decisions.furthest
         limit = getattr(space, dimension, None)
         if limit is None:
             return None
@@ -367,7 +374,7 @@ class _Search:
                 if self._with(cluster=more, global_batch=size)._any():
                     return f"use {more.gpus} GPUs" + (f" and a global_batch of {size}" if share else "")
         for factor in _MEMORIES:  # Limits may need more than the layout that needs least.
-            memory_gb = math.ceil(self.candidates.leanest[0] / GIB * factor)
+            memory_gb = math.ceil(self.candidates.shapes.leanest[0] / GIB * factor)
             if self._with(cluster=replace(cluster, gpu=replace(cluster.gpu, memory_gb=memory_gb)))._any():
                 return f"use GPUs with {memory_gb} GiB"
         return "lift a limit"
