@@ -49,26 +49,31 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     between = (4 * width + 2 * masks) * hidden / outside
     # Q, K, V and the input of the projection; into and out of the activation function.
     inside = width * (2 * queries + 2 * keys + _mlp_numbers(model, layout)) / tensor
-    if model.num_experts:
-        between += width * 2 * model.moe_router_topk * hidden / outside
+    around_mlp = hidden / outside
+    if model.num_experts:  # Into the experts, gathered from the ranks that split them.
+        around_mlp = model.routed(layout.expert) * hidden * layout.expert_tensor / tensor
+        between += width * around_mlp
     scores = model.num_attention_heads * model.seq_length / tensor
     stored_scores = 0 if layout.fused_attention else scores * (2 * width + masks if model.dropout else width)
     again = layout.recompute == Recompute.SELECTIVE
     gathered = width * hidden if layout.sequence_parallel else 0
-    around_mlp = model.moe_router_topk * layout.expert_tensor / tensor if model.num_experts else 1 / outside
-    mlp_gradients = width * (_mlp_numbers(model, layout) / tensor + 2 * hidden * around_mlp)
+    mlp_gradients = width * (_mlp_numbers(model, layout) / tensor + 2 * around_mlp)
+    # Of attention to the keys of every rank, kept until the last one's have been attended to.
+    outputs = width * queries / tensor * layout.context if layout.context > 1 else 0
     score_gradients = 0 if layout.fused_attention else 2 * width * scores
     return LayerActivations(
         input=tokens * width * hidden / outside,
         kept=tokens * (between + inside + (0 if again else stored_scores)),
-        working=tokens * (gathered + max(mlp_gradients, score_gradients + (stored_scores if again else 0))),
+        working=tokens * (gathered + max(mlp_gradients, outputs, score_gradients + (stored_scores if again else 0))),
     )
 
 
-def _mlp_numbers(model: Model, layout: Layout) -> int:
-    """Per token, before it is split: what goes into the activation function and what comes out; SiLU's result."""
-    halves = 2 if not model.swiglu else 3 if layout.fused_swiglu else 4
-    return halves * model.ffn_hidden_size * (model.moe_router_topk if model.num_experts else 1)
+def _mlp_numbers(model: Model, layout: Layout) -> float:
+    """Per token, before it is split: what goes into the activation function and what comes out; SiLU's result, or the
+    experts' GELU before it is weighted.
+    """
+    halves = 2 + (model.num_experts > 0) if not model.swiglu else 3 if layout.fused_swiglu else 4
+    return halves * model.ffn_hidden_size * model.routed(layout.expert)
 
 
 class LossActivations(NamedTuple):

@@ -95,7 +95,9 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     """
     times = times_of(model, layout, cluster, speed)
     pipeline = times.pipeline
-    bar = error_bar(cluster, model, fused_attention=layout.fused_attention, interleaved=layout.chunks > 1)
+    bar = error_bar(
+        cluster, model, fused_attention=layout.fused_attention, interleaved=layout.chunks > 1, shared=layout.context > 1
+    )
     busy_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
     work_s = layout.microbatches * busy_s + layout.pipeline * pipeline.update_s
     time_s = _shared_s(layout, times.pipeline, cluster, work_s)

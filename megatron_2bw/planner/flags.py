@@ -18,6 +18,7 @@ from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, p
 from megatron_2bw.planner.unpriced import (
     CHECKED,
     DISPATCHER,
+    GROUPED,
     check_accepted,
     check_model,
     check_pipedream,
@@ -114,6 +115,7 @@ _SPELLED = frozenset(
         *"--merge-file --vocab-file".split(),
         # Megatron's own, which look like others.
         *"--decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
+        "--moe-expert-rank-capacity-factor",
         *"--mtp-hybrid-override-pattern --expert-tensor-parallel-num-weight-shards".split(),
     }
 )
@@ -267,10 +269,12 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
     numbers.setdefault("context", 1)
     if "microbatch" not in numbers:
         raise PlanError("--micro-batch-size is missing: Megatron has no default; give --micro-batch-size N")
-    for name in ("pipeline", "tensor", "context", "expert", "microbatch", "delayed_microbatches"):
+    for name in ("pipeline", "tensor", "context", "expert", "expert_tensor", "microbatch", "delayed_microbatches"):
         if numbers.get(name, 1) < 1:
             raise PlanError(f"{name} {numbers[name]}: give a whole number of at least 1")
     data = _width(gpus, numbers["pipeline"] * numbers["tensor"] * numbers["context"])
+    if not model.num_experts:
+        numbers.pop("expert_tensor", None)  # Megatron does not look at it.
     if "--num-layers-per-virtual-pipeline-stage" in options:
         numbers["chunks"] = _chunks(options, model, numbers["pipeline"])
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
@@ -402,8 +406,11 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         words += ["--recompute-granularity", layout.recompute]
     if layout.recompute is Recompute.FULL:
         words += ["--recompute-method", layout.recompute_method, "--recompute-num-layers", str(layout.recompute_layers)]
+    # On Ampere and later; fp32 and attention that is not fused are those of a CPU, too.
+    has_grouped = layout.precision is Precision.BF16 and layout.fused_attention
     switches = {
         f"--moe-token-dispatcher-type {DISPATCHER}": layout.expert > 1,
+        GROUPED: model.num_experts > 0 and has_grouped,
         "--sequence-parallel": layout.sequence_parallel,
         "--use-distributed-optimizer": layout.distributed_optimizer,
         "--overlap-grad-reduce": layout.overlap_gradients,

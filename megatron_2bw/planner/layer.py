@@ -4,7 +4,7 @@ Matrix products are bound by arithmetic or by HBM, everything else on the GPU by
 add an all-reduce after attention and MLP, forward and backward (Megatron-LM, arXiv 1909.08053, section 3).
 Context-parallel ranks pass keys and values around a ring while they attend to what they have (Liu et al., "Ring
 Attention", arXiv 2310.01889, section 3). Expert-parallel ranks exchange tokens before and after the experts, which are
-taken to be equally busy (Lepikhin et al., "GShard", arXiv 2006.16668, section 3.2). All is per rank.
+taken to be nearly equally busy (Lepikhin et al., "GShard", arXiv 2006.16668, section 3.2). All is per rank.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _BACKWARD, _UNFUSED_BACKWARD = 12, 5
 scores, softmax, dropout and three permutations."""
 _UNFUSED_SWIGLU_FORWARD, _UNFUSED_SWIGLU_BACKWARD = 2, 3
 """More than the fused one: a sum with the bias, SiLU and a product; in the backward two products, SiLU's and a copy."""
+_SORTING = 2
+"""To the experts' order and back."""
 _SCORES = 2
 """Softmax and dropout."""
 
@@ -147,7 +149,7 @@ class _Sizes:
         self.hidden = model.hidden_size
         self.queries = model.query_size / self.tensor
         self.keys = model.key_size / self.tensor
-        self.routed = model.moe_router_topk if model.num_experts else 1
+        self.routed = model.routed(split.expert)
         self.experts = max(model.num_experts, 1) // split.expert
         # Ranks that split no expert each have a share of the tokens in its place.
         self.of_mlp = split.expert_tensor if model.num_experts else self.tensor
@@ -192,13 +194,22 @@ class _Sizes:
         if ranks == 1:
             return 0.0
         size_bytes = passes * 2 * self.keys * self.tokens * self.width
-        send_s = machine.send_s(size_bytes, self.tensor, self.tensor * ranks)
+        send_s = machine.pass_on_s(size_bytes, ranks, self.tensor)
         return (ranks - 1) * max(0.0, send_s - self.attention_s(machine, passes) / ranks)
 
     def exchanges_s(self, machine: Machine) -> float:
         """Of routed tokens, to their experts and back; a tensor-parallel rank sends its share of them."""
         size_bytes = self.tokens * self.routed * self.hidden * self.width / self.tensor
         return 2 * machine.all_to_all_s(size_bytes, self.split.expert, self.split.expert_tensor)
+
+    def sorted_bytes(self) -> float:
+        """Moved to put tokens in the order of their experts and back, those of several local experts once more."""
+        numbers = self.tokens * self.routed * self.hidden / self.tensor
+        if not self.model.num_experts:
+            return 0.0
+        if self.split.expert == 1:  # All are here.
+            return 4 * self.width * numbers * self.of_mlp
+        return 4 * self.width * numbers * (1 + (self.of_mlp if self.experts > 1 else 0))
 
     def all_reduces_s(self, machine: Machine) -> float:
         """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each.
@@ -217,8 +228,8 @@ def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
     core_s = sizes.attention_s(machine, 1)
     # Two norms read and write; two residual sums read two, write one, and a mask.
     outside = (4 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
-    inside = width * sizes.routed_tokens * (sizes.into_mlp + sizes.out_of_mlp)
-    scores, kernels = 0.0, _FORWARD
+    inside = width * sizes.routed_tokens * (sizes.into_mlp + sizes.out_of_mlp) + sizes.sorted_bytes()
+    scores, kernels = 0.0, _FORWARD + _SORTING * (sizes.model.num_experts > 0)
     if sizes.unfused_swiglu:  # Per number that comes out: SiLU's is written and read, and the sum reads and writes two.
         inside += width * sizes.routed_tokens * (6 if sizes.model.bias else 2) * sizes.out_of_mlp
         kernels += _UNFUSED_SWIGLU_FORWARD
@@ -257,8 +268,8 @@ def _backward(sizes: _Sizes, machine: Machine) -> Parts:
     # Norms read gradient and input, write a gradient; residual sums likewise, and a mask.
     outside = (6 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
     inside = width * sizes.routed_tokens * 1.5 * (sizes.into_mlp + sizes.out_of_mlp)
-    inside += 2 * sizes.split.gradient_width * sizes.weights
-    scores, kernels = 0.0, _BACKWARD
+    inside += 2 * sizes.split.gradient_width * sizes.weights + sizes.sorted_bytes()
+    scores, kernels = 0.0, _BACKWARD + _SORTING * (sizes.model.num_experts > 0)
     if sizes.unfused_swiglu:  # 13 numbers are read or written in place of 5.
         inside += width * sizes.routed_tokens * 8 * sizes.out_of_mlp
         kernels += _UNFUSED_SWIGLU_BACKWARD

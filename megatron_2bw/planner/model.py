@@ -17,6 +17,11 @@ class Kind(StrEnum):
     BERT = "bert"
 
 
+BUSIEST = 1.1
+"""Tokens of the busiest of the ranks that share experts, over the mean; with one digit, from how much memory Mixtral's
+four runs with trained routers took (NVIDIA/Megatron-LM, core_v0.19.0, tests/functional_tests/test_cases/mixtral)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """Sizes of a GPT or BERT; names are those of Megatron's flags.
@@ -133,6 +138,12 @@ class Model:
         if self.num_experts:
             mlp = self.num_experts * (mlp + self.hidden_size)
         return self.attention_parameters + mlp + 2 * self.norm_parameters
+
+    def routed(self, expert: int) -> float:
+        """Experts per token, on the busiest of ``expert`` ranks that share them; 1 without any."""
+        if not self.num_experts:
+            return 1
+        return self.moe_router_topk * (BUSIEST if expert > 1 else 1)
 
     def tokens(self, microbatch: int, context: int = 1) -> int:
         """Of so many samples, on each of ``context`` ranks that share their sequences."""

@@ -84,7 +84,7 @@ def chosen(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {"schedules": schedule_name(schedule)}
     for part in filter(None, rest.split(",")):
         count, recompute = re.fullmatch(r"([a-z])(\d+)", part), _RECOMPUTE.fullmatch(part)
-        if count and count[1] in _COUNTS:
+        if count and count[1] in _COUNTS and part != "s0":
             values[_COUNTS[count[1]]] = int(count[2])
         elif part in _SWITCHES:
             dimension, value = _SWITCHES[part]

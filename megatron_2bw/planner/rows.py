@@ -44,6 +44,8 @@ _OF_MEGATRON = {
     "tp": "tensor",
     "cp": "context",
     "ep": "expert",
+    "etp": "expert_tensor",
+    "num_moe_experts": "num_experts",
     "dp": "data",
     "mbs": "microbatch",
     "gbs": "global_batch",
@@ -121,6 +123,12 @@ def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
         name = _OF_MEGATRON.get(key)
         if name is not None and value is not None and named.setdefault(name, value) != value:
             raise PlanError(f"{key} {value!r} and {name} {named[name]!r} disagree; leave out one of them")
+    if named.get("num_experts") and row.get("moe_ffn_hidden_size") is not None:
+        named["ffn_hidden_size"] = row["moe_ffn_hidden_size"]
+    if not named.get("num_experts") and "model" not in named:
+        named.pop("expert_tensor", None)
+    elif named.get("expert_tensor") == 0:
+        raise PlanError("expert_tensor 0: give a whole number of at least 1, or leave it out")
     return named
 
 

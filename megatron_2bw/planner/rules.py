@@ -90,8 +90,6 @@ def tensor_problem(
         return Problem("sequence_parallel needs tensor above 1", "leave it out")
     if model.num_experts and tensor > 1 and not sequence_parallel:
         return Problem(f"tensor {tensor} with experts needs sequence_parallel", "switch it on")
-    if model.num_experts and tensor > 1 and model.bias and not experts_apart:
-        return Problem(f"tensor {tensor}: experts with a bias cannot be shared", "use 1, or a model without bias")
     return None
 
 
@@ -118,7 +116,8 @@ def context_problem(model: Model, layout: Layout) -> Problem | None:
 def expert_problem(model: Model, layout: Layout) -> Problem | None:
     """Why ranks cannot share the experts.
 
-    Rules: validate_args, "Expert parallelism check"; ``initialize_model_parallel``, expert_data_parallel_size.
+    Rules: validate_args, "Expert parallelism check"; ``initialize_model_parallel``, expert_data_parallel_size;
+    ``MLP.forward``, "Only support fusion of swiglu and quick_gelu with per_token_scale".
     """
     count, split = layout.expert, layout.expert_tensor
     if not model.num_experts:
@@ -126,6 +125,16 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
             if number != usual:
                 return Problem(f"{name} {number}: the model has no experts", "leave it out")
         return None
+    if model.bias:
+        return Problem(
+            "experts with a bias: Megatron weights what its activation functions give, which no bias goes with",
+            "give --disable-bias-linear, or a model without bias",
+        )
+    if split != layout.tensor and count == 1:
+        return Problem(
+            f"expert_tensor {split} with expert 1: such layouts are not priced",
+            f"use {layout.tensor}, or expert above 1",
+        )
     ranks = layout.tensor * layout.replicas
     if model.ffn_hidden_size % split or ranks % split:
         nearest = nearest_divisor(math.gcd(model.ffn_hidden_size, ranks), split)
@@ -134,15 +143,11 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
             "stage",
             f"use {nearest}",
         )
-    if model.bias and split > 1:
-        return Problem(f"expert_tensor {split}: experts with a bias cannot be shared", "use 1, or a model without bias")
     nearest = f"use {nearest_divisor(math.gcd(model.num_experts, ranks // split), count)}"
     if model.num_experts % count:
         return Problem(f"expert {count} does not divide num_experts {model.num_experts}", nearest)
     if ranks // split % count:
         return Problem(f"expert {count} does not divide the {ranks // split} ranks that hold experts", nearest)
-    if split != layout.tensor and count == 1:
-        return Problem(f"expert_tensor {split} with expert 1: such layouts are not priced", "leave it out")
     return None
 
 

@@ -24,7 +24,7 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.multiples import nearest_multiple
+from megatron_2bw.planner.multiples import divisors, nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import DELAYED, delay_of, least_microbatches
 from megatron_2bw.planner.savings import Saving, min_until
@@ -306,7 +306,8 @@ class _Search:
         """(value of the limit, layout with the nearest one that leaves any); None if none does."""
         space, field = self.candidates.space, field_of(dimension)
         others: dict[Any, Layout] = {}
-        for layout in self._with(space=replace(space, **{dimension: _EVERY.get(dimension)}))._all():
+        every = _EVERY | {"contexts": divisors(self.candidates.cluster.gpus)}
+        for layout in self._with(space=replace(space, **{dimension: every.get(dimension)}))._all():
             others.setdefault(getattr(layout, field), layout)
         pairs = sorted(product(getattr(space, dimension), others), key=lambda pair: _distance(*pair))
         for value, other in pairs[:_TRIALS]:

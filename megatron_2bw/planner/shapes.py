@@ -88,9 +88,9 @@ class Shapes:
         """(expert_tensor, expert)"""
         experts = self.model.num_experts or 1
         splits = (tensor, 1) if tensor > 1 and self.model.num_experts else (tensor,)
-        if self.decisions.space.expert_tensors:
+        if self.decisions.space.expert_tensors and self.model.num_experts:
             splits = divisors(tensor * replicas)
-        for split in self.decisions.allowed("expert_tensors", splits):
+        for split in self.decisions.allowed("expert_tensors", splits) if self.model.num_experts else splits:
             ranks = tensor * replicas // split
             shares = divisors(ranks) if self.decisions.space.experts else divisors(math.gcd(experts, ranks))
             for expert in self.decisions.allowed("experts", shares):

@@ -9,6 +9,8 @@ from megatron_2bw.planner.options import Options
 
 DISPATCHER = "alltoall"
 """How tokens get to experts of other ranks: sent to those alone. Megatron's default gathers all of them everywhere."""
+GROUPED = "--moe-grouped-gemm"
+"""The experts of a rank in one matrix product; Megatron's default is one after the other."""
 _OF_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 """Two ways to interleave."""
 _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
@@ -24,6 +26,15 @@ def _given(options: Options, flag: str) -> bool:
 
 def _dispatches_otherwise(options: Options, flag: str) -> bool:
     return _above_one(options, flag) and options.text("--moe-token-dispatcher-type", "allgather") != DISPATCHER
+
+
+def _gathers_in_price(options: Options, flag: str) -> bool:
+    shared = _above_one(options, "--expert-model-parallel-size")
+    return options.text(flag) == DISPATCHER and not shared and _above_one(options, "--tensor-model-parallel-size")
+
+
+def _loops_over_experts(options: Options, flag: str) -> bool:
+    return _above_one(options, "--num-experts") and GROUPED not in options
 
 
 def _stages(options: Options) -> int:
@@ -50,6 +61,9 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--heterogeneous-layers-config-path": (_given, "layers of several kinds"),
     "--moe-layer-freq": (lambda options, flag: options.text(flag, "1") != "1", "layers of several kinds"),
     "--moe-shared-expert-intermediate-size": (_given, "shared experts"),
+    "--moe-latent-size": (_given, "experts of another width"),
+    "--moe-expert-capacity-factor": (_given, "a capacity of experts"),
+    "--hybrid-context-parallel": (_given, "sequences shared by numbers of ranks of their own"),
     "--mtp-num-layers": (_given, "multi-token prediction"),
     "--fp8-format": (_given, "8-bit matrix products"),
     "--fp4-format": (_given, "4-bit matrix products"),
@@ -75,7 +89,13 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--rampup-batch-size": (_given, "priced at the final batch size"),
     "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),
     "--expert-model-parallel-size": (_dispatches_otherwise, f"priced with --moe-token-dispatcher-type {DISPATCHER}"),
-    "--num-experts": (_above_one, "priced with experts that are equally busy; before they are, the busiest takes more"),
+    "--num-experts": (
+        _above_one,
+        "priced with experts that are nearly equally busy; before they are, the busiest takes more",
+    ),
+    GROUPED: (_loops_over_experts, "priced as if it were given"),
+    "--moe-token-dispatcher-type": (_gathers_in_price, "priced as allgather, where no ranks share the experts"),
+    "--use-tp-pp-dp-mapping": (_given, "priced with Megatron's usual order of ranks"),
     "--cp-comm-type": (lambda options, flag: options.text(flag, "p2p") != "p2p", "priced as p2p"),
     "--tp-comm-overlap": (_given, "priced without that overlap"),
     "--cuda-graph-impl": (_given, "priced without CUDA graphs"),

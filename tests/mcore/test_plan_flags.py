@@ -42,9 +42,8 @@ MODEL_CASES: dict[str, Model] = {
         kv_channels=64,
     ),
     "channels": dataclasses.replace(SMALL, kv_channels=32),
-    "experts": dataclasses.replace(SMALL, num_experts=4, tied=False),
-    "experts without bias": dataclasses.replace(SMALL, num_experts=4, bias=False),
-    "one expert of four": dataclasses.replace(SMALL, num_experts=4, moe_router_topk=1),
+    "experts": dataclasses.replace(SMALL, num_experts=4, tied=False, bias=False),
+    "one expert of four": dataclasses.replace(SMALL, num_experts=4, moe_router_topk=1, bias=False),
     "odd layers": dataclasses.replace(SMALL, num_layers=15),
 }
 SPACES: dict[str, Space] = {
@@ -95,6 +94,7 @@ def validate(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
+    monkeypatch.setattr(arguments.torch.cuda, "get_device_capability", lambda: (9, 0))
 
     def with_flags_of(model: Model, layout: Layout) -> tuple[Any, Any]:
         args = parser.parse_args([*layout_flags(model, layout), *model_flags(model), *TRAINING])

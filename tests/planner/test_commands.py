@@ -246,7 +246,7 @@ def test_the_papers_own_planners(capsys: pytest.CaptureFixture[str]):
         "mixpipe",
         *(best[field] for field in ("depth", "width", "microbatch", "injected", "extra")),
     )
-    experts = both.replace("--model bert-355m", f"{FLAGS} --num-experts 4")
+    experts = both.replace("--model bert-355m", f"{FLAGS} --num-experts 4 --disable-bias-linear")
     code, out, _ = run(capsys, experts)
     assert (code, "There are no flags for the best: num_experts 4: mixpipe trains no experts" in out) == (0, True)
     assert "num_experts 4: mixpipe trains no experts" in run(capsys, f"{experts} --flags-only")[2]

@@ -125,8 +125,12 @@ def test_flags_that_were_given_are_printed_as_given():
         ("--cross-entropy-loss-fusion", ("--cross-entropy-loss-fusion: priced without that fusion",)),
         ("--squared-relu --no-bias-gelu-fusion --accumulate-allreduce-grads-in-fp32 --fp16", ()),
         (
-            "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid",
-            ("--num-experts: priced with experts that are equally busy; before they are, the busiest takes more",),
+            "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid --disable-bias-linear",
+            (
+                "--num-experts: priced with experts that are nearly equally busy; before they are, the busiest takes "
+                "more",
+                "--moe-grouped-gemm: priced as if it were given",
+            ),
         ),
         ("--position-embedding-type mrope --mrope-section 16 24 24", ()),
         ("--pipeline_schedule 2bw", ("--pipeline_schedule: not priced; did you mean --pipeline-schedule?",)),
