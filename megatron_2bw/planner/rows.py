@@ -104,6 +104,10 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
         if nearest is not None and nearest not in row and not hasattr(Layout, key):
             raise PlanError(f"unknown key {key!r}; did you mean {nearest!r}?")
     model, base = _model(row), _cluster(row)
+    if row.get("expert_tensor") == 0:
+        raise PlanError("expert_tensor 0: give a whole number of at least 1, or leave it out")
+    if not model.num_experts:
+        row.pop("expert_tensor", None)  # Megatron does not look at it.
     layout = _layout(row, base)
     refused = problem(model, layout) or gpu_problem(base.gpu, layout.precision, fused_attention=layout.fused_attention)
     if refused:
@@ -125,10 +129,6 @@ def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
             raise PlanError(f"{key} {value!r} and {name} {named[name]!r} disagree; leave out one of them")
     if named.get("num_experts") and row.get("moe_ffn_hidden_size") is not None:
         named["ffn_hidden_size"] = row["moe_ffn_hidden_size"]
-    if not named.get("num_experts") and "model" not in named:
-        named.pop("expert_tensor", None)
-    elif named.get("expert_tensor") == 0:
-        raise PlanError("expert_tensor 0: give a whole number of at least 1, or leave it out")
     return named
 
 

@@ -35,10 +35,21 @@ def test_sizes_in_megatrons_names() -> None:
     assert predicted({**ROW, "dp": 4}) == predicted(ROW)
 
 
+def test_experts_in_megatrons_names() -> None:
+    sizes = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 50257}
+    row = {**ROW, **sizes, "bias": False, "sequence_parallel": True}
+    del row["model"]
+    theirs = {**row, "num_moe_experts": 8, "ffn_hidden_size": 4096, "moe_ffn_hidden_size": 512, "ep": 2, "etp": 1}
+    ours = {**row, "num_experts": 8, "ffn_hidden_size": 512, "expert": 2}
+    assert predicted(theirs) == predicted({**ours, "expert_tensor": 1}) != predicted(ours)
+    assert predicted({**ROW, "etp": 1}) == predicted(ROW), "nobody looks at it without experts"
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"fp8": True}, "fp8 True: the cost model does not cover 8-bit matrix products"),
+        ({"etp": 0}, "expert_tensor 0: give a whole number of at least 1"),
         ({"ep": 4}, "expert 4: the model has no experts; leave it out"),
         ({"cp": 2, "data": 2, "fused_attention": False}, "context 2 needs fused attention"),
         ({"mtp_num_layers": 1}, "mtp_num_layers 1: the cost model does not cover multi-token prediction"),
