@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.planner.bash.expand import is_known, settled, shown
+from megatron_2bw.planner.bash.scope import is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import Configuration, read
@@ -191,7 +191,6 @@ def test_nothing_runs(tmp_path: Path):
 
 SNIPPETS = {
     "leading blanks": 'A=" x y "; show a$A b${A}c $A$A "$A"$A',
-    "files": "if [ -f /none ]; then show a; elif [ ! -d / ]; then show b; else show c; fi; [ -e /none ] && show d",
     "splitting": 'A="x  y "; B=; show a$A"$A"b $B "$B" c$B',
     "arrays": 'A=(1 "2 3" $(( 2 * 2 ))); A+=(5); show ${A[@]} "${A[@]}" x"${A[@]}"y ${#A[@]} ${A[1]} ${A[-1]} $A',
     "empty array": 'A=(); show "${A[@]}" ${A[@]} end',
@@ -210,7 +209,7 @@ SNIPPETS = {
     "redirections": "show a 2>/dev/null 2>&1; { show b; } 2> /dev/null; show c 3 2>&1",
     "exit": "show a; exit 0; show b",
     "exec": "A=1; export B=2; ( exec bash -c 'show ${A-a} $B'; show ); exec 2>/dev/null; exec bash -c 'show b'; show",
-    "classes": "for x in a1 8 '[:'; do [[ $x =~ ^[[:alpha:]]?[[:digit:]]+$ ]] && show $x || show no; done",
+    "classes": "for x in a1 8 '[:'; do if [[ $x =~ ^[[:alpha:]]?[[:digit:]]+$ ]]; then show $x; else show no; fi; done",
     "arguments": 'set -eo pipefail; set -- a "b c" "$@" -d; show "$@" "$*" $#; shift 9 || show "$1"; set -o nounset x',
     "unset": "A=1; B=(2 3); unset A B; show ${A-a} ${B-b}",
     "subshell": "A=1; ( A=2; show $A; exit 3; show no ); show $A; (( A == 1 )) && show one",
