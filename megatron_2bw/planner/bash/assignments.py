@@ -25,24 +25,27 @@ def name_of(token: Token) -> str:
     return token.text if token.elements is not None else _ASSIGNMENT.fullmatch(token.text)[1]
 
 
-def assign(scope: Scope, parts: Sequence[Token]) -> None:
-    for token in parts:
-        if token.elements is not None:
-            old = scope.values.get(token.text, []) if token.append else []
-            scope.set(token.text, [*([old] if isinstance(old, str) else old), *_elements(scope, token)])
-            continue
-        name, element, append, raw = _ASSIGNMENT.fullmatch(token.text).groups()
-        text, old = text_of(raw, scope), scope.get(name)
-        if element or (isinstance(old, list) and count(old) is None):
+def assign(scope: Scope, parts: Sequence[Token], *, at_once: bool = False) -> None:
+    """One after the other, or ``at_once``, as the words of a command."""
+    expanded = ((token, _value(scope, token)) for token in parts)
+    for token, value in list(expanded) if at_once else expanded:
+        name, old = name_of(token), scope.get(name_of(token))
+        _, element, append, _ = _ASSIGNMENT.fullmatch(token.text).groups() if token.elements is None else [""] * 4
+        if isinstance(value, list):
+            before = old if token.append and old is not None else []
+            scope.set(name, [*([before] if isinstance(before, str) else before), *value])
+        elif element or (isinstance(old, list) and count(old) is None):
             scope.set(name, [unknown(f"${{{name}}}")])
         elif isinstance(old, list):
-            scope.set(name, [(old[0] if append and old else "") + text, *old[1:]])
+            scope.set(name, [(old[0] if append and old else "") + value, *old[1:]])
         else:
-            scope.set(name, (old or "") + text if append else text)
+            scope.set(name, (old or "") + value if append else value)
 
 
-def _elements(scope: Scope, token: Token) -> list[str]:
-    """Of an array; unknown where they have keys, which are not followed."""
+def _value(scope: Scope, token: Token) -> Value:
+    """What ``token`` assigns; unknown where it is an array with keys, which are not followed."""
+    if token.elements is None:
+        return text_of(_ASSIGNMENT.fullmatch(token.text)[4], scope)
     if any(element.startswith("[") for element in token.elements):
         return [unknown(f"${{{token.text}}}")]
     return [word for element in token.elements for word in fields(element, scope)]
@@ -75,7 +78,7 @@ def declare(scope: Scope, words: Sequence[str], assigning: Sequence[Token], *, h
         scope.unset(name)
     for found in quoted:
         scope.set(found[1], unknown(found[0]) if found[2] or found[3] else found[4])
-    assign(scope, assigning)
+    assign(scope, assigning, at_once=True)
     for name in names if set(options) & set("iulA") and words[0] != "export" else ():
         scope.set(name, [unknown(f"${{{name}}}")])  # They change what is assigned, now and later.
     if words[0] == "export" or "x" in options:

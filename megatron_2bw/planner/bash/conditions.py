@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 
-from megatron_2bw.planner.bash.expand import matches
+from megatron_2bw.planner.bash.expand import matches, without_classes
 from megatron_2bw.planner.bash.scope import settled
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
@@ -17,17 +17,6 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-gt": operator.gt,
     "-ge": operator.ge,
 }
-_CLASSES = {
-    "digit": "0-9",
-    "alpha": "a-zA-Z",
-    "alnum": "a-zA-Z0-9",
-    "lower": "a-z",
-    "upper": "A-Z",
-    "xdigit": "0-9A-Fa-f",
-    "space": r"\s",
-    "blank": r" \t",
-}
-"""Within the brackets of a regular expression, ``[:digit:]`` and the like."""
 
 
 def holds(words: Sequence[str], *, patterns: bool = False) -> bool | None:
@@ -99,9 +88,8 @@ def _primary(words: Sequence[str], *, patterns: bool) -> bool | None:
 
 
 def _found(text: str, expression: str) -> bool | None:
-    for name, characters in _CLASSES.items():
-        expression = expression.replace(f"[:{name}:]", characters)
-    if "[:" in expression or "[[" in expression:
+    expression = without_classes(expression)
+    if expression is None or "[[" in expression:
         return None
     try:
         return re.search(expression, text) is not None

@@ -8,7 +8,19 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from megatron_2bw.planner.bash.scope import Scope, Value, count, is_known, settled, unknown, unset
+from megatron_2bw.planner.bash.scope import (
+    GONE,
+    Scope,
+    Value,
+    count,
+    element,
+    is_gone,
+    is_known,
+    is_word,
+    settled,
+    unknown,
+    unset,
+)
 from megatron_2bw.planner.bash.scope import shown as shown  # For messages about words.
 from megatron_2bw.planner.bash.tokens import part_end
 
@@ -37,7 +49,7 @@ def fields(raw: str, scope: Scope) -> list[str]:
     >>> fields('${ARGS[@]}', scope), fields('$X"$X"$TP', scope), fields('"${DP:-$((TP/2))}"', scope)
     (['--bf16', '--lr'], ['a', 'ba b8'], ['4'])
     """
-    return [word for one in _braces(raw) for word in _split(_pieces(one, scope), scope)]
+    return [word for one in braces(raw) for word in _split(_pieces(one, scope), scope)]
 
 
 def _split(pieces: Iterator[_Piece], scope: Scope) -> list[str]:
@@ -45,14 +57,16 @@ def _split(pieces: Iterator[_Piece], scope: Scope) -> list[str]:
     grows = False
     for value, _, splits in pieces:
         if splits:
-            text = _text(value)
+            text = " ".join(value) if isinstance(value, list) else value
             parts, starts, ends = _blank_separated(text, scope), text[:1].isspace(), text[-1:].isspace()
+            parts = [part if is_known(part) or settled(part) != "" else part + GONE for part in parts]
         else:
             parts, starts, ends = value if isinstance(value, list) else [value], False, False
         grows = grows and not starts
         for index, part in enumerate(parts):
             if grows and index == 0:
-                words[-1] += part
+                drops = is_gone(words[-1]) and is_gone(part)
+                words[-1] = (words[-1] + part) if drops else (words[-1] + part).replace(GONE, "")
             else:
                 words.append(part)
         grows = not ends if parts else grows
@@ -67,17 +81,17 @@ def _blank_separated(text: str, scope: Scope) -> list[str]:
     return [unknown(text) if set(text) & {*separators, *" \t\n"} or not is_known(text) else text] if text else []
 
 
-def _braces(raw: str) -> list[str]:
+def braces(raw: str) -> list[str]:
     """``raw`` for each of the choices in braces: ``{1..3}``, ``{a,b}``.
 
-    >>> _braces("{1..3}'{1..3}'{a,$b}")[:2]
+    >>> braces("{1..3}'{1..3}'{a,$b}")[:2]
     ["1'{1..3}'a", "1'{1..3}'$b"]
     """
     at = 0
     while at < len(raw):
         if found := _BRACES.match(raw, at):
             before, after = raw[:at], raw[found.end() :]
-            return [rest for choice in _choices(found) for rest in _braces(before + choice + after)]
+            return [rest for choice in _choices(found) for rest in braces(before + choice + after)]
         if raw[at] == "{" and re.search(r"(,|\.\.).*\}", raw[at:]):
             return [unknown(raw)]
         at = part_end(raw, at)
@@ -109,16 +123,37 @@ def regex_of(raw: str, scope: Scope) -> str:
     return pattern_of(raw, scope, re.escape)
 
 
+_CLASSES = {
+    "digit": "0-9",
+    "alpha": "a-zA-Z",
+    "alnum": "a-zA-Z0-9",
+    "lower": "a-z",
+    "upper": "A-Z",
+    "xdigit": "0-9A-Fa-f",
+    "space": " \t\n",
+    "blank": " \t",
+}
+"""Within the brackets of a pattern or regular expression, ``[:digit:]`` and the like."""
+
+
+def without_classes(pattern: str) -> str | None:
+    """``pattern`` with their characters for ``[:digit:]`` and the like; None where there are others."""
+    for name, characters in _CLASSES.items():
+        pattern = pattern.replace(f"[:{name}:]", characters)
+    return None if "[:" in pattern else pattern
+
+
 def matches(text: str | None, pattern: str) -> bool | None:
     """Whether ``text`` matches a pattern of bash; None where one is unknown.
 
     >>> matches("b1", "[^a]*"), matches(None, "*"), matches("a", "[[:alpha:]]")
-    (True, True, None)
+    (True, True, True)
     """
     known = settled(pattern)
     if known == "*":
         return True
-    if text is None or known is None or "[:" in known or re.search(r"[@!+?*]\(", known):
+    known = None if known is None else without_classes(known)
+    if text is None or known is None or re.search(r"[@!+?*]\(", known):
         return None
     return fnmatchcase(text, known.replace("[^", "[!"))
 
@@ -135,7 +170,9 @@ def compute(expression: str, scope: Scope) -> int | None:
 
 
 def _text(value: Value) -> str:
-    return " ".join(value) if isinstance(value, list) else value
+    """One word; unknown where it is unknown what the words are."""
+    text = " ".join(value) if isinstance(value, list) else value
+    return text if isinstance(value, str) or all(map(is_word, value)) else unknown(text)
 
 
 def _pieces(raw: str, scope: Scope, *, quoted: bool = False, splits: bool = False) -> Iterator[_Piece]:
@@ -161,13 +198,13 @@ def _special(part: str, scope: Scope, *, quoted: bool) -> Iterator[_Piece]:
         case "\\":
             character = part[1:]
             kept = quoted and character not in '$`"\\\n'
-            yield _Piece("" if character == "\n" else part if kept else character, quoted=True)
+            yield _Piece("" if character == "\n" else part if kept or not character else character, quoted=True)
         case "'":
             yield _Piece(part[1:-1], quoted=True)
         case '"':
             yield from _pieces(part[1:-1], scope, quoted=True) if part[1:-1] else [_Piece("", quoted=True)]
         case "\x01" | "\x02":
-            yield _Piece(part, quoted=True)
+            yield _Piece(part, quoted, not quoted)
         case "`":
             yield _Piece(unknown(part), quoted, not quoted)
         case _ if part.startswith("$'"):
@@ -175,7 +212,8 @@ def _special(part: str, scope: Scope, *, quoted: bool) -> Iterator[_Piece]:
         case _:
             value = _parameter(part, scope) if part.startswith("${") else _expansion(part, scope)
             if isinstance(value, _Default):
-                yield from _pieces(value.word, scope, quoted=quoted, splits=not quoted)
+                word = re.sub(r'(\\.)|"', r"\1", value.word, flags=re.DOTALL) if quoted else value.word
+                yield from _pieces(word, scope, quoted=quoted, splits=not quoted)
             else:
                 yield _Piece(_joined(part, value, scope) if quoted else value, quoted, not quoted)
 
@@ -192,7 +230,9 @@ def _joined(part: str, value: Value, scope: Scope) -> Value:
     """``"$*"`` and ``"${A[*]}"`` are one word."""
     is_one = part.startswith(("$*", "${*")) or "[*]" in part
     between = scope.get("IFS")
-    return (" " if between is None else between[:1]).join(value) if is_one and isinstance(value, list) else value
+    if not is_one or isinstance(value, str):
+        return value
+    return (" " if between is None else between[:1]).join(value) if all(map(is_word, value)) else unknown(part)
 
 
 def _expansion(part: str, scope: Scope) -> Value:
@@ -227,7 +267,7 @@ def _parameter(part: str, scope: Scope) -> Value | _Default:
     if default := _DEFAULT.fullmatch(change):
         return _defaulted(value, default, parameter["name"], scope)
     if value is None:
-        return unset(part)
+        return unset(part) + GONE * (parameter["index"] == "@")
     if not change:
         return value
     changed = _changed(value, change, scope) if isinstance(value, str) and is_known(value) else None
@@ -240,11 +280,10 @@ def _element(value: Value | None, parameter: re.Match[str], scope: Scope) -> Val
         return [value] if isinstance(value, str) else value
     if value is None or (index is None and isinstance(value, str)):
         return value
-    elements = [value] if isinstance(value, str) else value
     position = compute(index, scope) if index else 0
-    if position is None or (position and count(elements) is None):
-        return unknown(parameter[0])
-    return elements[position] if -len(elements) <= position < len(elements) else None
+    if position is None:
+        return unknown(f"${{{parameter[0]}}}")
+    return element([value] if isinstance(value, str) else value, position, f"${{{parameter[0]}}}")
 
 
 def _defaulted(value: Value | None, default: re.Match[str], name: str, scope: Scope) -> Value | _Default:

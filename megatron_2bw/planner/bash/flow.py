@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from functools import partial
 
 from megatron_2bw.planner.bash.conditions import holds
 from megatron_2bw.planner.bash.expand import compute, fields, matches, pattern_of, regex_of, text_of
-from megatron_2bw.planner.bash.scope import Scope, settled, unknown
+from megatron_2bw.planner.bash.scope import Scope, is_gone, is_word, settled, unknown
 from megatron_2bw.planner.bash.syntax import (
     AndOr,
     Arithmetic,
@@ -53,6 +54,8 @@ class Flow:
     scope: Scope
     early: dict[str, list[Scope]] = field(default_factory=dict)
     """Variables where the loop or function under way is perhaps left, by the word that leaves it."""
+    loops: int = 0
+    """Under way."""
     depth: int = 0
     steps: int = 0
 
@@ -128,14 +131,14 @@ class Flow:
 
     def apart(self, run: Callable[[], Status]) -> Status:
         """In a subshell, whose changes end with it."""
-        before = self.scope, self.early
+        before = self.scope, self.early, self.loops
         self.scope, self.early = self.scope.copy(), {}
         try:
             return run()
         except Left as left:
             return left.status
         finally:
-            self.scope, self.early = before
+            self.scope, self.early, self.loops = before
 
     def either(self, status: Status, first: Callable[[], Status], second: Callable[[], Status]) -> Status:
         """The first way where ``status`` says so, or the second; both where it is not known, which joins them."""
@@ -161,13 +164,15 @@ class Flow:
     @contextmanager
     def joining(self, word: str) -> Iterator[list[Scope]]:
         """The end of what ``word`` leaves: joins the places where it perhaps does, which it yields."""
-        outer = self.early.pop(word, [])
-        self.early[word] = early = []
+        outer, early = self.early.get(word, []), []
+        self.early[word] = early
+        self.loops += word == "break"
         try:
             yield early
         finally:
             for scope in early:
                 self.scope = self.scope.joined(scope)
+            self.loops -= word == "break"
             self.early[word] = outer
 
     def perhaps(self, way: Callable[[], object]) -> Status:
@@ -199,10 +204,10 @@ class Flow:
     def for_(self, command: For) -> Status:
         values = [word for token in command.values for word in fields(token.text, self.scope)]
         with self.joining("break") as early:
-            for value in values:
+            for value in itertools.filterfalse(is_gone, values):
                 run = partial(self.round, command.body, name=command.name, value=value)
-                if settled(value) is None or early:
-                    self.perhaps(run)
+                if not is_word(value) or early:
+                    self.perhaps(lambda run=run: run() or early.append(self.scope.copy()))
                 elif not run():
                     break
         return None

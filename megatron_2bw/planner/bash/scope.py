@@ -11,8 +11,9 @@ from megatron_2bw.planner.errors import PlanError
 
 Value = str | list[str]
 
-_UNKNOWN, _UNSET, _END, _BLANK = "\x01", "\x02", "\x03", "\x04"
-"""Before what cannot be known without running the script and before what nothing sets; after both; a blank in them."""
+_UNKNOWN, _UNSET, _END, _BLANK, GONE = "\x01", "\x02", "\x03", "\x04", "\x05"
+"""Before what cannot be known without running the script and before what nothing sets; after both; a blank in them;
+after the latter where it is not quoted, so that bash drops the word."""
 _OF_BASH = set(
     "BASHPID BASH_REMATCH BASH_VERSION EPOCHSECONDS EUID FUNCNAME HOSTNAME LINENO OLDPWD OSTYPE PIPESTATUS PPID "
     "RANDOM SECONDS SHLVL SRANDOM UID ! - $ _".split()
@@ -41,7 +42,7 @@ def settled(value: str) -> str | None:
     >>> settled("a" + unset("$B")), settled("a" + unknown("$(b)"))
     ('a', None)
     """
-    return None if _UNKNOWN in value else re.sub(f"{_UNSET}[^{_END}]*{_END}", "", value)
+    return None if _UNKNOWN in value else re.sub(f"{_UNSET}[^{_END}]*{_END}|{GONE}", "", value)
 
 
 def shown(value: str) -> str:
@@ -50,13 +51,32 @@ def shown(value: str) -> str:
     >>> shown("--save" + unknown("$(date)"))
     '--save$(date)'
     """
-    return re.sub(f"[{_UNKNOWN}{_UNSET}{_END}]", "", value).replace(_BLANK, " ")
+    return re.sub(f"[{_UNKNOWN}{_UNSET}{_END}{GONE}]", "", value).replace(_BLANK, " ")
+
+
+def is_gone(word: str) -> bool:
+    """Whether bash drops ``word``, which is kept for messages."""
+    return GONE in word and settled(word) == ""
+
+
+def is_word(word: str) -> bool:
+    """Whether ``word`` surely is one, and known."""
+    return settled(word) is not None and not is_gone(word)
 
 
 def count(value: Value) -> str | None:
     """Characters of a text, or elements; None where part of it is unknown, which may be any number of them."""
-    known = list(map(settled, [value] if isinstance(value, str) else value))
-    return None if None in known else str(len(known[0] if isinstance(value, str) else known))
+    if isinstance(value, str):
+        text = settled(value)
+        return None if text is None else str(len(text))
+    return str(len(value)) if all(map(is_word, value)) else None
+
+
+def element(of: list[str], position: int, shown: str) -> str | None:
+    """Of an array, or of the arguments; None where there is none."""
+    if not all(map(is_word, of[:position] if position >= 0 else of)) or any(map(is_gone, of[position:][:1])):
+        return unknown(shown)
+    return of[position] if -len(of) <= position < len(of) else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,9 +103,7 @@ class Scope:
         if name in ("@", "*"):
             return list(self.positional)
         if name.isdigit():
-            arguments = [self.script, *self.positional]
-            rest = [unknown("$@")] if count(self.positional) is None else []
-            return [*arguments, *rest][min(int(name), len(arguments))] if rest or int(name) < len(arguments) else None
+            return element([self.script, *self.positional], int(name), f"${name}")
         if name == "?" and self.status:
             return "0"
         if name == "#":

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
 from megatron_2bw.planner.bash.assignments import DECLARE, Hidden, assign, assigns, declare, hide, name_of
 from megatron_2bw.planner.bash.builtins import BUILTINS
 from megatron_2bw.planner.bash.conditions import holds
-from megatron_2bw.planner.bash.expand import document_of, fields, text_of
+from megatron_2bw.planner.bash.expand import braces, document_of, fields, text_of
 from megatron_2bw.planner.bash.flow import Flow, Left, Status
-from megatron_2bw.planner.bash.scope import Scope, settled, shown
+from megatron_2bw.planner.bash.scope import Scope, is_gone, settled, shown
 from megatron_2bw.planner.bash.shells import Call, sent, started
 from megatron_2bw.planner.bash.syntax import AndOr, Simple, parse
 from megatron_2bw.planner.bash.tokens import Token
@@ -69,7 +69,7 @@ class _Reading(Flow):
         words, assigning = [], []
         for token in command.words[len(given) :]:
             if words and words[0] in DECLARE and assigns(token):
-                assigning.append(token)
+                assigning += [replace(token, text=text) for text in braces(token.text)]
             else:
                 words += fields(token.text, self.scope)
         if not words:
@@ -115,8 +115,8 @@ class _Reading(Flow):
         if name in self.scope.functions:
             return self.call(self.scope.functions[name], arguments)
         if name in ("[", "test"):
-            return holds(arguments[:-1] if name == "[" else arguments)
-        if name in _LEAVING:
+            return holds([word for word in arguments if not is_gone(word)][: -1 if name == "[" else None])
+        if name in _LEAVING and (self.loops or name in ("exit", "return")):
             raise self.left(name, *arguments[:1])
         if name == "exec" and arguments:
             raise Left("exit", status=self.execute(arguments, files))
@@ -137,7 +137,7 @@ class _Reading(Flow):
         if word in ("break", "continue"):
             if argument and not (number or "").isdecimal():
                 raise PlanError(f"{word} {shown(argument)}: only running the script would tell which loop; write it")
-            return Left(word, levels=int(number or 1))
+            return Left(word, levels=min(int(number or 1), self.loops))
         return Left(word, status=self.scope.status if argument is None else number and not number.strip("0"))
 
     def program(self, words: list[str], given: str | None) -> Status:
