@@ -132,6 +132,13 @@ TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attenti
         (f"A=(1); A[0]=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size ${A}: nothing sets it"),
         ("set -- -t 2; while getopts t: o; do A=$OPTARG; done", "getopts, which reads the arguments, is not followed"),
         ("i=0; while :; do ((i++)); done", "line 1: the script takes more than 100000 steps"),
+        (f"[ -f x ] && A=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size $A: nothing sets it"),
+        (f"while read x; do A=2; done < x; {TRAINING} --bf16 $A --vocab-size 9", "$A may hold flags that only running"),
+        (f"if tool; then {TRAINING}; else {TRAINING} --bf16; fi", "2 different training commands"),
+        ("tool && f() { a; }; f", "only running the script would tell what a function does"),
+        ("case a in a) b;& esac", "line 1: ';&' in a place where bash does not take it"),
+        ("\nif a; then b; fi fi", "line 2: 'fi' in a place where bash does not take it"),
+        ("for i in 1; do for j in 1; do tool && break 2; done; done", "would tell whether break is reached"),
         (
             f"((A = $(cores) + 1)); {TRAINING} --vocab-size 9 --micro-batch-size $A",
             "((A = $(cores) + 1)): nothing sets it",
@@ -327,10 +334,11 @@ def test_the_trainer_gets_the_words_that_bash_gives_it(name: str, world: dict[st
 class Writer:
     """Writes scripts in which all that matters is the words of ``train``."""
 
-    WORDS = r"""a 7 'x~y' "p~~q" $A "$B" ${C:-d} "${D:-$A}" ${L[@]} "${L[@]}" "${L[*]}" ${L[1]} ${L[-1]} $L x$A'y'z ${A%b*}
-        ${B##*x} ${A/a/b} ${A//x/} ${#L[@]} ${#A} $1 "$@" $* $# {1..3} {a,$N}z ~/d $'t\tu' \$A "\$A" $(tool) ${A:1:2}
-        ${A^^} ${B:+y$A} ${E:=e} ${D-'q~r'} "'$A'" a\~b --f=$N $? "" "${L[@]:1}" ${L[N]} "${B%'x'*}" "it's" a#b $((N)) $N
-        '*' "a*" "${A:-"$B"}" $A$B "$A"$B x"$@"y "${*}" ${A:$N} `tool` ${L} "${#B}" ${M[*]} \\ "\\" "\a" """.split()
+    WORDS = r"""a 7 'q~r' "p~~q" $A "$B" ${C:-d} "${D:-$A}" ${L[@]} "${L[@]}" "${L[*]}" ${L[1]} ${L[-1]} $L x$A'y'z
+        ${A%b*} ${B##*x} ${A/a/b} ${A//x/} ${#L[@]} ${#A} $1 "$@" $* $# {1..3} {a,$N}z ~/d $'t\tu' \$A "\$A" $(tool)
+        ${A:1:2} ${A^^} ${B:+y$A} ${E:=e} ${D-'q~r'} "'$A'" a\~b --f=$N $? "" "${L[@]:1}" ${L[N]} "${B%'x'*}" "it's" a#b
+        $((N)) $N '*' "a*" "${A:-"$B"}" $A$B "$A"$B x"$@"y "${*}" ${A:$N} `tool` ${L} "${#B}" ${M[*]} \\ "\\" "\a"
+        """.split()
     PATTERNS = r"""a* *b "a*" $A [^a]* ?x a|7 "$A"|b* \* [[:digit:]] *""".split()
     NUMBERS = "N A 0 1 2 3 07 0x1f $N ${#A} N++ --N (N=4) (N+=2) !N -N ~N".split()
     OPERATORS = "+ - * / % ** << >> < <= > >= == != & | ^ && || ,".split()
@@ -350,7 +358,7 @@ class Writer:
         return (
             self.of(*self.WORDS, f"$(({self.number()}))")
             .replace("~~", "  ")
-            .replace("x~y", "x y")
+            .replace("q~r", "q r")
             .replace(r"\~", r"\ ")
         )
 
@@ -389,14 +397,7 @@ class Writer:
 
     def body(self, *more: str) -> str:
         self.depth += 1
-        choices = [
-            self.assignment,
-            self.train,
-            self.assignment,
-            self.train,
-            self.simple,
-            *[self.compound] * (self.depth < 4),
-        ]
+        choices = [self.assignment, self.train] * 2 + [self.simple] + [self.compound] * (self.depth < 4)
         found = [self.random.choice(choices)() for _ in range(self.random.randrange(1, 4))]
         self.depth -= 1
         return "\n".join([*found, *(more if self.random.random() < 0.2 else ())])
@@ -421,18 +422,17 @@ class Writer:
         )
 
     def compound(self) -> str:
-        i = "ijkl"[self.depth - 1]
+        i, more = "ijkl"[self.depth - 1], self.body
         leave = self.of("break", "continue", f"{self.condition()} && {self.of('break', 'continue')}", "break 2")
         return self.of(
-            f"if {self.condition()}; then\n{self.body()}\nelif {self.condition()}; then {self.body()}\nelse {self.body()}\nfi",
+            f"if {self.condition()}; then\n{more()}\nelif {self.condition()}; then {more()}\nelse {more()}\nfi",
             f"if {self.condition()}\nthen {self.body('return', 'exit')}\nfi",
             f"for {self.of(i, 'A')} in {self.words()}; do\n{self.body(leave)}\n{self.body()}\ndone",
             f"{i}=0; while [ ${i} -lt 3 ]; do {i}=$(({i} + 1)); {self.body(leave)}\n{self.train()}; done",
             f"for (({i} = 0; {i} < 3; {i}++)); do {self.body(leave)}\n{self.train()}; done",
-            f"case {self.word()} in\n"
-            + "".join(f"{self.of(*self.PATTERNS)}) {self.body()};;\n" for _ in "ab")
-            + "esac",
-            f"f() {{ local A={self.word()} {self.of('B', 'C=$A', '-x D=2')}; {self.body('return 1', self.condition(), 'return')}\n}}",
+            f"case {self.word()} in {self.of(*self.PATTERNS)}) {more()};;\n{self.of(*self.PATTERNS)}) {more()}\nesac",
+            f"f() {{ local A={self.word()} {self.of('B', 'C=$A', '-x D=2')}; "
+            f"{self.body('return 1', self.condition(), 'return')}\n}}",
             f"( {self.body('exit 3')}\n)",
             f"{{ {self.body()}\n}} {self.of('', '| cat', '&& train z', '> /dev/null')}",
             f'bash <<{self.of("E", chr(39) + "E" + chr(39))}\ntrain {self.word()} "\\"$A" \\$B\nE',

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 
-from megatron_2bw.planner.bash.expand import matches, without_classes
+from megatron_2bw.planner.bash.patterns import matches, without_classes
 from megatron_2bw.planner.bash.scope import settled
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from megatron_2bw.planner.bash.braces import braces
+from megatron_2bw.planner.bash.patterns import matches
 from megatron_2bw.planner.bash.scope import (
     GONE,
     Scope,
@@ -29,7 +30,6 @@ _PARAMETER = re.compile(
 )
 _DEFAULT = re.compile(r"(?P<empty_too>:?)(?P<operator>[-=+?])(?P<word>.*)", re.DOTALL)
 _SUBSTRING = re.compile(r":\s*(?P<start>\d+|\s-\d+)(?::(?P<length>\d+))?")
-_BRACES = re.compile(r"\{(?:(?P<first>-?\d+)\.\.(?P<last>-?\d+)|(?P<choices>[^{}\s\"'`\\]*,[^{}\s\"'`\\]*))\}")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "e": "\x1b"}
 
 
@@ -81,33 +81,6 @@ def _blank_separated(text: str, scope: Scope) -> list[str]:
     return [unknown(text) if set(text) & {*separators, *" \t\n"} or not is_known(text) else text] if text else []
 
 
-def braces(raw: str) -> list[str]:
-    """``raw`` for each of the choices in braces: ``{1..3}``, ``{a,b}``.
-
-    >>> braces("{1..3}'{1..3}'{a,$b}")[:2]
-    ["1'{1..3}'a", "1'{1..3}'$b"]
-    """
-    at = 0
-    while at < len(raw):
-        if found := _BRACES.match(raw, at):
-            before, after = raw[:at], raw[found.end() :]
-            return [rest for choice in _choices(found) for rest in braces(before + choice + after)]
-        if raw[at] == "{" and re.search(r"(,|\.\.).*\}", raw[at:]):
-            return [unknown(raw)]
-        at = part_end(raw, at)
-    return [raw]
-
-
-def _choices(found: re.Match[str]) -> list[str]:
-    if found["choices"]:
-        return found["choices"].split(",")
-    first, last = int(found["first"]), int(found["last"])
-    if re.match(r"-?0\d", found["first"]) or re.match(r"-?0\d", found["last"]) or abs(last - first) > 10_000:
-        return [unknown(found[0])]  # Filled up with zeros.
-    step = 1 if first <= last else -1
-    return list(map(str, range(first, last + step, step)))
-
-
 def text_of(raw: str, scope: Scope) -> str:
     """What ``raw`` becomes where it is not split into words, as in an assignment."""
     return "".join(_text(piece.value) for piece in _pieces(raw, scope))
@@ -121,41 +94,6 @@ def pattern_of(raw: str, scope: Scope, escape: Callable[[str], str] = glob.escap
 def regex_of(raw: str, scope: Scope) -> str:
     """The regular expression that ``raw`` becomes."""
     return pattern_of(raw, scope, re.escape)
-
-
-_CLASSES = {
-    "digit": "0-9",
-    "alpha": "a-zA-Z",
-    "alnum": "a-zA-Z0-9",
-    "lower": "a-z",
-    "upper": "A-Z",
-    "xdigit": "0-9A-Fa-f",
-    "space": " \t\n",
-    "blank": " \t",
-}
-"""Within the brackets of a pattern or regular expression, ``[:digit:]`` and the like."""
-
-
-def without_classes(pattern: str) -> str | None:
-    """``pattern`` with their characters for ``[:digit:]`` and the like; None where there are others."""
-    for name, characters in _CLASSES.items():
-        pattern = pattern.replace(f"[:{name}:]", characters)
-    return None if "[:" in pattern else pattern
-
-
-def matches(text: str | None, pattern: str) -> bool | None:
-    """Whether ``text`` matches a pattern of bash; None where one is unknown.
-
-    >>> matches("b1", "[^a]*"), matches(None, "*"), matches("a", "[[:alpha:]]")
-    (True, True, True)
-    """
-    known = settled(pattern)
-    if known == "*":
-        return True
-    known = None if known is None else without_classes(known)
-    if text is None or known is None or re.search(r"[@!+?*]\(", known):
-        return None
-    return fnmatchcase(text, known.replace("[^", "[!"))
 
 
 def document_of(raw: str, scope: Scope) -> str:
@@ -229,9 +167,9 @@ def _unescaped(part: str) -> str:
 def _joined(part: str, value: Value, scope: Scope) -> Value:
     """``"$*"`` and ``"${A[*]}"`` are one word."""
     is_one = part.startswith(("$*", "${*")) or "[*]" in part
-    between = scope.get("IFS")
     if not is_one or isinstance(value, str):
         return value
+    between = scope.get("IFS")
     return (" " if between is None else between[:1]).join(value) if all(map(is_word, value)) else unknown(part)
 
 
@@ -315,11 +253,8 @@ def _changed(value: str, change: str, scope: Scope) -> str | None:
         is_plain = old and is_known(old + new) and not set(pattern_of(raw, scope)) & set("*?[") and old[0] not in "#%"
         return value.replace(old, new, -1 if everywhere else 1) if is_plain and "&" not in new else None
     if substring := _SUBSTRING.fullmatch(change):
-        start = int(substring["start"])
-        length = substring["length"]
-        if start < -len(value):
-            return ""
-        return value[start:][: int(length)] if length else value[start:]
+        start, length = int(substring["start"]), substring["length"]
+        return value[start:][: int(length) if length else None] if start >= -len(value) else ""
     return None
 
 

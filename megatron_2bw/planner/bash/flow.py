@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_2bw.planner.bash.conditions import holds
-from megatron_2bw.planner.bash.expand import compute, fields, matches, pattern_of, regex_of, text_of
+from megatron_2bw.planner.bash.expand import compute, fields, pattern_of, regex_of, text_of
+from megatron_2bw.planner.bash.patterns import matches
 from megatron_2bw.planner.bash.scope import Scope, is_gone, is_word, settled, unknown
 from megatron_2bw.planner.bash.syntax import (
     AndOr,

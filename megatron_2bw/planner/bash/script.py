@@ -9,9 +9,10 @@ from itertools import takewhile
 from pathlib import Path
 
 from megatron_2bw.planner.bash.assignments import DECLARE, Hidden, assign, assigns, declare, hide, name_of
+from megatron_2bw.planner.bash.braces import braces
 from megatron_2bw.planner.bash.builtins import BUILTINS
 from megatron_2bw.planner.bash.conditions import holds
-from megatron_2bw.planner.bash.expand import braces, document_of, fields, text_of
+from megatron_2bw.planner.bash.expand import document_of, fields, text_of
 from megatron_2bw.planner.bash.flow import Flow, Left, Status
 from megatron_2bw.planner.bash.scope import Scope, is_gone, settled, shown
 from megatron_2bw.planner.bash.shells import Call, sent, started
