@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_2bw.planner.bash.expand import is_known, settled, shown
+from megatron_2bw.planner.bash.scope import is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import MODEL_SWITCHES

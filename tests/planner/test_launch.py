@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import re
+import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from megatron_2bw.planner.bash.expand import is_known, settled, shown
+from megatron_2bw.planner.bash.flow import Flow
+from megatron_2bw.planner.bash.scope import is_gone, is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import Configuration, read
@@ -127,6 +132,13 @@ TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attenti
         (f"A=(1); A[0]=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size ${A}: nothing sets it"),
         ("set -- -t 2; while getopts t: o; do A=$OPTARG; done", "getopts, which reads the arguments, is not followed"),
         ("i=0; while :; do ((i++)); done", "line 1: the script takes more than 100000 steps"),
+        (f"[ -f x ] && A=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size $A: nothing sets it"),
+        (f"while read x; do A=2; done < x; {TRAINING} --bf16 $A --vocab-size 9", "$A may hold flags that only running"),
+        (f"if tool; then {TRAINING}; else {TRAINING} --bf16; fi", "2 different training commands"),
+        ("tool && f() { a; }; f", "only running the script would tell what a function does"),
+        ("case a in a) b;& esac", "line 1: ';&' in a place where bash does not take it"),
+        ("\nif a; then b; fi fi", "line 2: 'fi' in a place where bash does not take it"),
+        ("for i in 1; do for j in 1; do tool && break 2; done; done", "would tell whether break is reached"),
         (
             f"((A = $(cores) + 1)); {TRAINING} --vocab-size 9 --micro-batch-size $A",
             "((A = $(cores) + 1)): nothing sets it",
@@ -191,7 +203,6 @@ def test_nothing_runs(tmp_path: Path):
 
 SNIPPETS = {
     "leading blanks": 'A=" x y "; show a$A b${A}c $A$A "$A"$A',
-    "files": "if [ -f /none ]; then show a; elif [ ! -d / ]; then show b; else show c; fi; [ -e /none ] && show d",
     "splitting": 'A="x  y "; B=; show a$A"$A"b $B "$B" c$B',
     "arrays": 'A=(1 "2 3" $(( 2 * 2 ))); A+=(5); show ${A[@]} "${A[@]}" x"${A[@]}"y ${#A[@]} ${A[1]} ${A[-1]} $A',
     "empty array": 'A=(); show "${A[@]}" ${A[@]} end',
@@ -210,7 +221,7 @@ SNIPPETS = {
     "redirections": "show a 2>/dev/null 2>&1; { show b; } 2> /dev/null; show c 3 2>&1",
     "exit": "show a; exit 0; show b",
     "exec": "A=1; export B=2; ( exec bash -c 'show ${A-a} $B'; show ); exec 2>/dev/null; exec bash -c 'show b'; show",
-    "classes": "for x in a1 8 '[:'; do [[ $x =~ ^[[:alpha:]]?[[:digit:]]+$ ]] && show $x || show no; done",
+    "classes": "for x in a1 8 '[:'; do if [[ $x =~ ^[[:alpha:]]?[[:digit:]]+$ ]]; then show $x; else show no; fi; done",
     "arguments": 'set -eo pipefail; set -- a "b c" "$@" -d; show "$@" "$*" $#; shift 9 || show "$1"; set -o nounset x',
     "unset": "A=1; B=(2 3); unset A B; show ${A-a} ${B-b}",
     "subshell": "A=1; ( A=2; show $A; exit 3; show no ); show $A; (( A == 1 )) && show one",
@@ -252,3 +263,205 @@ def test_as_bash_does_it(name: str):
     ours = ["".join(f"({settled(word)})" for word in words or [""]) for words in shows]
     assert ours == result.stdout.splitlines()
     assert ours
+
+
+STUB = """#!/bin/sh
+printf '%s\\0' "${0##*/}" "$@" >> "$TRACE"
+printf '\\036' >> "$TRACE"
+while [ $# -gt 1 ]; do
+    case $1 in
+        --export=ALL,*) export "${1#--export=ALL,}" ;;
+        bash | sh) shell=$1; shift 2; exec "$shell" -c "$@" ;;
+    esac
+    shift
+done
+"""
+"""Keeps its name and arguments, and starts what a launcher would, but no login shell."""
+PROGRAMS = "tool train torchrun python python3 srun mpirun mpiexec deepspeed hostname nvidia-smi scontrol head date "
+PROGRAMS += "dirname mktemp tee cp wc cores hosts"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a bash that can start nothing but stubs, shells and cat."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "stub").write_text(STUB)
+    (folder / "stub").chmod(0o755)
+    for program in PROGRAMS.split():
+        (folder / program).symlink_to("stub")
+    for program in ("bash", "sh", "cat"):
+        (folder / program).symlink_to(shutil.which(program) or pytest.skip(f"needs {program}"))
+    return {"PATH": str(folder), "HOME": "/home/x", "TRACE": str(folder / "trace")}
+
+
+def started_by_bash(text: str, folder: Path, environment: dict[str, str]) -> list[list[str]]:
+    """Commands that really start."""
+    trace = Path(environment["TRACE"])
+    trace.write_text("")
+    subprocess.run(
+        ["bash", "-c", text, "run.sh"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        timeout=10,
+        stdin=subprocess.DEVNULL,
+    )
+    return [record.removesuffix("\0").split("\0") for record in trace.read_text().split("\036")[:-1]]
+
+
+def empty_where_not_known(words: Sequence[str]) -> list[str]:
+    """As stubs write nothing, what is unknown is empty, and may be no word at all."""
+    return [text for word in words if (text := re.sub("[\1\2][^\3]*\3|\5", "", word))]
+
+
+TEXTS = {name: (SCRIPTS / name).read_text().replace("<a file>", "vocab") for name in EXPECTED}
+TEXTS |= {
+    launcher: launcher.replace("{}", TRAINING) for launcher in ('srun -N2 sh -c "{}"', "A=1; mpirun bash -c '{}'")
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_trainer_gets_the_words_that_bash_gives_it(name: str, world: dict[str, str], tmp_path: Path):
+    file = tmp_path / "run.sh"
+    file.write_text(TEXTS[name])
+    environment = world | {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "HEAD_NODE": "h", "SLURM_JOB_NODELIST": "h"}
+    ours = empty_where_not_known(read_script(file, environment=environment).words)
+    (theirs,) = [words for words in started_by_bash(TEXTS[name], tmp_path, environment) if "--num-layers" in words]
+    theirs = list(filter(None, theirs))
+    assert ours[-len(theirs) :] == theirs
+
+
+class Writer:
+    """Writes scripts in which all that matters is the words of ``train``."""
+
+    WORDS = r"""a 7 'q~r' "p~~q" $A "$B" ${C:-d} "${D:-$A}" ${L[@]} "${L[@]}" "${L[*]}" ${L[1]} ${L[-1]} $L x$A'y'z
+        ${A%b*} ${B##*x} ${A/a/b} ${A//x/} ${#L[@]} ${#A} $1 "$@" $* $# {1..3} {a,$N}z ~/d $'t\tu' \$A "\$A" $(tool)
+        ${A:1:2} ${A^^} ${B:+y$A} ${E:=e} ${D-'q~r'} "'$A'" a\~b --f=$N $? "" "${L[@]:1}" ${L[N]} "${B%'x'*}" "it's" a#b
+        $((N)) $N '*' "a*" "${A:-"$B"}" $A$B "$A"$B x"$@"y "${*}" ${A:$N} `tool` ${L} "${#B}" ${M[*]} \\ "\\" "\a"
+        """.split()
+    PATTERNS = r"""a* *b "a*" $A [^a]* ?x a|7 "$A"|b* \* [[:digit:]] *""".split()
+    NUMBERS = "N A 0 1 2 3 07 0x1f $N ${#A} N++ --N (N=4) (N+=2) !N -N ~N".split()
+    OPERATORS = "+ - * / % ** << >> < <= > >= == != & | ^ && || ,".split()
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.depth = 0
+
+    def script(self) -> str:
+        start = "A=ab B='x  y' N=3 L=(1 '2 3' b)\nf() { train \"$@\" \"$A\"; }\n"
+        return f'{start}{self.body()}\ntrain "$A" "$B" $N "${{L[@]}}"\n'
+
+    def of(self, *choices: str) -> str:
+        return self.random.choice(choices)
+
+    def word(self) -> str:
+        return (
+            self.of(*self.WORDS, f"$(({self.number()}))")
+            .replace("~~", "  ")
+            .replace("q~r", "q r")
+            .replace(r"\~", r"\ ")
+        )
+
+    def words(self) -> str:
+        return " ".join(self.word() for _ in range(self.random.randrange(4)))
+
+    def number(self) -> str:
+        number = self.of(*self.NUMBERS)
+        while self.random.random() < 0.5:
+            number += f" {self.of(*self.OPERATORS)} {self.of(*self.NUMBERS)}"
+        return number if self.random.random() < 0.9 else f"{number} ? {self.of(*self.NUMBERS)} : 5"
+
+    def condition(self) -> str:
+        one = self.of(
+            f'[ "$A" {self.of("=", "!=", "==")} {self.of("a", "7", "$B")} ]',
+            f"[ $N {self.of('-gt', '-le', '-eq')} {self.of('2', '7')} {self.of('', '-a -n x', '-o -z x')} ]",
+            f"[[ $A {self.of('==', '!=')} {self.of(*self.PATTERNS).split('|')[0]} ]]",
+            f"[[ $A =~ {self.of('^a', 'b$', '[0-9]', '$B', '^x.*y')} {self.of('', '&& -n $C', '|| ! $N -lt 4')} ]]",
+            f"(({self.number()}))",
+            self.of("tool", "f", "true", "false", '[ -n "$B" ]', "[ -f x ]", "[ ! -d x ]", "f a b"),
+        )
+        return self.of(one, one, one, f"! {one}", f"{one} && {one}", f"{one} || [ $N = 2 ]")
+
+    def assignment(self) -> str:
+        name = self.of(*"ABCDE")
+        return self.of(
+            *[f"{name}={self.word()}"] * 3,
+            f"{name}+={self.word()}",
+            f"L=({self.words()})",
+            f"L+=({self.words()})",
+            f"N=$(({self.number()}))",
+            f"N={self.of(*'01357')}",
+            f"export {name}={self.word()} F=${name}",
+            f"L[{self.of('0', 'N')}]={self.word()}",
+        )
+
+    def body(self, *more: str) -> str:
+        self.depth += 1
+        choices = [self.assignment, self.train] * 2 + [self.simple] + [self.compound] * (self.depth < 4)
+        found = [self.random.choice(choices)() for _ in range(self.random.randrange(1, 4))]
+        self.depth -= 1
+        return "\n".join([*found, *(more if self.random.random() < 0.2 else ())])
+
+    def train(self) -> str:
+        return f"{self.of('', '', 'A=w ', 'srun ')}train {self.words()}{self.of('', '', ' >/dev/null 2>&1')}"
+
+    def simple(self) -> str:
+        return self.of(
+            f"(({self.number()}))",
+            f"set -- {self.words()}",
+            "shift",
+            f"unset {self.of(*'ABL')}",
+            f"{self.of('', 'A=v ')}f {self.words()}",
+            f"{self.condition()} && {self.assignment()}",
+            f"{self.condition()} || {self.train()}",
+            f"read -r A B <<< {self.word()}",
+            f"eval {shlex.quote(self.train())}",
+            f'eval "train {self.of("$A", "$B", "x")}"',
+            f"IFS={self.of(',', 'x', '')}",
+            "unset IFS",
+        )
+
+    def compound(self) -> str:
+        i, more = "ijkl"[self.depth - 1], self.body
+        leave = self.of("break", "continue", f"{self.condition()} && {self.of('break', 'continue')}", "break 2")
+        return self.of(
+            f"if {self.condition()}; then\n{more()}\nelif {self.condition()}; then {more()}\nelse {more()}\nfi",
+            f"if {self.condition()}\nthen {self.body('return', 'exit')}\nfi",
+            f"for {self.of(i, 'A')} in {self.words()}; do\n{self.body(leave)}\n{self.body()}\ndone",
+            f"{i}=0; while [ ${i} -lt 3 ]; do {i}=$(({i} + 1)); {self.body(leave)}\n{self.train()}; done",
+            f"for (({i} = 0; {i} < 3; {i}++)); do {self.body(leave)}\n{self.train()}; done",
+            f"case {self.word()} in {self.of(*self.PATTERNS)}) {more()};;\n{self.of(*self.PATTERNS)}) {more()}\nesac",
+            f"f() {{ local A={self.word()} {self.of('B', 'C=$A', '-x D=2')}; "
+            f"{self.body('return 1', self.condition(), 'return')}\n}}",
+            f"( {self.body('exit 3')}\n)",
+            f"{{ {self.body()}\n}} {self.of('', '| cat', '&& train z', '> /dev/null')}",
+            f'bash <<{self.of("E", chr(39) + "E" + chr(39))}\ntrain {self.word()} "\\"$A" \\$B\nE',
+            f"bash -c {shlex.quote(self.body('exit'))} me {self.words()}",
+            f'srun bash -c "train {self.of("$A", chr(39) + "$B" + chr(39), chr(92) + "$F")} $1 x"',
+        )
+
+
+def trained(of: list[list[str]]) -> list[list[str]]:
+    return [words[words.index("train") + 1 :] for words in of if "train" in words]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_script_is_read_as_bash_runs_it_or_refused(
+    seed: int, world: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    answered, conditions, decide = 0, [], Flow.either
+    monkeypatch.setattr(Flow, "either", lambda flow, *args: conditions.append(args[0]) or decide(flow, *args))
+    for number in range(30):
+        conditions.clear()
+        text = Writer(30 * seed + number).script()
+        try:
+            ours = trained(commands(text, file=Path("run.sh"), environment=world))
+        except PlanError:
+            continue
+        if not any(settled(word) is None for words in ours for word in words):
+            answered += 1
+            ours = [[settled(word) for word in words if not is_gone(word)] for words in ours]
+            theirs = trained(started_by_bash(text, tmp_path, world))
+            both_ways = None in conditions  # Then a command may be one that does not run, and launch.py compares them.
+            assert all(words in ours for words in theirs) if both_ways else ours == theirs, text
+    assert answered > 5

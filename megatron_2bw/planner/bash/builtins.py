@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_2bw.planner.bash.expand import Scope, compute, settled, unknown
+from megatron_2bw.planner.bash.expand import compute
+from megatron_2bw.planner.bash.scope import Scope, settled, unknown
 from megatron_2bw.planner.errors import PlanError
 
 _VALUED = "adinNptu"
@@ -27,7 +28,12 @@ def _set(scope: Scope, arguments: Sequence[str], _: str | None) -> bool | None:
 
 def _unset(scope: Scope, arguments: Sequence[str], _: str | None) -> bool | None:
     for name in arguments:
-        scope.unset(name)
+        if "-f" in arguments or name not in scope.values:
+            scope.functions.pop(name, None)
+        if "[" in name:
+            scope.set(name.partition("[")[0], [unknown(f"${{{name}}}")])
+        elif "-f" not in arguments:
+            scope.unset(name)
     return True
 
 
@@ -50,18 +56,18 @@ def _let(scope: Scope, arguments: Sequence[str], _: str | None) -> bool | None:
 def _read(scope: Scope, arguments: Sequence[str], given: str | None) -> bool | None:
     """A line of what is ``given``, or with another delimiter all of it."""
     names, options = _names(arguments)
-    if given is None or scope.get("IFS") is not None:
+    if given is None or scope.get("IFS") is not None or ("r" not in options and "\\" in given):
         for name in names or ["REPLY"]:
             scope.set(name, unknown(f"${name}"))
         return None
     text = (given if "d" in options else given.partition("\n")[0]).strip()
     if "a" in options:
         scope.set(options["a"], text.split())
-        return True
+        return None if "d" in options else True
     values = text.split(None, len(names) - 1) if len(names) > 1 else [text]
     for index, name in enumerate(names or ["REPLY"]):
         scope.set(name, values[index] if index < len(values) else "")
-    return True
+    return None if "d" in options else True
 
 
 def _names(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 
-from megatron_2bw.planner.bash.expand import settled
+from megatron_2bw.planner.bash.patterns import matches, without_classes
+from megatron_2bw.planner.bash.scope import settled
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,
@@ -17,17 +17,6 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-gt": operator.gt,
     "-ge": operator.ge,
 }
-_CLASSES = {
-    "digit": "0-9",
-    "alpha": "a-zA-Z",
-    "alnum": "a-zA-Z0-9",
-    "lower": "a-z",
-    "upper": "A-Z",
-    "xdigit": "0-9A-Fa-f",
-    "space": r"\s",
-    "blank": r" \t",
-}
-"""Within the brackets of a regular expression, ``[:digit:]`` and the like."""
 
 
 def holds(words: Sequence[str], *, patterns: bool = False) -> bool | None:
@@ -48,11 +37,14 @@ def holds(words: Sequence[str], *, patterns: bool = False) -> bool | None:
                 return decisive
             return None if None in answers else not decisive
     if words and words[0] == "!":
-        answer = holds(words[1:], patterns=patterns)
-        return None if answer is None else not answer
+        return _opposite(holds(words[1:], patterns=patterns))
     if len(words) > 2 and words[0] == "(" and words[-1] == ")":
         return holds(words[1:-1], patterns=patterns)
     return _primary(words, patterns=patterns)
+
+
+def _opposite(answer: bool | None) -> bool | None:
+    return None if answer is None else not answer
 
 
 def _split(words: Sequence[str], separators: tuple[str, ...]) -> list[Sequence[str]]:
@@ -82,11 +74,11 @@ def _primary(words: Sequence[str], *, patterns: bool) -> bool | None:
         case ["-n", text]:
             return bool(text)
         case [left, "=" | "==", right]:
-            return fnmatchcase(left, right) if patterns else left == right
+            return matches(left, right) if patterns else left == right
         case [left, "!=", right]:
-            return not fnmatchcase(left, right) if patterns else left != right
+            return _opposite(matches(left, right)) if patterns else left != right
         case [left, "=~", right]:
-            return _matches(left, right)
+            return _found(left, right)
         case [left, compare, right] if compare in _NUMBERS:
             try:
                 return _NUMBERS[compare](int(left), int(right))
@@ -95,10 +87,9 @@ def _primary(words: Sequence[str], *, patterns: bool) -> bool | None:
     return None
 
 
-def _matches(text: str, expression: str) -> bool | None:
-    for name, characters in _CLASSES.items():
-        expression = expression.replace(f"[:{name}:]", characters)
-    if "[:" in expression or "[[" in expression:
+def _found(text: str, expression: str) -> bool | None:
+    expression = without_classes(expression)
+    if expression is None or "[[" in expression:
         return None
     try:
         return re.search(expression, text) is not None

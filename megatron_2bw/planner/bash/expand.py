@@ -1,121 +1,45 @@
-"""Variables of a script, and what a word becomes when they are filled in."""
+"""What a word becomes when bash expands it."""
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from megatron_2bw.planner.bash.arithmetic import evaluate
+from megatron_2bw.planner.bash.braces import braces
+from megatron_2bw.planner.bash.patterns import matches
+from megatron_2bw.planner.bash.scope import (
+    GONE,
+    Scope,
+    Value,
+    count,
+    element,
+    is_gone,
+    is_known,
+    is_word,
+    settled,
+    unknown,
+    unset,
+)
+from megatron_2bw.planner.bash.scope import shown as shown  # For messages about words.
 from megatron_2bw.planner.bash.tokens import part_end
-
-Value = str | list[str]
 
 _PARAMETER = re.compile(
     r"(?P<length>#(?=.))?(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[(?P<index>[^]]*)\])?(?P<change>.*)", re.DOTALL
 )
 _DEFAULT = re.compile(r"(?P<empty_too>:?)(?P<operator>[-=+?])(?P<word>.*)", re.DOTALL)
 _SUBSTRING = re.compile(r":\s*(?P<start>\d+|\s-\d+)(?::(?P<length>\d+))?")
-_STEP = re.compile(
-    r"\s*(?:(?P<before>\+\+|--)\s*(?=\w+\s*$))?(?P<name>[A-Za-z_]\w*)\s*"
-    r"(?(before)|(?:(?P<after>\+\+|--)|(?P<operator>[-+*/%]|<<|>>|)=(?!=)(?P<value>.*)))\s*",
-    re.DOTALL,
-)
-"""An assignment within arithmetic."""
-_CHANGED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))")
-"""A name that arithmetic gives a value."""
-_UNKNOWN, _UNSET, _END, _BLANK = "\x01", "\x02", "\x03", "\x04"
-"""Before what cannot be known without running the script and before what nothing sets; after both; a blank in them."""
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "e": "\x1b"}
 
 
-def unknown(text: str) -> str:
-    """A stand-in for the value of ``text``, which only running it would tell; stays one word."""
-    return _UNKNOWN + re.sub(r"\s", _BLANK, text) + _END
+class _Piece(NamedTuple):
+    """What a part of a word becomes."""
 
-
-def unset(text: str) -> str:
-    """A stand-in for the value of ``text``, which nothing sets."""
-    return _UNSET + re.sub(r"\s", _BLANK, text) + _END
-
-
-def is_known(value: str) -> bool:
-    """Whether ``value`` has no part that is unknown or not set."""
-    return _UNKNOWN not in value and _UNSET not in value
-
-
-def settled(value: str) -> str | None:
-    """``value`` as bash sees it, with nothing for what is not set; None where it is unknown.
-
-    >>> settled("a" + unset("$B")), settled("a" + unknown("$(b)"))
-    ('a', None)
-    """
-    return None if _UNKNOWN in value else re.sub(f"{_UNSET}[^{_END}]*{_END}", "", value)
-
-
-def shown(value: str) -> str:
-    """``value`` for a message, what is not known as the script writes it.
-
-    >>> shown("--save" + unknown("$(date)"))
-    '--save$(date)'
-    """
-    return re.sub(f"[{_UNKNOWN}{_UNSET}{_END}]", "", value).replace(_BLANK, " ")
-
-
-@dataclass(slots=True, kw_only=True)
-class Scope:
-    """Variables at one point of a script."""
-
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Where a script does not set a variable."""
-    values: dict[str, Value] = field(default_factory=dict)
-    positional: list[str] = field(default_factory=list)
-    """``$1``, ``$2``, ...; the script's own name is ``$0``."""
-    script: str = "bash"
-    exported: set[str] = field(default_factory=set)
-    """Variables and functions that other programs get, besides those of the environment."""
-    exports_all: bool = False
-    """Whatever is set from now on: ``set -a``."""
-
-    def get(self, name: str) -> Value | None:
-        """Value of ``name``; None where nothing sets it."""
-        if name in self.values:
-            return self.values[name]
-        if name in ("@", "*"):
-            return list(self.positional)
-        if name.isdigit():
-            index = int(name)
-            arguments = [self.script, *self.positional]
-            return arguments[index] if index < len(arguments) else None
-        fixed = {"#": _count(self.positional) or unknown("$#"), "?": "0", "BASH_SOURCE": self.script}
-        return fixed.get(name, self.environment.get(name))
-
-    def set(self, name: str, value: Value) -> None:
-        self.values[name] = value
-        if self.exports_all:
-            self.exported.add(name)
-
-    def unset(self, name: str) -> None:
-        self.values.pop(name, None)
-        self.environment = {known: value for known, value in self.environment.items() if known != name}
-        self.exported.discard(name)
-
-    def copy(self) -> Scope:
-        """For a subshell, whose changes end with it."""
-        return replace(self, values=dict(self.values), positional=list(self.positional), exported=set(self.exported))
-
-    def sent(self) -> dict[str, str]:
-        """What other programs get; bash sends them no arrays."""
-        sent = self.exported | self.environment.keys()
-        own = {name: value for name, value in self.values.items() if name in sent and isinstance(value, str)}
-        return {**self.environment, **own}
-
-    def number(self, name: str) -> int | None:
-        """Whole number in ``name``, 0 where it is not set, as in arithmetic."""
-        value = self.get(name)
-        text = "0" if value is None else value if isinstance(value, str) else "".join(value[:1])
-        return evaluate(text, self.number) if is_known(text) and text != name else None
+    value: Value
+    quoted: bool = False
+    splits: bool = False
+    """At blanks, into words."""
 
 
 def fields(raw: str, scope: Scope) -> list[str]:
@@ -125,115 +49,133 @@ def fields(raw: str, scope: Scope) -> list[str]:
     >>> fields('${ARGS[@]}', scope), fields('$X"$X"$TP', scope), fields('"${DP:-$((TP/2))}"', scope)
     (['--bf16', '--lr'], ['a', 'ba b8'], ['4'])
     """
+    return [word for one in braces(raw) for word in _split(_pieces(one, scope), scope)]
+
+
+def _split(pieces: Iterator[_Piece], scope: Scope) -> list[str]:
     words: list[str] = []
     grows = False
-    for value, whole in _pieces(raw, scope):
-        if whole:
-            parts, starts, ends = value if isinstance(value, list) else [value], False, False
-        else:
+    for value, _, splits in pieces:
+        if splits:
             text = " ".join(value) if isinstance(value, list) else value
-            parts, starts, ends = text.split(), text[:1].isspace(), text[-1:].isspace()
+            parts, starts, ends = _blank_separated(text, scope), text[:1].isspace(), text[-1:].isspace()
+            parts = [part if is_known(part) or settled(part) != "" else part + GONE for part in parts]
+        else:
+            parts, starts, ends = value if isinstance(value, list) else [value], False, False
         grows = grows and not starts
         for index, part in enumerate(parts):
             if grows and index == 0:
-                words[-1] += part
+                drops = is_gone(words[-1]) and is_gone(part)
+                words[-1] = (words[-1] + part) if drops else (words[-1] + part).replace(GONE, "")
             else:
                 words.append(part)
         grows = not ends if parts else grows
     return words
 
 
+def _blank_separated(text: str, scope: Scope) -> list[str]:
+    """Words of ``text``; one unknown one where IFS separates them otherwise."""
+    separators = scope.get("IFS")
+    if separators is None or set(separators) == set(" \t\n"):
+        return text.split()
+    return [unknown(text) if set(text) & {*separators, *" \t\n"} or not is_known(text) else text] if text else []
+
+
 def text_of(raw: str, scope: Scope) -> str:
     """What ``raw`` becomes where it is not split into words, as in an assignment."""
-    return "".join(" ".join(value) if isinstance(value, list) else value for value, _ in _pieces(raw, scope))
+    return "".join(_text(piece.value) for piece in _pieces(raw, scope))
+
+
+def pattern_of(raw: str, scope: Scope, escape: Callable[[str], str] = glob.escape) -> str:
+    """The pattern that ``raw`` becomes; quoted characters stand for themselves."""
+    return "".join(escape(_text(piece.value)) if piece.quoted else _text(piece.value) for piece in _pieces(raw, scope))
+
+
+def regex_of(raw: str, scope: Scope) -> str:
+    """The regular expression that ``raw`` becomes."""
+    return pattern_of(raw, scope, re.escape)
 
 
 def document_of(raw: str, scope: Scope) -> str:
-    """What the text of a here-document becomes."""
-    pieces = _pieces(raw, scope, quoted=True)
-    return "".join(" ".join(value) if isinstance(value, list) else value for value, _ in pieces)
+    """What the text of a here-document becomes; quotes are no special characters there."""
+    raw = re.sub(r'\\([\\$`\n])|\\"', lambda found: found[0] if found[1] else '\\\\"', raw)
+    return "".join(_text(piece.value) for piece in _pieces(raw, scope, quoted=True))
 
 
 def compute(expression: str, scope: Scope) -> int | None:
-    """Value of ``(( expression ))``, whose assignments are done; None, also in what it assigns, where it is unknown.
-
-    >>> scope = Scope(values={"i": "3"})
-    >>> compute("i += 2, j = i * 2", scope), compute("i++", scope), scope.values
-    (10, 5, {'i': '6', 'j': '10'})
-    """
-    value: int | None = 0
-    for one in expression.split(","):
-        text = text_of(one, scope)
-        step = _STEP.fullmatch(text)
-        value = evaluate(text, scope.number) if step is None else _stepped(step, scope)
-        if step is None and value is None:
-            for name in _CHANGED.findall(text):
-                scope.set(name, unknown(f"(({text}))"))
-    return value
+    """Value of ``(( expression ))``, whose assignments are done; None, also in what it assigns, where it is unknown."""
+    return scope.compute(text_of(expression, scope))
 
 
-def _stepped(step: re.Match[str], scope: Scope) -> int | None:
-    """Value of an assignment, which is done."""
-    name, old = step["name"], scope.number(step["name"])
-    sign = step["before"] or step["after"]
-    change = f"{name} {sign[0]} 1" if sign else f"{name} {step['operator']} ({step['value']})"
-    new = evaluate(change if sign or step["operator"] else step["value"], scope.number)
-    scope.set(name, unknown(f"(({step[0]}))") if new is None else str(new))
-    return old if step["after"] else new
+def _text(value: Value) -> str:
+    """One word; unknown where it is unknown what the words are."""
+    text = " ".join(value) if isinstance(value, list) else value
+    return text if isinstance(value, str) or all(map(is_word, value)) else unknown(text)
 
 
-def _pieces(raw: str, scope: Scope, *, quoted: bool = False, splits: bool = False) -> Iterator[tuple[Value, bool]]:
-    """(value, it stays whole) of the parts of ``raw``; with ``splits``, blanks outside of quotes separate words."""
-    special = "\\`$" if quoted else "\\`$'\""
+def _pieces(raw: str, scope: Scope, *, quoted: bool = False, splits: bool = False) -> Iterator[_Piece]:
+    """What the parts of ``raw`` become; with ``splits``, blanks outside of quotes separate words."""
+    special = "\\`$\x01\x02" + ("" if quoted else "'\"")
     at = 0
+    if not quoted and raw[:1] == "~":
+        at = next((index for index, character in enumerate(raw) if character in "/:" or character in special), len(raw))
+        home = scope.get("HOME") if at == 1 else None
+        yield _Piece(unknown(raw[:at]) if home is None else home, quoted=True)
     while at < len(raw):
-        if raw[at] not in special:
-            end = next((index for index in range(at, len(raw)) if raw[index] in special), len(raw))
-            yield raw[at:end], not splits
+        if raw[at] not in special or (quoted and raw.startswith("$'", at)):
+            end = next((index for index in range(at + 1, len(raw)) if raw[index] in special), len(raw))
+            yield _Piece(raw[at:end], quoted, splits)
         else:
             end = part_end(raw, at)
             yield from _special(raw[at:end], scope, quoted=quoted)
         at = end
 
 
-def _special(part: str, scope: Scope, *, quoted: bool) -> Iterator[tuple[Value, bool]]:
+def _special(part: str, scope: Scope, *, quoted: bool) -> Iterator[_Piece]:
     match part[0]:
         case "\\":
             character = part[1:]
             kept = quoted and character not in '$`"\\\n'
-            yield "" if character == "\n" else part if kept else character, True
+            yield _Piece("" if character == "\n" else part if kept or not character else character, quoted=True)
         case "'":
-            yield part[1:-1], True
+            yield _Piece(part[1:-1], quoted=True)
         case '"':
-            yield from _pieces(part[1:-1], scope, quoted=True) if part[1:-1] else [("", True)]
+            yield from _pieces(part[1:-1], scope, quoted=True) if part[1:-1] else [_Piece("", quoted=True)]
+        case "\x01" | "\x02":
+            yield _Piece(part, quoted, not quoted)
         case "`":
-            yield unknown(part), quoted
+            yield _Piece(unknown(part), quoted, not quoted)
         case _ if part.startswith("$'"):
-            yield part[2:-1], True
-        case _ if part.startswith("${"):
-            value = _parameter(part, scope)
-            if isinstance(value, _Default):
-                yield from _pieces(value.word, scope, quoted=quoted, splits=not quoted)
-            else:
-                yield _joined(part, value, scope) if quoted else value, quoted
+            yield _Piece(_unescaped(part), quoted=True)
         case _:
-            value = _expansion(part, scope)
-            yield _joined(part, value, scope) if quoted else value, quoted
+            value = _parameter(part, scope) if part.startswith("${") else _expansion(part, scope)
+            if isinstance(value, _Default):
+                word = re.sub(r'(\\.)|"', r"\1", value.word, flags=re.DOTALL) if quoted else value.word
+                yield from _pieces(word, scope, quoted=quoted, splits=not quoted)
+            else:
+                yield _Piece(_joined(part, value, scope) if quoted else value, quoted, not quoted)
+
+
+def _unescaped(part: str) -> str:
+    """The text of ``$'...'``."""
+    escapes = re.findall(r"\\(.)", part, re.DOTALL)
+    if not set(escapes) <= _ESCAPES.keys():
+        return unknown(part)
+    return re.sub(r"\\(.)", lambda found: _ESCAPES[found[1]], part[2:-1], flags=re.DOTALL)
 
 
 def _joined(part: str, value: Value, scope: Scope) -> Value:
     """``"$*"`` and ``"${A[*]}"`` are one word."""
     is_one = part.startswith(("$*", "${*")) or "[*]" in part
+    if not is_one or isinstance(value, str):
+        return value
     between = scope.get("IFS")
-    if between is None or between[:1] in ("\\", "\n", "\t"):  # Blank, even if spelled $'\n'.
-        between = " "
-    return between[:1].join(value) if is_one and isinstance(value, list) else value
+    return (" " if between is None else between[:1]).join(value) if all(map(is_word, value)) else unknown(part)
 
 
 def _expansion(part: str, scope: Scope) -> Value:
     if (part.startswith("$((") and part.endswith("))")) or part.startswith("$["):
-        inside = part[3:-2] if part.startswith("$((") else part[2:-1]
-        number = evaluate(text_of(inside, scope), scope.number)
+        number = compute(part[3:-2] if part.startswith("$((") else part[2:-1], scope)
         return unknown(part) if number is None else str(number)
     if part.startswith("$("):
         return unknown(part)
@@ -241,7 +183,7 @@ def _expansion(part: str, scope: Scope) -> Value:
         return part
     value = scope.get(part[1:])
     if isinstance(value, list) and part[1:] not in ("@", "*"):
-        value = "".join(value[:1])
+        value = value[0] if value else None
     return unset(part) if value is None else value
 
 
@@ -254,41 +196,39 @@ class _Default(NamedTuple):
 def _parameter(part: str, scope: Scope) -> Value | _Default:
     """Value of ``${...}``."""
     parameter = _PARAMETER.fullmatch(part[2:-1])
-    if parameter is None:
+    if parameter is None or (parameter["name"] == "!" and parameter["change"]):
         return unknown(part)
     value = _element(scope.get(parameter["name"]), parameter, scope)
     if parameter["length"]:
-        return _count(value or "") or unknown(part)
+        return count("" if value is None else value) or unknown(part)
     change = parameter["change"]
     if default := _DEFAULT.fullmatch(change):
         return _defaulted(value, default, parameter["name"], scope)
     if value is None:
-        return unset(part)
+        return unset(part) + GONE * (parameter["index"] == "@")
     if not change:
         return value
     changed = _changed(value, change, scope) if isinstance(value, str) and is_known(value) else None
     return unknown(part) if changed is None else changed
 
 
-def _count(value: Value) -> str | None:
-    """Characters of a text, or elements; None where part of it is unknown, which may be any number of them."""
-    known = list(map(settled, [value] if isinstance(value, str) else value))
-    return None if None in known else str(len(known[0] if isinstance(value, str) else known))
-
-
 def _element(value: Value | None, parameter: re.Match[str], scope: Scope) -> Value | None:
     index = parameter["index"]
-    if isinstance(value, str) or value is None:
-        return [value] if index in ("@", "*") and isinstance(value, str) else value
     if index in ("@", "*") or (index is None and parameter["name"] in ("@", "*")):
+        return [value] if isinstance(value, str) else value
+    if value is None or (index is None and isinstance(value, str)):
         return value
-    position = evaluate(text_of(index, scope), scope.number) if index else 0
-    return value[position] if position is not None and -len(value) <= position < len(value) else None
+    position = compute(index, scope) if index else 0
+    if position is None:
+        return unknown(f"${{{parameter[0]}}}")
+    return element([value] if isinstance(value, str) else value, position, f"${{{parameter[0]}}}")
 
 
 def _defaulted(value: Value | None, default: re.Match[str], name: str, scope: Scope) -> Value | _Default:
-    is_set = value is not None and not (default["empty_too"] and not value)
+    is_set = value not in (None, []) and not (default["empty_too"] and value in ("", [""]))
     match default["operator"]:
+        case "+" if is_set and count(value) is None:
+            return unknown(f"${{{name}{default[0]}}}")
         case "+":
             return _Default(default["word"] if is_set else "")
         case "?":
@@ -296,34 +236,38 @@ def _defaulted(value: Value | None, default: re.Match[str], name: str, scope: Sc
     if is_set:
         return value
     if default["operator"] == "=":
-        scope.values[name] = text_of(default["word"], scope)
+        scope.set(name, text_of(default["word"], scope))
     return _Default(default["word"])
 
 
 def _changed(value: str, change: str, scope: Scope) -> str | None:
     """``value`` without a beginning or end, in the other case, replaced or cut; None for other changes."""
-    cuts: dict[str, Callable[[str, int], tuple[str, str]]] = {
-        "#": lambda text, length: (text[:length], text[length:]),
-        "%": lambda text, length: (text[len(text) - length :], text[: len(text) - length]),
-    }
-    if change[0] in cuts:
-        greedy = change[1:2] == change[0]
-        pattern = text_of(change[1 + greedy :], scope)
-        lengths = range(len(value) + 1)
-        for length in reversed(lengths) if greedy else lengths:
-            cut, rest = cuts[change[0]](value, length)
-            if fnmatchcase(cut, pattern):
-                return rest
-        return value
+    if change[0] in "#%":
+        return _cut(value, change, scope)
     if change in ("^^", ",,"):
         return value.upper() if change == "^^" else value.lower()
     if change[0] == "/":
         everywhere = change[1:2] == "/"
-        old, *new = re.split(r"(?<!\\)/", change[1 + everywhere :], maxsplit=1)
-        old, new = text_of(old, scope), text_of("".join(new), scope)
-        return None if not old or set(old) & set("*?[") else value.replace(old, new, -1 if everywhere else 1)
+        raw, *new = re.split(r"(?<!\\)/", change[1 + everywhere :], maxsplit=1)
+        old, new = text_of(raw, scope), text_of("".join(new), scope)
+        is_plain = old and is_known(old + new) and not set(pattern_of(raw, scope)) & set("*?[") and old[0] not in "#%"
+        return value.replace(old, new, -1 if everywhere else 1) if is_plain and "&" not in new else None
     if substring := _SUBSTRING.fullmatch(change):
-        start = int(substring["start"])
-        length = substring["length"]
-        return value[start:][: int(length)] if length else value[start:]
+        start, length = int(substring["start"]), substring["length"]
+        return value[start:][: int(length) if length else None] if start >= -len(value) else ""
     return None
+
+
+def _cut(value: str, change: str, scope: Scope) -> str | None:
+    """``value`` without what a pattern matches at its beginning or end."""
+    greedy = change[1:2] == change[0]
+    pattern = pattern_of(change[1 + greedy :], scope)
+    lengths = range(len(value) + 1)
+    for length in reversed(lengths) if greedy else lengths:
+        at = length if change[0] == "#" else len(value) - length
+        parts = value[:at], value[at:]
+        cut, rest = parts if change[0] == "#" else parts[::-1]
+        found = matches(cut, pattern)
+        if found is not False:
+            return rest if found else None
+    return value

@@ -13,6 +13,7 @@ _ARRAY = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(\+?)=\(")
 _HEREDOC = re.compile(r"<<(-?)[ \t]*(['\"\\]?)([A-Za-z_0-9]+)\2")
 _PLACEHOLDER = re.compile(r"<[A-Za-z](?:[^<>|;&\n]*[^<>|;&\s])?>(?=\s|$)")
 """What templates have in place of a value, such as ``<PATH TO DATA>``; taken as one word."""
+_ANSI_QUOTED = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL)
 _DESCRIPTOR = re.compile(r"\d(?=[<>])")
 _OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", "&>>", "&>", ">>", ">&", ">|", "<&", "<>", ">", "<", "|", "&", ";")
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
@@ -134,6 +135,9 @@ def _token(reader: _Reader) -> Token:
         return Token(text=text, line=line)
     if _DESCRIPTOR.match(reader.text, reader.at):
         reader.at += 1
+    if reader.starts("<(") or reader.starts(">("):  # A file with the output of a command: as unknown as $(...).
+        start, reader.at = reader.at + 1, _closed(reader.text, reader.at + 1, line)
+        return Token(text=f"${reader.text[start : reader.at]}", line=line)
     for operator in ("<<<", *_OPERATORS, "(", ")"):
         if reader.starts(operator):
             reader.at += len(operator)
@@ -184,11 +188,14 @@ def part_end(text: str, at: int, line: int = 0) -> int:
             return _quoted_end(text, at + 1, line)
         case "`":
             return _after(text, "`", at + 1, line)
+        case "\x01" | "\x02":  # A stand-in, in the text of another shell.
+            return text.find("\x03", at) + 1 or len(text)
         case "$":
             if text.startswith(("$(", "${", "$["), at):
                 return _closed(text, at + 1, line)
             if text.startswith("$'", at):
-                return _after(text, "'", at + 2, line)
+                found = _ANSI_QUOTED.match(text, at)
+                return found.end() if found else _after(text, "'", len(text), line)
             if name := _NAME.match(text, at + 1):
                 return name.end()
             return min(at + 2, len(text)) if at + 1 < len(text) and text[at + 1] in "0123456789@*#?$!-" else at + 1
@@ -206,7 +213,8 @@ def _quoted_end(text: str, at: int, line: int) -> int:
     while at < len(text):
         if text[at] == '"':
             return at + 1
-        at = part_end(text, at, line) if text[at] in "\\`$" else at + 1
+        is_part = text[at] in "\\`$\x01\x02" and not text.startswith("$'", at)
+        at = part_end(text, at, line) if is_part else at + 1
     raise PlanError(f'line {line}: the quotation " that begins here has no end; add it')
 
 
@@ -220,5 +228,5 @@ def _closed(text: str, at: int, line: int) -> int:
             depth -= 1
             if depth == 0:
                 return at + 1
-        at = part_end(text, at, line) if text[at] in "\\'\"`$" else at + 1
+        at = part_end(text, at, line) if text[at] in "\\'\"`$\x01\x02" else at + 1
     raise PlanError(f"line {line}: the bracket {opening} that begins here has no end; add it")
