@@ -243,6 +243,29 @@ SNIPPETS = {
     "reading": 'read -r A B <<< \'x y z\'; show "$A" "$B"; read -r -d \'\' C <<E\nshow a \\\n  b\nE\neval "$C"; '
     "read -ra D <<< '1 2'; show ${D[1]}; mapfile -t L <<< $'u v'; show \"${L[0]}\"",
     "append": 'A=x; A+=y; A+=\' z\'; B=(1); B+=(2 3); show "$A" ${B[*]}; export C=$A D=4; show "$C" $D',
+    "precedence": "A=3; show $((-A ** 2)) $((!A == 0)) $((2 ** 3 ** 2)) $((010 + 0x1f)) $((A > 2 ? 5 : 6)) $((~A));"
+    "show $((A++ + ++A)) $A $((A & 6 | 8 ^ 1)) $((0 && (A = 9))) $((B = 4, A -= B)) $A $B; ((A == 1 || B++)); show $B",
+    "all words first": "A=1; export A=2 B=$A; show $B; f() { local A=3 B=$A; show $B; }; f; A=5 C=$A; show $C",
+    "statuses": "f() { return 1; }; f && show a; f || show b; ! f && show $?; (exit 3) || show c; [ a = b ]; "
+    "[ $? = 0 ] || show d; g() { [ a = a ]; }; g && show e; if false; then show f; fi && show g",
+    "pipelines": "A=1; A=2 | cat; show $A; { A=3; } | cat; A=4 & wait; show $A; echo x | read A; show $A",
+    "patterns": """for x in 'a*' ab '[b' a; do case $x in "a*") show literal;; [^a]*) show not;; [[:alpha:]]) show one;;
+        *) show $x; esac; [[ $x == "a*" ]] && show y; [[ $x =~ "a*" ]] && show z; show "${x%"*"}" "${x#[^b]}"; done""",
+    "braces": "show {1..3} a{b,c}d '{1,2}' {3..1} {x}; for i in x{1..2}; do show $i; done; "
+    "A={1,2}; show $A; export A={1,2}; show $A",
+    "dropped words": """f() { show $# "$*" x"$@"y; }; f $U a "$U"; set -- $U b; show $1 $#;
+        for x in $U d; do show $x; done; [ -n $U ] && show e; [ "$A" != $U ] || show f; V=$U; show ${V:-g} "$V" "$U"$U;
+        show a "${A[@]}" b; B="${A[@]}"; show "$B" """,
+    "escapes": r"""show $'a\tb' $'it\'s' "$'x'" "\a" a\\b""",
+    "slices": "A=abcdef N=2; show ${A:N} ${A:$N:2} ${A: -2} ${A:1+1:N} ${A:N++} $N",
+    "leaving": "for i in 1 2; do for j in 1 2; do [ $j = 2 ] && continue 2; show $i $j; done; show no; done; "
+    "for i in 1 2; do for j in 1; do break 9; done; show no; done; return; break; show end",
+    "function's variables": "A=1; f() { show $A; A=3; }; A=2 f; show $A; g() { local A; export A=5; }; g; "
+    "bash -c 'show ${A-x}'; show $A; h() { f() { show new; }; }; h; f; unset -f f; A=4 eval 'show $A'; show $A",
+    "words of shells": """B='x  y'; bash -c "show $U $B '$B' $U '$U'"; bash -c 'show "$@"' me $U 'a b'; eval 'show $B'""",
+    "arithmetic in documents": 'N=1; bash <<E\nshow $((N++)) "a\\"b"\nE\nshow $N; read A <<< $((N++)); show $A $N',
+    "scalars and arrays": 'A=(1 2); A=x; show "${A[@]}" "${A[1]}"; B=y; show ${B[0]} "${B[1]}"; show "${C:-"d e"}"',
+    "separators": "IFS=,; A='1 2'; show $A; unset IFS; show $A",
 }
 
 
@@ -260,7 +283,8 @@ def test_as_bash_does_it(name: str):
     )
     found = commands(SNIPPETS[name], file=Path("run.sh"), environment={})
     shows = [words[words.index("show") + 1 :] for words in found if "show" in words]
-    ours = ["".join(f"({settled(word)})" for word in words or [""]) for words in shows]
+    shows = [[settled(word) for word in words if not is_gone(word)] for words in shows]
+    ours = ["".join(f"({word})" for word in words or [""]) for words in shows]
     assert ours == result.stdout.splitlines()
     assert ours
 
@@ -331,114 +355,77 @@ def test_the_trainer_gets_the_words_that_bash_gives_it(name: str, world: dict[st
     assert ours[-len(theirs) :] == theirs
 
 
-class Writer:
-    """Writes scripts in which all that matters is the words of ``train``."""
+WORDS = r"""a 7 $A "$B" ${C:-d} "${D:-$A}" ${L[@]} "${L[@]}" "${L[*]}" ${L[1]} ${L[-1]} $L x$A'y'z ${A%b*}
+    ${B##*x} ${A/a/b} ${A//x/} ${#L[@]} ${#A} $1 "$@" $* $# {1..3} {a,$N}z ~/d $'t\tu' \$A "\$A" $(tool) ${A:1:2}
+    $A$B ${A^^} ${B:+y$A} ${E:=e} "'$A'" --f=$N $? "" "${L[@]:1}" ${L[N]} "${B%'x'*}" "it's" a#b "$A"$B x"$@"y
+    $((N)) $N '*' "a*" "${A:-"$B"}" "${*}" ${A:$N} `tool` ${L} "${#B}" ${M[*]} \\ "\\" "\a" $((@number))
+    $((@number))"""
+TESTS = r"""[ "$A" = 7 ]; [ "$A" != $B ]; [ $N -gt 2 ]; [ $N -le 7 -a -n "$B" ]; [[ $A == @pattern ]];
+    [[ $A != @pattern ]]; [[ $A =~ ^a ]]; [[ $B =~ "x".* && -n $C ]]; [[ -z $C || ! $N -lt 4 ]]; ((@number));
+    tool; f; true; false; [ -n "$B" ]; [ -f x ]; [ ! -d x ]; f a b"""
+SIMPLE = r"""((@number)); set -- @words; shift; unset @name; unset L; f @words; A=v f @words; @test && @assignment;
+    IFS=x; @condition || @train; read -r A B <<< @word; eval 'train "$A" '$B; IFS=,; unset IFS; @train & wait;
+    @assignment & wait"""
+GRAMMAR = {
+    "script": [
+        r"""A=ab B='x  y' N=3 L=(1 '2 3' b); f() { train "$@" "$A"; }\n@body\n@body\ntrain "$A" "$B" $N "${L[@]}" """
+    ],
+    "word": [*WORDS.split(), "'q r'", '"p  q"', r"a\ b", "${D-'q r'}"],
+    "words": ["", "@word", "@word @word", "@word @word @word"],
+    "pattern": r"""a* *b "a*" $A [^a]* ?x a "$A" \* [[:digit:]] *""".split(),
+    "value": "N A 0 1 2 3 07 0x1f $N ${#A} N++ --N (N=4) (N+=2) !N -N ~N".split(),
+    "operator": "+ - * < <= > >= == != & | ^ && || ,".split(),
+    "number": [
+        "@value",
+        "@value @operator @number",
+        "(@number) @operator @value",
+        "@value ? @value : @value",
+        "@value @power",
+        "(@number) @power",
+    ],
+    "power": ["** 2", "/ 2", "% 3", "<< 1", ">> 2"],
+    "test": TESTS.split(";"),
+    "condition": ["@test", "@test", "! @test", "@test && @test", "@test || [ $N = 2 ]"],
+    "name": list("ABCDE"),
+    "assignment": [
+        *["@name=@word"] * 3,
+        *"@name+=@word;L=(@words);L+=(@words);N=$((@number));N=5;N=-4;N=07;L[2]=@word;export @name=@word F=$@name".split(
+            ";"
+        ),
+    ],
+    "train": ["train @words", "A=w train @words", "srun train @words", "train @words >/dev/null 2>&1"],
+    "simple": SIMPLE.split(";"),
+    "leave": "break;continue;return;exit;break 2;@test && break;@test && continue;@test && return;@train".split(";"),
+    "rest": ["@train", r"@train\n@assignment", "@leave"],
+    "compound": [
+        r"if @condition; then\n@body\nelif @condition; then @body\nelse @body\nfi",
+        r"if @condition\nthen @body\n@leave\nfi",
+        r"for @name in @words; do @body\n@rest\ndone",
+        r"k@depth=0; while [ $k@depth -lt 3 ]; do k@depth=$((k@depth + 1)); @body\n@rest\ndone",
+        r"for ((k@depth = 0; k@depth < 3; k@depth++)); do @rest\n@train; done",
+        r"case @word in @pattern) @body;;\n@pattern|@pattern) @body\nesac",
+        r"f() { local A=@word B; local -x D=2 C=$A; @body\n@leave\n}",
+        r"( @body\nexit 3\n)",
+        r"{ @body\n} | cat",
+        r"{ @body\n} && @train",
+        r"""bash <<E\ntrain @word "\"$A" \$B\nE\n""",
+        r"bash <<'E'\ntrain @word \"$A \$B\nE\n",
+        r"bash -c @quoted me @words",
+        r"srun bash -c " "\"train $A '$B' \\$F $1\"",
+    ],
+    "body": ["@simple", "@assignment", "@train", "@compound", "@compound", r"@assignment\n@train", r"@simple\n@train"],
+}
+"""What a script may be, by symbol. All that matters in it is the words of ``train``."""
 
-    WORDS = r"""a 7 'q~r' "p~~q" $A "$B" ${C:-d} "${D:-$A}" ${L[@]} "${L[@]}" "${L[*]}" ${L[1]} ${L[-1]} $L x$A'y'z
-        ${A%b*} ${B##*x} ${A/a/b} ${A//x/} ${#L[@]} ${#A} $1 "$@" $* $# {1..3} {a,$N}z ~/d $'t\tu' \$A "\$A" $(tool)
-        ${A:1:2} ${A^^} ${B:+y$A} ${E:=e} ${D-'q~r'} "'$A'" a\~b --f=$N $? "" "${L[@]:1}" ${L[N]} "${B%'x'*}" "it's" a#b
-        $((N)) $N '*' "a*" "${A:-"$B"}" $A$B "$A"$B x"$@"y "${*}" ${A:$N} `tool` ${L} "${#B}" ${M[*]} \\ "\\" "\a"
-        """.split()
-    PATTERNS = r"""a* *b "a*" $A [^a]* ?x a|7 "$A"|b* \* [[:digit:]] *""".split()
-    NUMBERS = "N A 0 1 2 3 07 0x1f $N ${#A} N++ --N (N=4) (N+=2) !N -N ~N".split()
-    OPERATORS = "+ - * / % ** << >> < <= > >= == != & | ^ && || ,".split()
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.depth = 0
-
-    def script(self) -> str:
-        start = "A=ab B='x  y' N=3 L=(1 '2 3' b)\nf() { train \"$@\" \"$A\"; }\n"
-        return f'{start}{self.body()}\ntrain "$A" "$B" $N "${{L[@]}}"\n'
-
-    def of(self, *choices: str) -> str:
-        return self.random.choice(choices)
-
-    def word(self) -> str:
-        return (
-            self.of(*self.WORDS, f"$(({self.number()}))")
-            .replace("~~", "  ")
-            .replace("q~r", "q r")
-            .replace(r"\~", r"\ ")
-        )
-
-    def words(self) -> str:
-        return " ".join(self.word() for _ in range(self.random.randrange(4)))
-
-    def number(self) -> str:
-        number = self.of(*self.NUMBERS)
-        while self.random.random() < 0.5:
-            number += f" {self.of(*self.OPERATORS)} {self.of(*self.NUMBERS)}"
-        return number if self.random.random() < 0.9 else f"{number} ? {self.of(*self.NUMBERS)} : 5"
-
-    def condition(self) -> str:
-        one = self.of(
-            f'[ "$A" {self.of("=", "!=", "==")} {self.of("a", "7", "$B")} ]',
-            f"[ $N {self.of('-gt', '-le', '-eq')} {self.of('2', '7')} {self.of('', '-a -n x', '-o -z x')} ]",
-            f"[[ $A {self.of('==', '!=')} {self.of(*self.PATTERNS).split('|')[0]} ]]",
-            f"[[ $A =~ {self.of('^a', 'b$', '[0-9]', '$B', '^x.*y')} {self.of('', '&& -n $C', '|| ! $N -lt 4')} ]]",
-            f"(({self.number()}))",
-            self.of("tool", "f", "true", "false", '[ -n "$B" ]', "[ -f x ]", "[ ! -d x ]", "f a b"),
-        )
-        return self.of(one, one, one, f"! {one}", f"{one} && {one}", f"{one} || [ $N = 2 ]")
-
-    def assignment(self) -> str:
-        name = self.of(*"ABCDE")
-        return self.of(
-            *[f"{name}={self.word()}"] * 3,
-            f"{name}+={self.word()}",
-            f"L=({self.words()})",
-            f"L+=({self.words()})",
-            f"N=$(({self.number()}))",
-            f"N={self.of(*'01357')}",
-            f"export {name}={self.word()} F=${name}",
-            f"L[{self.of('0', 'N')}]={self.word()}",
-        )
-
-    def body(self, *more: str) -> str:
-        self.depth += 1
-        choices = [self.assignment, self.train] * 2 + [self.simple] + [self.compound] * (self.depth < 4)
-        found = [self.random.choice(choices)() for _ in range(self.random.randrange(1, 4))]
-        self.depth -= 1
-        return "\n".join([*found, *(more if self.random.random() < 0.2 else ())])
-
-    def train(self) -> str:
-        return f"{self.of('', '', 'A=w ', 'srun ')}train {self.words()}{self.of('', '', ' >/dev/null 2>&1')}"
-
-    def simple(self) -> str:
-        return self.of(
-            f"(({self.number()}))",
-            f"set -- {self.words()}",
-            "shift",
-            f"unset {self.of(*'ABL')}",
-            f"{self.of('', 'A=v ')}f {self.words()}",
-            f"{self.condition()} && {self.assignment()}",
-            f"{self.condition()} || {self.train()}",
-            f"read -r A B <<< {self.word()}",
-            f"eval {shlex.quote(self.train())}",
-            f'eval "train {self.of("$A", "$B", "x")}"',
-            f"IFS={self.of(',', 'x', '')}",
-            "unset IFS",
-        )
-
-    def compound(self) -> str:
-        i, more = "ijkl"[self.depth - 1], self.body
-        leave = self.of("break", "continue", f"{self.condition()} && {self.of('break', 'continue')}", "break 2")
-        return self.of(
-            f"if {self.condition()}; then\n{more()}\nelif {self.condition()}; then {more()}\nelse {more()}\nfi",
-            f"if {self.condition()}\nthen {self.body('return', 'exit')}\nfi",
-            f"for {self.of(i, 'A')} in {self.words()}; do\n{self.body(leave)}\n{self.body()}\ndone",
-            f"{i}=0; while [ ${i} -lt 3 ]; do {i}=$(({i} + 1)); {self.body(leave)}\n{self.train()}; done",
-            f"for (({i} = 0; {i} < 3; {i}++)); do {self.body(leave)}\n{self.train()}; done",
-            f"case {self.word()} in {self.of(*self.PATTERNS)}) {more()};;\n{self.of(*self.PATTERNS)}) {more()}\nesac",
-            f"f() {{ local A={self.word()} {self.of('B', 'C=$A', '-x D=2')}; "
-            f"{self.body('return 1', self.condition(), 'return')}\n}}",
-            f"( {self.body('exit 3')}\n)",
-            f"{{ {self.body()}\n}} {self.of('', '| cat', '&& train z', '> /dev/null')}",
-            f'bash <<{self.of("E", chr(39) + "E" + chr(39))}\ntrain {self.word()} "\\"$A" \\$B\nE',
-            f"bash -c {shlex.quote(self.body('exit'))} me {self.words()}",
-            f'srun bash -c "train {self.of("$A", chr(39) + "$B" + chr(39), chr(92) + "$F")} $1 x"',
-        )
+def written(symbol: str, chance: random.Random, depth: int = 0) -> str:
+    if symbol == "depth":
+        return str(depth)
+    if symbol == "quoted":
+        return shlex.quote(written("body", chance, depth))
+    symbol, deeper = "train" if depth > 3 and symbol == "body" else symbol, depth + (symbol == "body")
+    text = chance.choice(GRAMMAR[symbol]).strip().replace(r"\n", "\n")
+    return re.sub("@([a-z]+)", lambda found: written(found[1], chance, deeper), text)
 
 
 def trained(of: list[list[str]]) -> list[list[str]]:
@@ -453,15 +440,21 @@ def test_any_script_is_read_as_bash_runs_it_or_refused(
     monkeypatch.setattr(Flow, "either", lambda flow, *args: conditions.append(args[0]) or decide(flow, *args))
     for number in range(30):
         conditions.clear()
-        text = Writer(30 * seed + number).script()
+        text = written("script", random.Random(30 * seed + number))
         try:
-            ours = trained(commands(text, file=Path("run.sh"), environment=world))
+            found = trained(commands(text, file=Path("run.sh"), environment=world))
         except PlanError:
             continue
-        if not any(settled(word) is None for words in ours for word in words):
-            answered += 1
-            ours = [[settled(word) for word in words if not is_gone(word)] for words in ours]
-            theirs = trained(started_by_bash(text, tmp_path, world))
-            both_ways = None in conditions  # Then a command may be one that does not run, and launch.py compares them.
-            assert all(words in ours for words in theirs) if both_ways else ours == theirs, text
+        ours = [[settled(word) for word in words if not is_gone(word)] for words in found]
+        theirs = trained(started_by_bash(text, tmp_path, world))
+        assert agree(ours, theirs, both_ways=None in conditions), text
+        answered += not any(None in words for words in ours)
     assert answered > 5
+
+
+def agree(ours: list[list[str | None]], theirs: list[list[str]], *, both_ways: bool) -> bool:
+    """Where the reader followed ``both_ways``, some of its commands do not run; nor does one with an error in it."""
+    is_known = not any(None in words for words in ours)
+    if both_ways or len(ours) != len(theirs):
+        return not is_known or (both_ways and all(words in ours for words in theirs))
+    return all(our == their for our, their in zip(ours, theirs, strict=True) if None not in our)

@@ -96,7 +96,10 @@ def evaluate(
     5
     """
     signs = _TOKEN.findall(expression)
-    if "".join(signs) != re.sub(r"\s", "", expression):
+    fails_unused = "**" in signs and {"&&", "||", "?"} & set(
+        signs
+    )  # A negative exponent fails even in what is skipped.
+    if fails_unused or "".join(signs) != re.sub(r"\s", "", expression):
         return None
     try:
         return _Values(variable=variable, assign=assign).of(_Parser(signs).whole()) if signs else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megatron_2bw.planner.bash.expand import fields, text_of
+from megatron_2bw.planner.bash.expand import compute, fields, text_of
 from megatron_2bw.planner.bash.scope import Scope, Value, count, unknown
 from megatron_2bw.planner.bash.tokens import Token
 
@@ -31,6 +31,8 @@ def assign(scope: Scope, parts: Sequence[Token], *, at_once: bool = False) -> No
     for token, value in list(expanded) if at_once else expanded:
         name, old = name_of(token), scope.get(name_of(token))
         _, element, append, _ = _ASSIGNMENT.fullmatch(token.text).groups() if token.elements is None else [""] * 4
+        if element:
+            compute(element[1:-1], scope)  # It may assign, too.
         if isinstance(value, list):
             before = old if token.append and old is not None else []
             scope.set(name, [*([before] if isinstance(before, str) else before), *value])

@@ -56,6 +56,7 @@ def _let(scope: Scope, arguments: Sequence[str], _: str | None) -> bool | None:
 def _read(scope: Scope, arguments: Sequence[str], given: str | None) -> bool | None:
     """A line of what is ``given``, or with another delimiter all of it."""
     names, options = _names(arguments)
+    given = None if given is None else settled(given)
     if given is None or scope.get("IFS") is not None or ("r" not in options and "\\" in given):
         for name in names or ["REPLY"]:
             scope.set(name, unknown(f"${name}"))
@@ -89,8 +90,9 @@ def _names(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 def _read_lines(scope: Scope, arguments: Sequence[str], given: str | None) -> bool | None:
     """``mapfile``"""
     name = arguments[-1] if arguments and not arguments[-1].startswith("-") else "MAPFILE"
-    scope.set(name, [unknown(f"${name}")] if given is None else given.splitlines())
-    return None if given is None else True
+    text = None if given is None else settled(given)
+    scope.set(name, [unknown(f"${name}")] if text is None else text.splitlines())
+    return None if text is None else True
 
 
 def _print(scope: Scope, arguments: Sequence[str], _: str | None) -> bool | None:

@@ -29,7 +29,7 @@ _PARAMETER = re.compile(
     r"(?P<length>#(?=.))?(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[(?P<index>[^]]*)\])?(?P<change>.*)", re.DOTALL
 )
 _DEFAULT = re.compile(r"(?P<empty_too>:?)(?P<operator>[-=+?])(?P<word>.*)", re.DOTALL)
-_SUBSTRING = re.compile(r":\s*(?P<start>\d+|\s-\d+)(?::(?P<length>\d+))?")
+_SUBSTRING = re.compile(r":([^:?]+)(?::([^:?]+))?")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "e": "\x1b"}
 
 
@@ -56,12 +56,16 @@ def _split(pieces: Iterator[_Piece], scope: Scope) -> list[str]:
     words: list[str] = []
     grows = False
     for value, _, splits in pieces:
-        if splits:
+        if splits and scope.get("IFS") in (None, " \t\n"):
             text = " ".join(value) if isinstance(value, list) else value
-            parts, starts, ends = _blank_separated(text, scope), text[:1].isspace(), text[-1:].isspace()
-            parts = [part if is_known(part) or settled(part) != "" else part + GONE for part in parts]
+            parts, starts, ends = text.split(), text[:1].isspace(), text[-1:].isspace()
+        elif splits:
+            values = value if isinstance(value, list) else [value]
+            parts, starts, ends = [_separated(one, scope) for one in values if one], False, False
         else:
             parts, starts, ends = value if isinstance(value, list) else [value], False, False
+        if splits:
+            parts = [part if is_known(part) or settled(part) != "" else part + GONE for part in parts]
         grows = grows and not starts
         for index, part in enumerate(parts):
             if grows and index == 0:
@@ -73,17 +77,14 @@ def _split(pieces: Iterator[_Piece], scope: Scope) -> list[str]:
     return words
 
 
-def _blank_separated(text: str, scope: Scope) -> list[str]:
-    """Words of ``text``; one unknown one where IFS separates them otherwise."""
-    separators = scope.get("IFS")
-    if separators is None or set(separators) == set(" \t\n"):
-        return text.split()
-    return [unknown(text) if set(text) & {*separators, *" \t\n"} or not is_known(text) else text] if text else []
+def _separated(text: str, scope: Scope) -> str:
+    """``text`` where IFS is set; unknown where that separates words in it, which is not followed."""
+    return unknown(text) if set(text) & set(scope.get("IFS") or "") or not is_known(text) else text
 
 
 def text_of(raw: str, scope: Scope) -> str:
     """What ``raw`` becomes where it is not split into words, as in an assignment."""
-    return "".join(_text(piece.value) for piece in _pieces(raw, scope))
+    return "".join(_text(piece.value) for piece in _pieces(raw, scope)).replace(GONE, "")
 
 
 def pattern_of(raw: str, scope: Scope, escape: Callable[[str], str] = glob.escape) -> str:
@@ -104,7 +105,8 @@ def document_of(raw: str, scope: Scope) -> str:
 
 def compute(expression: str, scope: Scope) -> int | None:
     """Value of ``(( expression ))``, whose assignments are done; None, also in what it assigns, where it is unknown."""
-    return scope.compute(text_of(expression, scope))
+    pieces = _pieces(expression, scope, quoted=True)
+    return scope.compute("".join(_text(piece.value) for piece in pieces).replace('"', "").replace(GONE, ""))
 
 
 def _text(value: Value) -> str:
@@ -225,7 +227,8 @@ def _element(value: Value | None, parameter: re.Match[str], scope: Scope) -> Val
 
 
 def _defaulted(value: Value | None, default: re.Match[str], name: str, scope: Scope) -> Value | _Default:
-    is_set = value not in (None, []) and not (default["empty_too"] and value in ("", [""]))
+    text = value if isinstance(value, str) else "".join((value or [])[:2])
+    is_set = value not in (None, []) and not (default["empty_too"] and settled(text) == "")
     match default["operator"]:
         case "+" if is_set and count(value) is None:
             return unknown(f"${{{name}{default[0]}}}")
@@ -253,8 +256,9 @@ def _changed(value: str, change: str, scope: Scope) -> str | None:
         is_plain = old and is_known(old + new) and not set(pattern_of(raw, scope)) & set("*?[") and old[0] not in "#%"
         return value.replace(old, new, -1 if everywhere else 1) if is_plain and "&" not in new else None
     if substring := _SUBSTRING.fullmatch(change):
-        start, length = int(substring["start"]), substring["length"]
-        return value[start:][: int(length) if length else None] if start >= -len(value) else ""
+        start, length = (compute(one or str(len(value)), scope) for one in substring.groups())
+        if start is not None and length is not None and length >= 0:
+            return value[start:][:length] if start >= -len(value) else ""
     return None
 
 

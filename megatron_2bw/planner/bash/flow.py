@@ -97,12 +97,11 @@ class Flow:
 
     def pipeline(self, pipeline: Pipeline) -> Status:
         self.step(pipeline.line)
-        status: Status = True
         for command in pipeline.commands:
             run = partial(self.command, command)
             status = run() if len(pipeline.commands) == 1 else self.apart(run)
-            self.scope.status = status
-        return _opposite(status) if pipeline.negated else status
+            self.scope.status = _opposite(status) if pipeline.negated else status
+        return self.scope.status
 
     def command(self, command: Command) -> Status:
         match command:
@@ -152,10 +151,7 @@ class Flow:
                 self.scope.status = way()
                 ends.append(self.scope)
             except Left as left:
-                if left.levels > 1:
-                    raise PlanError(f"only running the script would tell whether {left.word} is reached") from left
-                if left.word != "exit":  # Where it exits it is not what somebody asks about.
-                    self.early.setdefault(left.word, []).append(self.scope)
+                self.leave_perhaps(left)
                 leaving = left if leaving is None or leaving.word == "exit" else leaving
         if not ends:
             raise leaving
@@ -170,11 +166,22 @@ class Flow:
         self.loops += word == "break"
         try:
             yield early
+        except Left as left:
+            if not early:
+                raise
+            self.leave_perhaps(left)
+            self.scope = early[0]
         finally:
             for scope in early:
                 self.scope = self.scope.joined(scope)
             self.loops -= word == "break"
             self.early[word] = outer
+
+    def leave_perhaps(self, left: Left) -> None:
+        if left.levels > 1:
+            raise PlanError(f"only running the script would tell whether {left.word} is reached") from left
+        if left.word != "exit":  # Where it exits it is not what somebody asks about.
+            self.early.setdefault(left.word, []).append(self.scope)
 
     def perhaps(self, way: Callable[[], object]) -> Status:
         """Any number of times: until that changes nothing that is known."""

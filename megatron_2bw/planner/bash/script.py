@@ -79,7 +79,8 @@ class _Reading(Flow):
         if words[0] in DECLARE:
             declare(self.scope, words, assigning, hidden=self.hidden)
             return True
-        files = self.files(command.redirections)
+        is_own = words[0] in BUILTINS or words[0] in self.scope.functions  # Else what they set ends with the program.
+        files = self.files(command.redirections, self.scope if is_own else self.scope.copy())
         with self.given(given):
             return self.execute(words, files)
 
@@ -96,29 +97,31 @@ class _Reading(Flow):
         finally:
             self.scope.restore(hidden)
 
-    def files(self, redirections: list[tuple[Token, Token]]) -> dict[str, str]:
+    def files(self, redirections: list[tuple[Token, Token]], scope: Scope) -> dict[str, str]:
         """The standard input ``<``, where it is known, and the file that the output goes to, by operator."""
         found = {}
         for operator, target in redirections:
             if document := target.document:
-                found["<"] = document.text if document.is_quoted else document_of(document.text, self.scope)
+                found["<"] = document.text if document.is_quoted else document_of(document.text, scope)
             elif operator.text == "<<<":
-                found["<"] = text_of(target.text, self.scope) + "\n"
+                found["<"] = text_of(target.text, scope) + "\n"
             elif operator.text == "<":
-                name = shown(text_of(target.text, self.scope))
+                name = shown(text_of(target.text, scope))
                 found |= {"<": self.written[name]} if name in self.written else {}
             elif operator.text in (">", ">>", ">|"):
-                found[operator.text.rstrip("|")] = shown(text_of(target.text, self.scope))
+                found[operator.text.rstrip("|")] = shown(text_of(target.text, scope))
         return found
 
     def execute(self, words: list[str], files: Mapping[str, str]) -> Status:
-        name, arguments = words[0], words[1:]
+        name, *arguments = [word for word in words if not is_gone(word)] or [""]
         if name in self.scope.functions:
             return self.call(self.scope.functions[name], arguments)
         if name in ("[", "test"):
-            return holds([word for word in arguments if not is_gone(word)][: -1 if name == "[" else None])
-        if name in _LEAVING and (self.loops or name in ("exit", "return")):
-            raise self.left(name, *arguments[:1])
+            return holds(arguments[:-1] if name == "[" else arguments)
+        if name in _LEAVING:
+            if name == "exit" or (self.hidden if name == "return" else self.loops):
+                raise self.left(name, *arguments[:1])
+            return None  # bash goes on, with a message.
         if name == "exec" and arguments:
             raise Left("exit", status=self.execute(arguments, files))
         if name == "eval":
@@ -143,7 +146,8 @@ class _Reading(Flow):
 
     def program(self, words: list[str], given: str | None) -> Status:
         """Keep a command, or follow the shell that it starts."""
-        call = started(words)
+        kept = [word for word in words if not is_gone(word)]
+        call = started(kept) if kept else None
         text = None if call is None else self.text_of(call, given)
         if text is None:
             self.commands.append([*self.launcher, *words])
@@ -193,6 +197,7 @@ class _Reading(Flow):
         """A function, or a file that is read as one."""
         before, self.scope.positional = self.scope.positional, list(arguments)
         self.hidden.append({})
+        status: Status = None
         try:
             with self.joining("return") as early:
                 status = self.follow(body)

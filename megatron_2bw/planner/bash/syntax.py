@@ -190,7 +190,10 @@ class _Parser:
         elif token.text == "(" and token.is_operator:
             return self.redirected(Group(self.until(")"), subshell=True))
         self.at -= 1
-        return self.simple()
+        simple = self.simple()
+        if not simple.words and not simple.redirections:
+            raise self.misplaced(token)
+        return simple
 
     def redirected(self, command: Command) -> Command:
         """``command``; what its redirections name is not followed."""
