@@ -135,6 +135,17 @@ TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attenti
         (f"[ -f x ] && A=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size $A: nothing sets it"),
         (f"while read x; do A=2; done < x; {TRAINING} --bf16 $A --vocab-size 9", "$A may hold flags that only running"),
         (f"if tool; then {TRAINING}; else {TRAINING} --bf16; fi", "2 different training commands"),
+        (f"f() {{ tool && return; A=2; }}; f; {TRAINING} --vocab-size 9 --micro-batch-size $A", "$A: nothing sets it"),
+        (f"tool && set -- --bf16; {TRAINING} $@ --vocab-size 9", "$@ may hold flags that only running it would tell"),
+        (f"{TRAINING} --bf16 {{'a b',c}} --vocab-size 9", "{'a b',c} may hold flags that only running it would tell"),
+        (
+            f"A=2; B=2; while tool; do A=$B; B=3; done; {TRAINING} --vocab-size 9 --micro-batch-size $A",
+            "$A: nothing sets",
+        ),
+        (
+            f"read A B <<< $(cores); {TRAINING} --vocab-size 9 --micro-batch-size $B",
+            "--micro-batch-size $B: nothing sets",
+        ),
         ("tool && f() { a; }; f", "only running the script would tell what a function does"),
         ("case a in a) b;& esac", "line 1: ';&' in a place where bash does not take it"),
         ("\nif a; then b; fi fi", "line 2: 'fi' in a place where bash does not take it"),
@@ -206,7 +217,7 @@ SNIPPETS = {
     "splitting": 'A="x  y "; B=; show a$A"$A"b $B "$B" c$B',
     "arrays": 'A=(1 "2 3" $(( 2 * 2 ))); A+=(5); show ${A[@]} "${A[@]}" x"${A[@]}"y ${#A[@]} ${A[1]} ${A[-1]} $A',
     "empty array": 'A=(); show "${A[@]}" ${A[@]} end',
-    "defaults": "X=; show ${X:-a} ${X-b} ${Y:-c} ${Y-'d e'} ${X:+f} ${Y+g} ${Z:=h} $Z ${W:-${Z}i}",
+    "defaults": "X=; show ${X:-a} ${X-b} ${Y:-c} ${Y-'d e'} ${X:+f} ${Y+g} ${Z:=h} $Z ${W:-${Z}i} x${V-a b}c",
     "cutting": "F=/a/b.c.d; show ${F##*/} ${F#*/} ${F%.*} ${F%%.*} ${F/b/x} ${F//\\//_} ${F:3} ${F:1:2} ${#F} ${F^^}",
     "quotes": """show 'a $b' "a 'b' \\"c\\" \\$d" a\\ b $'t' "x"'y'z "" ''""",
     "arithmetic": "A=7; B=2; show $((A/B)) $(( -A / B )) $((A%B)) $((A**B)) $(( (A+1)*B )) $((A>B&&B>A)) $((!A))",
@@ -262,7 +273,8 @@ SNIPPETS = {
     "for i in 1 2; do for j in 1; do break 9; done; show no; done; return; break; show end",
     "function's variables": "A=1; f() { show $A; A=3; }; A=2 f; show $A; g() { local A; export A=5; }; g; "
     "bash -c 'show ${A-x}'; show $A; h() { f() { show new; }; }; h; f; unset -f f; A=4 eval 'show $A'; show $A",
-    "words of shells": """B='x  y'; bash -c "show $U $B '$B' $U '$U'"; bash -c 'show "$@"' me $U 'a b'; eval 'show $B'""",
+    "words of shells": """B='x  y'; bash -c "show $U $B '$B' $U '$U'";
+        bash -c 'show "$@"' me $U 'a b'; eval 'show $B'""",
     "arithmetic in documents": 'N=1; bash <<E\nshow $((N++)) "a\\"b"\nE\nshow $N; read A <<< $((N++)); show $A $N',
     "scalars and arrays": 'A=(1 2); A=x; show "${A[@]}" "${A[1]}"; B=y; show ${B[0]} "${B[1]}"; show "${C:-"d e"}"',
     "separators": "IFS=,; A='1 2'; show $A; unset IFS; show $A",
@@ -389,9 +401,8 @@ GRAMMAR = {
     "name": list("ABCDE"),
     "assignment": [
         *["@name=@word"] * 3,
-        *"@name+=@word;L=(@words);L+=(@words);N=$((@number));N=5;N=-4;N=07;L[2]=@word;export @name=@word F=$@name".split(
-            ";"
-        ),
+        "@name+=@word",
+        *"L=(@words);L+=(@words);N=$((@number));N=5;N=-4;N=07;L[2]=@word;export @name=@word F=$@name".split(";"),
     ],
     "train": ["train @words", "A=w train @words", "srun train @words", "train @words >/dev/null 2>&1"],
     "simple": SIMPLE.split(";"),
