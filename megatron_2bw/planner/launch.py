@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron_2bw.planner.bash.scope import is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import MODEL_SWITCHES
+from megatron_2bw.planner.flags import MODEL_SWITCHES, Configuration
 from megatron_2bw.planner.model import Kind
 
 _TELLING = frozenset({"--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length", "--num-attention-heads"})
@@ -38,7 +38,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The training command of a script."""
+    """A training command of a script."""
 
     words: tuple[str, ...]
     kind: Kind
@@ -46,8 +46,8 @@ class Launch:
     """World size; None where the script does not tell."""
 
 
-def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> Launch:
-    """The training command of the bash script ``file``; nothing is executed.
+def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[Launch]:
+    """The different training commands of the bash script ``file``; nothing is executed.
 
     Args:
         file: to read.
@@ -55,7 +55,7 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
         arguments: of the script.
 
     Raises:
-        PlanError: it cannot be read or followed, or has no training command or several different ones.
+        PlanError: it cannot be read or followed, or has no training command, or one with flags that are not known.
     """
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -66,24 +66,43 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
         found = commands(text, file=file, environment={**slurm, **environment}, arguments=arguments)
     except PlanError as error:
         raise PlanError(f"--from-script {file}: {error}") from error
-    training = [words for words in found if len(_TELLING.intersection(words)) > 1]
-    different = list(dict.fromkeys(tuple(words) for words in training))
-    if not different:
+    training = dict.fromkeys(tuple(words) for words in found if len(_TELLING.intersection(words)) > 1)
+    if not training:
         hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
         raise PlanError(
             f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"
         )
-    if len(different) > 1:
-        raise PlanError(
-            f"--from-script {file}: {len(different)} different training commands; leave one, or give its flags"
-        )
-    (words,) = different
-    if hidden := _hidden(words):
-        raise PlanError(
-            f"--from-script {file}: {shown(hidden)} may hold flags that only running it would tell; write them instead"
-        )
-    kind = Kind.BERT if any("bert" in Path(word).name.lower() for word in words if word.endswith(".py")) else Kind.GPT
-    return Launch(words=words, kind=kind, gpus=_gpus(words, slurm, environment))
+    for words in training:
+        if hidden := _hidden(words):
+            raise PlanError(
+                f"--from-script {file}: {shown(hidden)} may hold flags that only running it would tell; write them "
+                "instead"
+            )
+    return [Launch(words=words, kind=_kind(words), gpus=_gpus(words, slurm, environment)) for words in training]
+
+
+def agreed(configurations: Sequence[Configuration], *, file: Path) -> Configuration:
+    """What all training commands of the script ``file`` describe, which may differ in what costs nothing.
+
+    Raises:
+        PlanError: they differ in more.
+    """
+    first, *others = configurations
+    for part in ("model", "layout"):
+        for field in fields(getattr(first, part)):
+            values = dict.fromkeys(getattr(getattr(one, part), field.name) for one in (first, *others))
+            if len(values) > 1:
+                listed = " or ".join(str(getattr(value, "value", value)) for value in values)
+                raise PlanError(
+                    f"--from-script {file}: {len(configurations)} different training commands, {field.name} {listed}; "
+                    "leave one, or give its flags"
+                )
+    return first
+
+
+def _kind(words: Sequence[str]) -> Kind:
+    is_bert = any("bert" in Path(word).name.lower() for word in words if word.endswith(".py"))
+    return Kind.BERT if is_bert else Kind.GPT
 
 
 def _hidden(words: Sequence[str]) -> str | None:

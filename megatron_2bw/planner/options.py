@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_2bw.planner.errors import PlanError
 
@@ -38,18 +38,9 @@ class Options:
                 current.append(word)
         return cls(values=values, **more)
 
-    def without(self, flags: Iterable[str]) -> Options:
-        """These options but ``flags``.
-
-        Raises:
-            PlanError: a flag is not among them.
-        """
-        flags = set(flags)
-        missing = sorted(flags - self.values.keys())
-        if missing:
-            raise PlanError(f"--ignore {missing[0]}: it is not given; leave it out")
-        values = {flag: words for flag, words in self.values.items() if flag not in flags}
-        return Options(values=values, explain=self.explain, is_known=self.is_known)
+    def without(self, flags: Collection[str]) -> Options:
+        """These options but ``flags``."""
+        return replace(self, values={flag: words for flag, words in self.values.items() if flag not in flags})
 
     def __contains__(self, flag: str) -> bool:
         return flag in self.values

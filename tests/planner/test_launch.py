@@ -18,7 +18,7 @@ from megatron_2bw.planner.bash.scope import is_gone, is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import Configuration, read
-from megatron_2bw.planner.launch import read_script
+from megatron_2bw.planner.launch import agreed, read_script
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
@@ -79,9 +79,11 @@ EXPECTED: dict[str, tuple[Model, Layout]] = {
 
 
 def configuration(file: Path, environment: dict[str, str] | None = None) -> Configuration:
-    launch = read_script(file, environment=environment or {})
-    options = Options.parse(launch.words, explain=shown, is_known=is_known)
-    return read(options, gpus=launch.gpus, kind=launch.kind)
+    found = []
+    for launch in read_script(file, environment=environment or {}):
+        options = Options.parse(launch.words, explain=shown, is_known=is_known)
+        found.append(read(options, gpus=launch.gpus, kind=launch.kind))
+    return agreed(found, file=file)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -98,7 +100,7 @@ def test_the_environment_sets_what_the_script_leaves_open():
 
 
 def test_arguments_of_the_script():
-    launch = read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["70b"])
+    (launch,) = read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["70b"])
     model = read(Options.parse(launch.words), gpus=launch.gpus).model
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (80, 8192, 28672)
     with pytest.raises(PlanError, match="no command with Megatron's flags"):
@@ -110,6 +112,7 @@ def test_what_is_noted():
 
 
 TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,11 @@ TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attenti
         ("echo hello", "no command with Megatron's flags, such as --num-layers"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $MBS", "--micro-batch-size $MBS: nothing sets it"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),
-        (f"for t in 1 2; do {TRAINING} --tensor-model-parallel-size $t; done", "2 different training commands"),
+        (
+            f"for t in 1 2; do {ALONE} --micro-batch-size $t; done",
+            "2 different training commands, microbatch 1 or 2; leave one",
+        ),
+        (f"for i in 0 1; do [ -f $i ] && A=2; {ALONE} --micro-batch-size $A; done", "--micro-batch-size $A: nothing"),
         ("ARGS=(--num-layers 4", "run.sh: line 1: the array that begins here has no closing bracket"),
         ('\n\necho "never closed', 'line 3: the quotation " that begins here has no end'),
         ("\necho ${TP", "line 2: the bracket { that begins here has no end"),
@@ -132,11 +139,16 @@ TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attenti
         (f"A=(1); A[0]=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size ${A}: nothing sets it"),
         ("set -- -t 2; while getopts t: o; do A=$OPTARG; done", "getopts, which reads the arguments, is not followed"),
         ("i=0; while :; do ((i++)); done", "line 1: the script takes more than 100000 steps"),
-        (f"[ -f x ] && A=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size $A: nothing sets it"),
+        (f"[ -f x ] && A=2; {ALONE} --micro-batch-size $A", "--micro-batch-size $A: nothing sets it"),
+        (f"A=1; [ -f x ] && A=2; {ALONE} --micro-batch-size $A", "2 different training commands, microbatch 2 or 1"),
         (f"while read x; do A=2; done < x; {TRAINING} --bf16 $A --vocab-size 9", "$A may hold flags that only running"),
-        (f"if tool; then {TRAINING}; else {TRAINING} --bf16; fi", "2 different training commands"),
+        (
+            f"A='{ALONE} --micro-batch-size 1'; if tool; then $A; else $A --bf16; fi",
+            "2 different training commands, precision fp32 or bf16",
+        ),
         (f"f() {{ tool && return; A=2; }}; f; {TRAINING} --vocab-size 9 --micro-batch-size $A", "$A: nothing sets it"),
-        (f"tool && set -- --bf16; {TRAINING} $@ --vocab-size 9", "$@ may hold flags that only running it would tell"),
+        (f"tool && set -- --bf16; {ALONE} --micro-batch-size 1 $@", "2 different training commands, precision bf16 or"),
+        (f"while tool; do set -- $@ --bf16; done; {TRAINING} $@", "$@ may hold flags that only running it would tell"),
         (f"{TRAINING} --bf16 {{'a b',c}} --vocab-size 9", "{'a b',c} may hold flags that only running it would tell"),
         (
             f"A=2; B=2; while tool; do A=$B; B=3; done; {TRAINING} --vocab-size 9 --micro-batch-size $A",
@@ -146,7 +158,7 @@ TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attenti
             f"read A B <<< $(cores); {TRAINING} --vocab-size 9 --micro-batch-size $B",
             "--micro-batch-size $B: nothing sets",
         ),
-        ("tool && f() { a; }; f", "only running the script would tell what a function does"),
+        ("while tool; do f() { a; }; done; f", "only running the script would tell what a function does"),
         ("case a in a) b;& esac", "line 1: ';&' in a place where bash does not take it"),
         ("\nif a; then b; fi fi", "line 2: 'fi' in a place where bash does not take it"),
         ("for i in 1; do for j in 1; do tool && break 2; done; done", "would tell whether break is reached"),
@@ -164,6 +176,33 @@ def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, t
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        'if [ -f last ]; then A="--load x"; fi; {} $A --bf16',
+        'A=(--bf16 --seed 1); if [ -f last ]; then A+=(--load "a b"); else A+=(--finetune); fi; {} "${A[@]}"',
+        'A=--bf16; [ -d tb ] && A="$A --tensorboard-dir tb" || B="--seed 2"; tool && C=--seed; {} $A ${C:+$C 3} $B',
+        'tool && set -- --seed 3; {} "$@" --bf16',
+        "tool && f() { {} --bf16; } || f() { {} --bf16 --seed 3; }; f",
+        "if tool; then {} --bf16; else {} --seed 1 --bf16; fi",
+        "case $(tool) in a) A=1;; b) A=2;; *) A=3; esac; {} --seed $A --bf16",
+    ],
+)
+def test_what_only_running_the_script_would_tell_may_differ_where_it_costs_nothing(script: str, tmp_path: Path):
+    file = tmp_path / "run.sh"
+    file.write_text(script.replace("{}", f"{ALONE} --micro-batch-size 2"))
+    found = configuration(file)
+    assert (found.layout.microbatch, found.layout.precision, found.layout.gpus) == (2, Precision.BF16, 1)
+
+
+def test_many_ways():
+    """More than are followed one by one."""
+    script = "".join(f"tool && A{i}=1; " for i in range(12)) + "train $A1 $A11"
+    found = commands(script, file=Path("run.sh"), environment={})
+    trains = {tuple(map(shown, words)) for words in found if words[0] == "train"}
+    assert trains == {("train", "1", "$A11"), ("train", "$A1", "$A11")}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +233,8 @@ def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, t
 def test_the_number_of_gpus(launcher: str, gpus: int | None, tmp_path: Path):
     file = tmp_path / "run.sh"
     file.write_text(launcher.format(TRAINING) if "{}" in launcher else f"{launcher} {TRAINING}")
-    assert read_script(file, environment={}).gpus == gpus
+    (launch,) = read_script(file, environment={})
+    assert launch.gpus == gpus
 
 
 def test_nothing_runs(tmp_path: Path):
@@ -361,7 +401,8 @@ def test_the_trainer_gets_the_words_that_bash_gives_it(name: str, world: dict[st
     file = tmp_path / "run.sh"
     file.write_text(TEXTS[name])
     environment = world | {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "HEAD_NODE": "h", "SLURM_JOB_NODELIST": "h"}
-    ours = empty_where_not_known(read_script(file, environment=environment).words)
+    (launch,) = read_script(file, environment=environment)
+    ours = empty_where_not_known(launch.words)
     (theirs,) = [words for words in started_by_bash(TEXTS[name], tmp_path, environment) if "--num-layers" in words]
     theirs = list(filter(None, theirs))
     assert ours[-len(theirs) :] == theirs

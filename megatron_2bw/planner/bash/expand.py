@@ -22,7 +22,6 @@ from megatron_2bw.planner.bash.scope import (
     unknown,
     unset,
 )
-from megatron_2bw.planner.bash.scope import shown as shown  # For messages about words.
 from megatron_2bw.planner.bash.tokens import part_end
 
 _PARAMETER = re.compile(

@@ -32,6 +32,8 @@ from megatron_2bw.planner.bash.tokens import Token
 from megatron_2bw.planner.errors import PlanError
 
 _DEEPEST, _LONGEST = 20, 100_000
+_PATHS = 6
+"""Places where a script is followed once for each way; 2**6 times takes a second."""
 Status = bool | None
 """Whether a command succeeds; None where only running the script would tell."""
 
@@ -59,6 +61,12 @@ class Flow:
     """Under way."""
     depth: int = 0
     steps: int = 0
+    path: tuple[int, ...] = ()
+    """Which way to go on from, 0 or 1, per place where both ways end differently; the first beyond."""
+    taken: list[int] = field(default_factory=list)
+    """At the places so far."""
+    repeating: int = 0
+    """Loops under way whose number of rounds is not known."""
 
     def simple(self, command: Simple) -> Status:
         raise NotImplementedError
@@ -141,7 +149,7 @@ class Flow:
             self.scope, self.early, self.loops = before
 
     def either(self, status: Status, first: Callable[[], Status], second: Callable[[], Status]) -> Status:
-        """The first way where ``status`` says so, or the second; both where it is not known, which joins them."""
+        """The first way where ``status`` says so, or the second; both where it is not known."""
         if status is not None:
             return first() if status else second()
         start, ends, leaving = self.scope, [], None
@@ -155,8 +163,21 @@ class Flow:
                 leaving = left if leaving is None or leaving.word == "exit" else leaving
         if not ends:
             raise leaving
-        self.scope = ends[0] if len(ends) == 1 else ends[0].joined(ends[1])
+        self.scope = ends[0] if len(ends) == 1 else self.end(*ends)
         return self.scope.status
+
+    def end(self, first: Scope, second: Scope) -> Scope:
+        """Of two ways, either of which the script may have come."""
+        if self.repeating or len(self.taken) == _PATHS or first.sets_as(second):
+            return first.joined(second)
+        way = self.path[len(self.taken)] if len(self.taken) < len(self.path) else 0
+        self.taken.append(way)
+        return second if way else first
+
+    def others(self) -> Iterator[tuple[int, ...]]:
+        """Paths that part from this one where it had a choice."""
+        for place in range(len(self.path), len(self.taken)):
+            yield (*self.taken[:place], 1)
 
     @contextmanager
     def joining(self, word: str) -> Iterator[list[Scope]]:
@@ -185,12 +206,16 @@ class Flow:
 
     def perhaps(self, way: Callable[[], object]) -> Status:
         """Any number of times: until that changes nothing that is known."""
-        while True:
-            before = self.scope.copy()
-            self.either(None, lambda: way() and None, lambda: None)
-            self.step(0)
-            if self.scope == before:
-                return None
+        self.repeating += 1
+        try:
+            while True:
+                before = self.scope.copy()
+                self.either(None, lambda: way() and None, lambda: None)
+                self.step(0)
+                if self.scope == before:
+                    return None
+        finally:
+            self.repeating -= 1
 
     def while_(self, command: While) -> Status:
         """Endless where nothing changes any more: then something else ends it."""

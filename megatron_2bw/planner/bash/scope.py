@@ -138,6 +138,10 @@ class Scope:
             functions=dict(self.functions),
         )
 
+    def sets_as(self, other: Scope) -> bool:
+        """Whether all is as in ``other`` but the status of the last command."""
+        return self == replace(other, status=self.status)
+
     def joined(self, other: Scope) -> Scope:
         """What is known where the script came either here or to ``other``.
 

@@ -28,12 +28,12 @@ _LEAVING = {"exit", "return", "break", "continue"}
 def commands(
     text: str, *, file: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
 ) -> list[list[str]]:
-    """The commands that the script ``text`` would run, each as its words, in order.
+    """The commands that the script ``text`` would run, each as its words, in order; those of other ways behind them.
 
     Assignments, arrays, arithmetic, ``if``, ``case``, loops, functions, ``source``, ``eval`` and shells are followed;
     a command of ``srun bash -c '...'`` begins with the words of srun. The output of commands, whether they succeed and
-    which files there are is unknown: of what depends on it, both ways are followed, and what they set differently is
-    unknown.
+    which files there are is unknown: of what depends on it, both ways are followed. At the first six places where they
+    set variables differently, so is all that comes behind, once for each; beyond, and in loops, these are unknown.
 
     Raises:
         PlanError: the script is malformed, or too deep or long to follow.
@@ -45,11 +45,17 @@ def commands(
     >>> commands(script, file=Path("run.sh"), environment={})
     [['torchrun', 'train.py', '--tensor-model-parallel-size', '4', '--sequence-parallel']]
     """
-    scope = Scope(values=dict(environment), exported=set(environment), positional=list(arguments), script=str(file))
-    reading = _Reading(scope=scope, folder=file.parent)
-    with suppress(Left):
-        reading.follow(parse(text))
-    return reading.commands
+    found: list[list[str]] = []
+    body, paths, steps = parse(text), [()], 0
+    while paths:
+        scope = Scope(values=dict(environment), exported=set(environment), positional=[*arguments], script=str(file))
+        reading = _Reading(scope=scope, folder=file.parent, path=paths.pop(), steps=steps)
+        with suppress(Left):
+            reading.follow(body)
+        found += [words for words in reading.commands if not reading.path or words not in found]
+        paths += reading.others()
+        steps = reading.steps
+    return found
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,6 +20,9 @@ from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.cluster import Cluster
+    from megatron_2bw.planner.flags import Configuration
+    from megatron_2bw.planner.model import Kind
+    from megatron_2bw.planner.options import Options
 
 _ESTIMATE = """Predict time and memory of one configuration. All other flags are Megatron's, as in a launch script."""
 
@@ -56,19 +59,15 @@ def _estimate(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_2bw.planner.flags import read
     from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.report import choice_json, estimate_lines
     from megatron_2bw.planner.search import price
 
     cluster = described_cluster(args)
-    options, kind, gpus, notes = _described(args, words, cluster)
-    fused = None if cluster.profile is None else cluster.profile.setting.fused_attention
-    configuration = read(options, gpus=gpus, kind=kind, gpu=cluster.gpu, fused=fused)
+    configuration, notes = _configured(args, words, cluster)
     check_size(args, cluster, configuration.layout.gpus)
     cluster = sized(cluster, gpus=configuration.layout.gpus)
     choice = price(configuration.model, configuration.layout, cluster)
-    notes += configuration.notes
     if args.json:
         print(json.dumps({**choice_json(configuration.model, choice), "notes": notes}, indent=2))
     else:
@@ -76,28 +75,46 @@ def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def _described(
+def _configured(
     args: argparse.Namespace, words: Sequence[str], cluster: Cluster
-) -> tuple[Any, Any, int, tuple[str, ...]]:
-    """Flags, kind of model, number of GPUs and notes, from the command line behind those of the script."""
+) -> tuple[Configuration, tuple[str, ...]]:
+    """What the flags of the script, those of the command line behind them, describe; and notes."""
+    from megatron_2bw.planner.flags import read
     from megatron_2bw.planner.inputs import sized
+    from megatron_2bw.planner.launch import agreed
+    from megatron_2bw.planner.model import Kind
+
+    fused = None if cluster.profile is None else cluster.profile.setting.fused_attention
+    is_sized = args.nodes is not None or args.gpus is not None
+    asked = sized(cluster, nodes=args.nodes, gpus=args.gpus).gpus
+    found, notes = [], []
+    for options, kind, gpus in _given(args, words):
+        if gpus is None and args.from_script is not None and not is_sized:
+            notes.append(f"the script does not say how many GPUs it uses: priced on the cluster's {asked}; give --gpus")
+        gpus = asked if is_sized or gpus is None else gpus
+        kind = Kind(args.model_kind) if args.model_kind else kind
+        found.append(read(options, gpus=gpus, kind=kind, gpu=cluster.gpu, fused=fused))
+        notes += found[-1].notes
+    return agreed(found, file=args.from_script), tuple(dict.fromkeys(notes))
+
+
+def _given(args: argparse.Namespace, words: Sequence[str]) -> list[tuple[Options, Kind, int | None]]:
+    """Flags, kind of model and number of GPUs, per training command."""
     from megatron_2bw.planner.model import Kind
     from megatron_2bw.planner.options import Options
 
-    kind, gpus, notes = Kind(args.model_kind or "gpt"), None, ()
     if args.from_script is None:
-        options = Options.parse(words)
+        given = [(Options.parse(words), Kind.GPT, None)]
     else:
-        from megatron_2bw.planner.bash.expand import is_known, shown
+        from megatron_2bw.planner.bash.scope import is_known, shown
         from megatron_2bw.planner.launch import read_script
 
-        launch = read_script(args.from_script, environment=os.environ, arguments=args.script_args.split())
-        options = Options.parse([*launch.words, *words], explain=shown, is_known=is_known)
-        kind, gpus = Kind(args.model_kind) if args.model_kind else launch.kind, launch.gpus
-    options = options.without(f"--{flag.removeprefix('--')}" for flag in args.ignore.split(",") if flag)
-    is_sized = args.nodes is not None or args.gpus is not None
-    if args.from_script is not None and gpus is None and not is_sized:
-        notes = (f"the script does not say how many GPUs it uses: priced on the cluster's {cluster.gpus}; give --gpus",)
-    if is_sized or gpus is None:
-        gpus = sized(cluster, nodes=args.nodes, gpus=args.gpus).gpus
-    return options, kind, gpus, notes
+        launches = read_script(args.from_script, environment=os.environ, arguments=args.script_args.split())
+        given = [
+            (Options.parse([*launch.words, *words], explain=shown, is_known=is_known), launch.kind, launch.gpus)
+            for launch in launches
+        ]
+    ignored = {f"--{flag.removeprefix('--')}" for flag in args.ignore.split(",") if flag}
+    if missing := sorted(ignored.difference(*(options.values for options, *_ in given))):
+        raise PlanError(f"--ignore {missing[0]}: it is not given; leave it out")
+    return [(options.without(ignored), kind, gpus) for options, kind, gpus in given]
