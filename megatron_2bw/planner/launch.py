@@ -24,6 +24,7 @@ _LISTS = {f"--{part}data-path" for part in ("", "train-", "valid-", "test-")}
 """Flags with any number of values."""
 _QUOTED = re.compile(r"\s-[a-z]*c\s+'")
 """The beginning of what a shell is to expand."""
+_EXIT = re.compile(r"^\s*(?:[^#'\"]*[\s;])?exit\b", re.MULTILINE)
 _SLURM = {"--nodes": "SLURM_NNODES", "--ntasks-per-node": "SLURM_NTASKS_PER_NODE", "--ntasks": "SLURM_NTASKS"}
 _ALIASES = {
     "-N": "--nodes",
@@ -69,6 +70,7 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
     training = dict.fromkeys(tuple(words) for words in found if len(_TELLING.intersection(words)) > 1)
     if not training:
         hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
+        hint += ", or the arguments and variables without which it exits" if _EXIT.search(text) else ""
         raise PlanError(
             f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"
         )

@@ -78,6 +78,7 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--pipeline-model-parallel-layout": (_given, "a free choice of layers per stage"),
     "--account-for-embedding-in-pipeline-split": (_given, "the embedding counted as a layer"),
     "--account-for-loss-in-pipeline-split": (_given, "the loss counted as a layer"),
+    "--decoder-num-layers": (_given, "a decoder beside the encoder"),
     "--yaml-cfg": (_given, "a file in place of flags"),
     _GROUP: (_has_other_groups, "groups of more microbatches than there are stages"),
 }

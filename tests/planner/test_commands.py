@@ -307,6 +307,16 @@ def test_a_script_that_does_not_say_how_many_gpus(capsys: pytest.CaptureFixture[
     assert note not in run(capsys, f"estimate --cluster dgx-a100 --from-script {script} --gpus 8")[1]
 
 
+def test_a_script_that_goes_on_from_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Whether there is one only running it would tell; flags of either way can be left out."""
+    script = tmp_path / "run.sh"
+    script.write_text(f"if [ -f last ]; then A='--load x'; fi; python {ESTIMATE} $A")
+    command = f"estimate --cluster dgx-a100 --gpus 4 --from-script {script}"
+    assert run(capsys, command) == run(capsys, ESTIMATE)
+    assert run(capsys, f"{command} --ignore load")[0] == 0
+    assert "--ignore --lr: it is not given" in run(capsys, f"{command} --ignore lr")[2]
+
+
 def test_estimate_of_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     good = {"id": 7, "model": "gpt-2.2b", "schedule": "2bw", "pipeline": 4, "tensor": 2, "global_batch": 64}
     own = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 100}

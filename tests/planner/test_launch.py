@@ -103,7 +103,7 @@ def test_arguments_of_the_script():
     (launch,) = read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["70b"])
     model = read(Options.parse(launch.words), gpus=launch.gpus).model
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (80, 8192, 28672)
-    with pytest.raises(PlanError, match="no command with Megatron's flags"):
+    with pytest.raises(PlanError, match="give another file, or the arguments and variables without which it exits"):
         read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["7x"])
 
 
@@ -256,6 +256,7 @@ SNIPPETS = {
     "leading blanks": 'A=" x y "; show a$A b${A}c $A$A "$A"$A',
     "splitting": 'A="x  y "; B=; show a$A"$A"b $B "$B" c$B',
     "arrays": 'A=(1 "2 3" $(( 2 * 2 ))); A+=(5); show ${A[@]} "${A[@]}" x"${A[@]}"y ${#A[@]} ${A[1]} ${A[-1]} $A',
+    "elements in brackets": "A=(--freq [0]*3+[1]*5 [x] [a b]); show ${A[@]}",
     "empty array": 'A=(); show "${A[@]}" ${A[@]} end',
     "defaults": "X=; show ${X:-a} ${X-b} ${Y:-c} ${Y-'d e'} ${X:+f} ${Y+g} ${Z:=h} $Z ${W:-${Z}i} x${V-a b}c",
     "cutting": "F=/a/b.c.d; show ${F##*/} ${F#*/} ${F%.*} ${F%%.*} ${F/b/x} ${F//\\//_} ${F:3} ${F:1:2} ${#F} ${F^^}",

@@ -13,6 +13,7 @@ Hidden = dict[str, tuple[Value | None, bool]]
 """Values of variables, and whether they are exported, that others of the same name hide."""
 DECLARE = {"export", "local", "declare", "readonly", "typeset"}
 _LOCAL = {"local", "declare", "typeset"}
+_KEYED = re.compile(r"\[[^]]*\]\+?=")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[.*?\])?(\+?)=(.*)", re.DOTALL)
 
 
@@ -48,7 +49,7 @@ def _value(scope: Scope, token: Token) -> Value:
     """What ``token`` assigns; unknown where it is an array with keys, which are not followed."""
     if token.elements is None:
         return text_of(_ASSIGNMENT.fullmatch(token.text)[4], scope)
-    if any(element.startswith("[") for element in token.elements):
+    if any(map(_KEYED.match, token.elements)):
         return [unknown(f"${{{token.text}}}")]
     return [word for element in token.elements for word in fields(element, scope)]
 
