@@ -111,11 +111,11 @@ class Candidates:
                 chunks = chunks[1:]  # With one chunk it is 1f1b-flush.
             for count in self.decisions.allowed("chunks", chunks):
                 layout = self.shapes.layout(shape, {"schedule": schedule, "chunks": count})
-                problem = (
-                    schedule_problem(layout) or model_problem(self.model, layout) or stage_problem(self.model, layout)
-                )
-                if problem:
-                    self.decisions.reject("schedule", "the schedule suits depth and model", problem, name(layout))
+                of_model = model_problem(self.model, layout) or stage_problem(self.model, layout)
+                if problem := schedule_problem(layout):
+                    self.decisions.reject("schedule", "the schedule suits the depth", problem, name(layout))
+                elif of_model:
+                    self.decisions.reject("schedule", "the schedule suits the model", of_model, name(layout))
                 else:
                     yield schedule, count
 

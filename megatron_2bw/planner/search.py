@@ -271,7 +271,7 @@ class _Search:
             possible = ", ".join(map(str, sorted(widths)))
             reason = f"global_batch {batch} does not split over any possible number of replicas ({possible})"
             return f"{what}: {reason}{self._nearest_batch()}"
-        if candidates.shapes.leanest is None:
+        if candidates.shapes.leanest is None or candidates.decisions.furthest == "schedule":
             return f"{what}: {self._last_rule()}"
         needed, layout = candidates.shapes.leanest
         reason = f"{candidates.shapes.does_not_fit(layout, needed)} ({self._largest_parts(layout)})"
