@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,7 +89,7 @@ class Candidates:
             raise PlanError(broken)
         shares = {name: fields[name] for name in ("expert", "expert_tensor")}
         shape = Shape(first_stage_layers=0, last_stage_layers=0, **sizes, **shares)
-        return self.shapes.layout(shape, {"overlap_gradients": _overlaps(shape, fields["schedule"]), **fields})
+        return self.shapes.layout(shape, {**_overlaps(shape, fields), **fields})
 
     def bases(self) -> Iterator[Layout]:
         """Layouts without recomputation and with two gradient buffers; all others derive from them."""
@@ -187,11 +187,10 @@ class Candidates:
 
     def _switched(self, shape: Shape, base: dict[str, object]) -> Iterator[Layout]:
         """Layouts that differ in what is not recomputation."""
-        base = base | {"overlap_gradients": _overlaps(shape, base["schedule"])}
         for sequence in self._sequence_parallel(shape):
             for distributed in self._distributed(shape):
-                switches = {"sequence_parallel": sequence, "distributed_optimizer": distributed}
-                layout = self.shapes.layout(shape, base | switches)
+                fields = base | {"sequence_parallel": sequence, "distributed_optimizer": distributed}
+                layout = self.shapes.layout(shape, fields | _overlaps(shape, fields))
                 problem = self._batch_problem(layout)
                 unknown = None if problem else self._not_profiled(layout)
                 if problem:
@@ -240,6 +239,9 @@ class Candidates:
                     yield Saving(base, buffers, recompute, base.recompute_method, (1,))
 
 
-def _overlaps(shape: Shape, schedule: str) -> bool:
-    """Whether replicas sum gradients during the backward."""
-    return shape.replicas > 1 and schedule not in WITHOUT_OVERLAP
+def _overlaps(shape: Shape, fields: Mapping[str, Any]) -> dict[str, bool]:
+    """What replicas do during forwards and backwards, where that is faster than before and after them."""
+    sums = shape.replicas > 1 and fields["schedule"] not in WITHOUT_OVERLAP
+    passes_at_once = shape.pipeline == 1 or fields.get("chunks", 1) > 1  # Else each stage waits for the one before.
+    gathers = sums and passes_at_once and fields.get("distributed_optimizer", False)
+    return {"overlap_gradients": sums, "overlap_parameters": gathers}

@@ -152,7 +152,7 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
         middle=_stage(layout, works.layer, layers.middle),
         last=_stage(layout, works.layer, layers.last, works.loss),
         send_s=0.0 if alone else _send_s(model, layout, machine),
-        update_s=_update_s(layout, machine, on_first),
+        update_s=_update_s(layout, machine, on_first) + _gathered_s(layout, machine, on_first, first.forward_s),
         gradients_s=_gradients_s(layout, machine, on_first, first.backward_s),
         norm_s=_norm_s(layout, machine, weights.word_embedding if model.tied and not alone else 0),
     )
@@ -317,8 +317,33 @@ def _gradients_s(layout: Layout, machine: Machine, stage: Sequence[Held], backwa
     sum_s = sum(one(layout.gradient_width * held.weights, held.replicas, held.stride) for held in stage)
     if layout.schedule in WITHOUT_OVERLAP or not layout.overlap_gradients:
         return sum_s
+    return max(sum_s - backward_s, sum_s * _bucket_share(layout, stage))
+
+
+def _bucket_share(layout: Layout, stage: Sequence[Held]) -> float:
+    """Of a stage's weights, in one bucket."""
     bucket = max(BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA * layout.replicas)
-    return max(sum_s - backward_s, sum_s * min(1.0, bucket / sum(held.weights for held in stage)))
+    return min(1.0, bucket / sum(held.weights for held in stage))
+
+
+def _gathered_s(layout: Layout, machine: Machine, stage: Sequence[Held], forward_s: float) -> float:
+    """Weights out of the replicas' shards; with overlap, what the first forwards wait for.
+
+    Chunks are gathered one after the other, while the d microbatches of the chunk before pass. Without chunks only the
+    first stage has buckets, and another stage begins when its first microbatch has come: ``forward_step_helper`` and
+    ``param_sync_func`` in ``megatron/core/pipeline_parallel/schedules.py``; ``bucket_size`` and the forward pre-hook
+    in ``megatron/core/distributed/distributed_data_parallel.py``.
+    """
+    if not layout.distributed_optimizer:
+        return 0.0
+    width, chunks = layout.precision.width, layout.chunks
+    gather_s = sum(machine.reduce_scatter_s(width * held.weights, held.replicas, held.stride) for held in stage)
+    if layout.schedule in WITHOUT_OVERLAP or not layout.overlap_parameters:
+        return gather_s
+    if chunks > 1:
+        return gather_s / chunks + (chunks - 1) / chunks * max(gather_s - layout.pipeline * forward_s, 0.0)
+    first_s = max(gather_s - forward_s, gather_s * _bucket_share(layout, stage))
+    return first_s + (layout.pipeline - 1) * gather_s
 
 
 def _exchange_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
@@ -348,16 +373,12 @@ def _norm_s(layout: Layout, machine: Machine, shared_weights: int) -> float:
 
 def _update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
     """Adam reads four fp32 numbers per weight and writes three; gradients are read for the norm and zeroed."""
-    width, gather_s, own, all_of_them = layout.precision.width, 0.0, 0.0, 0
-    for held in stage:
-        all_of_them += held.weights
-        own += held.weights / held.replicas if layout.distributed_optimizer else held.weights
-        if layout.distributed_optimizer:
-            gather_s += machine.reduce_scatter_s(width * held.weights, held.replicas, held.stride)
+    all_of_them = sum(held.weights for held in stage)
+    own = sum(held.weights / (held.replicas if layout.distributed_optimizer else 1) for held in stage)
     if machine.profile is not None:
-        return machine.profile.update_s(layout.tensor, own) + gather_s
-    moved_bytes = own * (7 * FP32_BYTES + width + layout.gradient_width) + all_of_them * layout.gradient_width
-    return machine.elementwise_s(moved_bytes) + gather_s
+        return machine.profile.update_s(layout.tensor, own)
+    moved_bytes = own * (7 * FP32_BYTES + layout.precision.width + layout.gradient_width)
+    return machine.elementwise_s(moved_bytes + all_of_them * layout.gradient_width)
 
 
 def _parts(model: Model, layout: Layout, times: Times, time_s: float, *, shared: bool) -> dict[str, float]:

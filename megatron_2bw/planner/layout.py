@@ -43,7 +43,7 @@ class Precision(StrEnum):
 
 
 WITHOUT_OVERLAP = MIRRORED | {"2bw", "pipedream"}
-"""Schedules that switch ``--overlap-grad-reduce`` off."""
+"""Schedules that switch ``--overlap-grad-reduce`` and ``--overlap-param-gather`` off."""
 _COUNTS = {
     "pipeline": 1,
     "data": 1,
@@ -104,6 +104,8 @@ class Layout:
     distributed_optimizer: bool = False
     overlap_gradients: bool = False
     """``--overlap-grad-reduce``: replicas sum gradients during the last backward; 2bw always overlaps."""
+    overlap_parameters: bool = False
+    """``--overlap-param-gather``: replicas gather their shards of the weights during the first forwards."""
     split_transfers: bool = False
     """Tensor-parallel ranks send a share each over the pipeline and gather it, as Megatron-LM before Core did."""
     keeps_main_gradients: bool = False

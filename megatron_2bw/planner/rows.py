@@ -37,6 +37,7 @@ _OF_MEGATRON = {
     "pipeline_schedule": "schedule",
     "use_distributed_optimizer": "distributed_optimizer",
     "overlap_grad_reduce": "overlap_gradients",
+    "overlap_param_gather": "overlap_parameters",
     "accumulate_allreduce_grads_in_fp32": "gradients_in_fp32",
     "recompute_granularity": "recompute",
     **{flag[2:].replace("-", "_"): name for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS}.items()},

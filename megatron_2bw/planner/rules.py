@@ -49,6 +49,7 @@ def problem(model: Model, layout: Layout) -> Problem | None:
         or context_problem(model, layout)
         or expert_problem(model, layout)
         or schedule_problem(layout)
+        or overlap_problem(layout)
         or model_problem(model, layout)
         or stage_problem(model, layout)
         or microbatch_problem(layout, needed)
@@ -192,6 +193,13 @@ def schedule_problem(layout: Layout) -> Problem | None:
         return Problem(f"mixpipe_gamma {layout.mixpipe_gamma}: at most (d - k)/2 = {most}", f"use {most}")
     if layout.gradient_buffers not in (1, 2):
         return Problem(f"gradient_buffers {layout.gradient_buffers}: there are 1 or 2", "use 2")
+    return None
+
+
+def overlap_problem(layout: Layout) -> Problem | None:
+    """Why weights cannot be gathered during forwards: validate_args, ``overlap_param_gather``."""
+    if layout.overlap_parameters and not (layout.distributed_optimizer and layout.overlap_gradients):
+        return Problem("overlap_parameters needs distributed_optimizer and overlap_gradients", "switch both on")
     return None
 
 

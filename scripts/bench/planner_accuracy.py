@@ -15,12 +15,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from accuracy import HEADING, Accuracy, Predict, by_group, linear, naive
 
 from megatron_2bw.planner import costs, memory
+from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Layout, Recompute
@@ -157,7 +159,7 @@ def sc21(folder: Path) -> Iterator[Row]:
             vocab_size=int(row["vocab"]),
         )
         sizes = {"pipeline": int(row["pp"]), "data": int(row["dp"]), "tensor": int(row["tp"])}
-        best = _fastest(model, int(row["gbs"]), sizes, (1, 2, 4, 8, 16))
+        best = _fastest(_on_selene(model, int(row["gbs"]), sizes, (1, 2, 4, 8, 16)))
         yield replace(
             best,
             name=f"{model.name}, b={best.layout.microbatch}, {best.layout.chunks} chunks",
@@ -181,7 +183,7 @@ def sc21_table_2(folder: Path) -> Iterator[Row]:
         of_replica, gpus, batch = int(row["model_parallel_size"]), int(row["gpus"]), int(row["gbs"])
         sizes = {"pipeline": of_replica // 8, "data": gpus // of_replica, "tensor": 8}
         flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / 6 / hidden + 51200 / 16 / layers / hidden)
-        best = _fastest(model, batch, sizes, (int(row["mbs"]),))
+        best = _fastest(_on_selene(model, batch, sizes, (int(row["mbs"]),)))
         yield replace(
             best,
             name=f"{row['params_b']}B, {gpus} GPUs, {best.layout.chunks} chunks",
@@ -189,18 +191,56 @@ def sc21_table_2(folder: Path) -> Iterator[Row]:
         )
 
 
-def _fastest(model: Model, batch: int, sizes: dict[str, int], microbatches: Sequence[int]) -> Row:
-    """Of Megatron's layouts on a part of Selene that fit, with everything recomputed."""
+def h100s() -> Iterator[Row]:
+    """Megatron-LM's table of H100s, which leaves out microbatch and chunks: the fastest ones that fit."""
+    for row in measured.read("megatron_h100_weak_scaling.csv"):
+        model = Model(
+            name=f"{row['params_b']}B",
+            num_layers=int(row["layers"]),
+            hidden_size=int(row["hidden"]),
+            num_attention_heads=int(row["heads"]),
+            seq_length=int(row["seq_len"]),
+            vocab_size=int(row["vocab"]),
+        )
+        sizes = {"pipeline": int(row["pp"]), "data": int(row["dp"]), "tensor": int(row["tp"])}
+        gpus, batch = int(row["gpus"]), int(row["gbs"])
+        options = {
+            "sequence_parallel": sizes["tensor"] > 1,
+            "distributed_optimizer": True,
+            "overlap_gradients": True,
+            "overlap_parameters": True,
+        }
+        cluster = replace(CLUSTERS["dgx-h100"], nodes=gpus // 8)
+        best = _fastest(_rows(model, cluster, _layouts(model, batch, sizes, (1, 2, 4), options)))
+        flops = costs.model_flops(model, batch)
+        yield replace(
+            best,
+            name=f"{model.name}, b={best.layout.microbatch}, {best.layout.chunks} chunks",
+            measured=flops / gpus / float(row["tflops_per_gpu"]) / 1e12,
+        )
+
+
+def _on_selene(model: Model, batch: int, sizes: dict[str, int], microbatches: Sequence[int]) -> Iterator[Row]:
+    """Layouts on a part of it, with everything recomputed."""
     cluster = measured.a100s(sizes["pipeline"] * sizes["data"] * sizes["tensor"], measured.SELENE_GBIT_S)
-    rows = (
-        Row(name="", group="", model=model, layout=layout, cluster=cluster, measured=0)
-        for layout in _layouts(model, batch, sizes, microbatches)
-        if memory.largest(model, layout).total_bytes <= cluster.memory_bytes
-    )
-    return min(rows, key=predicted_s)
+    options = {"recompute": Recompute.FULL, **measured.OLD_MEGATRON}
+    return _rows(model, cluster, _layouts(model, batch, sizes, microbatches, options))
 
 
-def _layouts(model: Model, batch: int, sizes: dict[str, int], microbatches: Sequence[int]) -> Iterator[Layout]:
+def _rows(model: Model, cluster: Cluster, layouts: Iterable[Layout]) -> Iterator[Row]:
+    return (Row(name="", group="", model=model, layout=layout, cluster=cluster, measured=0) for layout in layouts)
+
+
+def _fastest(rows: Iterable[Row]) -> Row:
+    """Of those that fit."""
+    fitting = (row for row in rows if memory.largest(row.model, row.layout).total_bytes <= row.cluster.memory_bytes)
+    return min(fitting, key=predicted_s)
+
+
+def _layouts(
+    model: Model, batch: int, sizes: dict[str, int], microbatches: Sequence[int], options: dict[str, Any]
+) -> Iterator[Layout]:
+    """Megatron's, with every number of chunks."""
     stages = sizes["pipeline"]
     per_stage = model.num_layers // stages
     for microbatch in microbatches:
@@ -211,9 +251,8 @@ def _layouts(model: Model, batch: int, sizes: dict[str, int], microbatches: Sequ
                     microbatch=microbatch,
                     global_batch=batch,
                     chunks=chunks,
-                    recompute=Recompute.FULL,
                     **sizes,
-                    **measured.OLD_MEGATRON,
+                    **options,
                 )
             except PlanError:
                 continue
@@ -259,6 +298,7 @@ def report(folder: Path) -> Iterator[str]:
         "Interleaved (Narayanan et al., 2021, Table 1; best microbatch and chunks; not fitted)", sc21(folder)
     )
     yield from single("PTD-P (Narayanan et al., 2021, Table 2; best chunks; not fitted)", sc21_table_2(folder))
+    yield from single("H100, fused attention (Megatron-LM's table; best microbatch and chunks; not fitted)", h100s())
     golden = "Interleaved, fused attention, deterministic kernels (Megatron's own test case; not fitted)"
     yield from single(golden, measured.golden_times(folder))
     experts = "Experts in parallel, H100 (Megatron's own test cases, Mixtral; times not fitted)"

@@ -249,6 +249,8 @@ def _golden(row: dict[str, str], gpus: int = 8) -> Row:
         global_batch=int(row["global-batch-size"]),
         chunks=layers // stages // per_chunk,
         distributed_optimizer=True,
+        overlap_gradients=row["overlap-grad-reduce"] == "True",
+        overlap_parameters=row["overlap-param-gather"] == "True",
     )
     return Row(
         name=f"{row['test_case']}, {row['device']}",
@@ -296,7 +298,6 @@ def _mixtral(row: dict[str, str]) -> Row:
         expert=int(row["expert-model-parallel-size"]),
         expert_tensor=int(row["expert-tensor-parallel-size"] or plain.layout.tensor),
         sequence_parallel=True,
-        overlap_gradients=True,
     )
     return replace(plain, group="Mixtral", model=model, layout=layout)
 
@@ -320,7 +321,6 @@ def golden_times(folder: Path = DATA) -> list[Row]:
     return [
         replace(
             _golden(row),
-            layout=replace(_golden(row).layout, overlap_gradients=True),
             cluster=clusters[row["device"]],
             measured=float(row["iter_time_median_s_second_half"]),
         )

@@ -105,13 +105,13 @@ def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
     for way in efficiency.MEASURED:
         options = f"--sample-efficiency {way.efficiency} --synchronous-warmup-fraction {way.synchronous}"
         options += f" --delayed-microbatches-fraction {way.delayed}"
-        plans.append(json.loads(run(capsys, f"{PLAN} {options} --json")[1]))
+        plans.append(json.loads(run(capsys, f"{PLAN} {options} --top 40 --json")[1]))
     to_loss = [next(c["time_to_loss_s"] for c in plan["choices"] if c["delay"]) for plan in plans]
     assert len(to_loss) == 4
     assert to_loss[1] < min(to_loss[2:])
     assert to_loss[1] <= to_loss[0], "what may delay half may delay less"
     better = plans[to_loss.index(min(to_loss))]
-    measured = json.loads(run(capsys, f"{PLAN} --sample-efficiency auto --json")[1])
+    measured = json.loads(run(capsys, f"{PLAN} --sample-efficiency auto --top 40 --json")[1])
     assert measured["choices"] == better["choices"]
     for share in ("synchronous_warmup_fraction", "delayed_microbatches_fraction"):
         assert measured[share] == better[share]

@@ -264,6 +264,7 @@ def every_layout(model: Model, gpus: int, batch: int) -> Iterator[Layout]:
                 sequence_parallel=t > 1,
                 distributed_optimizer=distributed,
                 overlap_gradients=w * c > 1 and schedule != "2bw",
+                overlap_parameters=distributed and w * c > 1 and schedule != "2bw" and d == 1,
             )
             if problem(model, one) is None and (schedule != "2bw" or one.microbatches >= d):
                 yield one
@@ -328,7 +329,7 @@ def test_names_and_flags_mean_the_layout(one: Layout):
     model = EXPERTS if one.expert > 1 else GPT
     machine = sized(DGX, gpus=one.gpus)
     fitting = Candidates(model=model, cluster=machine, global_batch=8, space=Space())
-    assert replace(fitting.layout(chosen(name(one))), overlap_gradients=False) == one
+    assert replace(fitting.layout(chosen(name(one))), overlap_gradients=False, overlap_parameters=False) == one
     words = [*layout_flags(model, one), *FLAGS_OF[model.num_experts]]
     assert ("--moe-grouped-gemm" in layout_flags(model, one)) == (model is EXPERTS)
     options = Options.parse(words)

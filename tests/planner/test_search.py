@@ -78,6 +78,7 @@ def every_layout(model: Model, machine: Cluster, batch: int) -> Iterator[Layout]
                 sequence_parallel=sequence,
                 distributed_optimizer=distributed,
                 overlap_gradients=data > 1 and schedule not in DELAYED,
+                overlap_parameters=distributed and schedule not in DELAYED and (pipeline == 1 or chunks > 1),
                 precision=Precision.BF16 if has_bf16 else Precision.FP16,
                 fused_attention=has_bf16,
                 gradient_buffers=buffers,
