@@ -264,6 +264,10 @@ SNIPPETS = {
     "arithmetic": "A=7; B=2; show $((A/B)) $(( -A / B )) $((A%B)) $((A**B)) $(( (A+1)*B )) $((A>B&&B>A)) $((!A))",
     "tests": "A=8; if [ $A -gt 7 ] && [[ $A == 8* && -n $A ]]; then show yes; elif true; then show b; else show c; fi",
     "more tests": '[ "$N" = 1 ] || show or; [[ -z $N || x == y ]] && show and; ! [ a = a ] || show not',
+    "malformed tests": """for A in '' x 5; do [ $U = 1 ] || show a; [ $U = 1 -o 1 = 1 ] || show b
+        [ $U -gt 1 ] || show c
+        [ "$A" -eq 5 ] && show d; [ ! "$A" -lt 4 ] && show e; [ 1 = 1 -o "$A" -eq 1 ] && show f; done
+        [[ $U -eq 1 ]] || show g; [[ "" -eq 0 && ' ' -lt 1 ]] && show h; if [ $U = 1 ]; then :; else show i; fi""",
     "case": "for m in 7b 70b x; do case $m in 7b|8b) show small;; 70*) show large ;; *) show other; esac; done",
     "functions": 'f() { local x=$1; shift; show "$x" $# "$@"; return; show no; }; f "a b" c; function g { f z; }; g',
     "loops": "for i in 1 2 3; do [ $i = 2 ] && continue; show $i; [ $i = 3 ] && break; done; show end",
