@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from textwrap import shorten
 
 from megatron_2bw.planner.bash.scope import is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
@@ -77,8 +78,8 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
     for words in training:
         if hidden := _hidden(words):
             raise PlanError(
-                f"--from-script {file}: {shown(hidden)} may hold flags that only running it would tell; write them "
-                "instead"
+                f"--from-script {file}: {shorten(shown(hidden), 80)} may hold flags that only running it would tell; "
+                "write them instead, or give the variables and arguments (--script-args) that decide"
             )
     return [Launch(words=words, kind=_kind(words), gpus=_gpus(words, slurm, environment)) for words in training]
 

@@ -135,6 +135,12 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
         (f"{TRAINING} --micro-batch-size 2", "--vocab-size is missing"),
         (f"A='{TRAINING}'; srun sh -c '$A'", "give another file, or export the variables that the quoted command uses"),
         (f"{TRAINING} --bf16 $(cat flags) --vocab-size 9", "$(cat flags) may hold flags that only running it would"),
+        (f"{TRAINING} --bf16 $(cat {'flags ' * 99}) --vocab-size 9", "flags [...] may hold flags that only running it"),
+        (f'A="{TRAINING} --vocab-size 9 --micro-batch-size $MBS"; eval $A', "--micro-batch-size $MBS: nothing sets it"),
+        (
+            f"[ -f x ] && A=--bf16; while tool; do A='--fp16 --swiglu'; done; {TRAINING} --bf16 $A",
+            "$A may hold flags that only running it would tell; write them instead, or give the variables and",
+        ),
         (f"declare -A A=([x]='--bf16'); {TRAINING} ${{A[x]}}", "${A} may hold flags that only running it would tell"),
         (f"A=(1); A[0]=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size ${A}: nothing sets it"),
         ("set -- -t 2; while getopts t: o; do A=$OPTARG; done", "getopts, which reads the arguments, is not followed"),
@@ -188,6 +194,7 @@ def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, t
         "tool && f() { {} --bf16; } || f() { {} --bf16 --seed 3; }; f",
         "if tool; then {} --bf16; else {} --seed 1 --bf16; fi",
         "case $(tool) in a) A=1;; b) A=2;; *) A=3; esac; {} --seed $A --bf16",
+        'A=(--seed $(tool) --bf16); B="{} ${A[@]}"; echo $B; eval $B',
     ],
 )
 def test_what_only_running_the_script_would_tell_may_differ_where_it_costs_nothing(script: str, tmp_path: Path):
@@ -322,6 +329,8 @@ SNIPPETS = {
         bash -c 'show "$@"' me $U 'a b'; eval 'show $B'""",
     "arithmetic in documents": 'N=1; bash <<E\nshow $((N++)) "a\\"b"\nE\nshow $N; read A <<< $((N++)); show $A $N',
     "scalars and arrays": 'A=(1 2); A=x; show "${A[@]}" "${A[1]}"; B=y; show ${B[0]} "${B[1]}"; show "${C:-"d e"}"',
+    "words as text": """A=(1 $U '2  3' 4); B="${A[@]}"; show "$B" "${A[*]}"; C="show ${A[@]}"; eval $C; $C
+        eval show $U a "$U"; set -- $U 5; B="$*"; show "$B" "$*" x"$*"y""",
     "separators": "IFS=,; A='1 2'; show $A; unset IFS; show $A",
 }
 

@@ -131,7 +131,7 @@ class _Reading(Flow):
         if name == "exec" and arguments:
             raise Left("exit", status=self.execute(arguments, files))
         if name == "eval":
-            return self.follow(parse(" ".join(arguments)))
+            return self.follow(parse(" ".join(words[words.index(name) + 1 :])))  # With what is gone, for messages.
         if name in ("source", "."):
             return self.source(arguments)
         if name in BUILTINS:
