@@ -259,6 +259,26 @@ def test_nothing_runs(tmp_path: Path):
     assert not trace.exists()
 
 
+@pytest.mark.parametrize(
+    "folder",
+    [
+        '"$(dirname "$0")"',
+        "$(cd $(dirname ${BASH_SOURCE[0]}) && pwd)",
+        '$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd )',
+        '$(dirname "$(readlink -f "$0")")',
+        "`pwd`",
+        "$PWD/$(pwd)",
+        "$(dirname $(dirname $0))",
+    ],
+)
+def test_files_beside_the_script(folder: str, tmp_path: Path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "common.sh").write_text("TP=4")
+    script = f'FOLDER={folder}\nsource "${{FOLDER}}/more/common.sh"\ntrain $TP'
+    found = commands(script, file=tmp_path / "run.sh", environment={"PWD": "/x"})
+    assert shown(found[-1][-1]) == ("$TP" if folder.startswith(("$PWD", "$(dirname $(d")) else "4")
+
+
 SNIPPETS = {
     "leading blanks": 'A=" x y "; show a$A b${A}c $A$A "$A"$A',
     "splitting": 'A="x  y "; B=; show a$A"$A"b $B "$B" c$B',
