@@ -114,7 +114,7 @@ _SPELLED = frozenset(
         *"--no-bias-swiglu-fusion --accumulate-allreduce-grads-in-fp32".split(),
         *"--merge-file --vocab-file".split(),
         # Megatron's own, which look like others.
-        *"--decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
+        *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
         "--moe-expert-rank-capacity-factor",
         *"--mtp-hybrid-override-pattern --expert-tensor-parallel-num-weight-shards".split(),
     }

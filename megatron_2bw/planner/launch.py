@@ -71,6 +71,7 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
     training = dict.fromkeys(tuple(words) for words in found if len(_TELLING.intersection(words)) > 1)
     if not training:
         hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
+        hint += ", or write the flags with hyphens" if "--num_layers" in text else ""
         hint += ", or the arguments and variables without which it exits" if _EXIT.search(text) else ""
         raise PlanError(
             f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"

@@ -119,20 +119,27 @@ _REPLACED = {
     "--checkpoint-num-layers": "--recompute-num-layers",
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--batch-size": "--micro-batch-size",
-    "--num-key-value-heads": "--group-query-attention --num-query-groups",
+    **dict.fromkeys(("--num-key-value-heads", "--n-head-kv"), "--group-query-attention --num-query-groups"),
     "--attention-head-type": "--group-query-attention for multiquery",
     "--ds-sequence-parallel-size": "--context-parallel-size",
     "--glu-activation": "--swiglu",
-    "--hidden-dim-multiplier": "--ffn-hidden-size",
+    "--geglu": "--quick-geglu",
+    **dict.fromkeys(("--intermediate-size", "--hidden-dim-multiplier"), "--ffn-hidden-size"),
     "--pad-vocab-size-to": "--padded-vocab-size",
     "--moe-num-experts": "--num-experts",
-    "--moe-top-k": "--moe-router-topk",
-    "--topk": "--moe-router-topk",
-    "--moe-expert-model-parallelism": "--expert-model-parallel-size",
-    "--moe-expert-parallel-size": "--expert-model-parallel-size",
-    "--use-flash-attn-v1": "--use-flash-attn",
-    "--use-flash-attn-v2": "--use-flash-attn",
-    "--use-flash-attn-triton": "--use-flash-attn",
+    **dict.fromkeys(("--moe-top-k", "--moe-topk", "--topk"), "--moe-router-topk"),
+    **dict.fromkeys(
+        ("--moe-expert-model-parallelism", "--moe-expert-parallel-size"),
+        "--expert-model-parallel-size",
+    ),
+    **dict.fromkeys(
+        ("--use-llama2-rotary-position-embeddings", "--use-mistral-rotary-position-embeddings"),
+        "--position-embedding-type rope",
+    ),
+    **dict.fromkeys(
+        ("--use-flash-attn-v1", "--use-flash-attn-v2", "--use-flash-attn-triton"),
+        "--use-flash-attn",
+    ),
 }
 """Flags of earlier versions and of forks that change time or memory, and what says the same today."""
 _OF_SHARDS = ("--use-distributed-optimizer", "--overlap-grad-reduce")

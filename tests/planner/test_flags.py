@@ -122,6 +122,7 @@ def test_flags_that_were_given_are_printed_as_given():
             "--tensor-parallel-size 8",
             ("--tensor-parallel-size: not priced; did you mean --tensor-model-parallel-size?",),
         ),
+        ("--encoder-num-layers 4", ()),
         ("--cross-entropy-loss-fusion", ("--cross-entropy-loss-fusion: priced without that fusion",)),
         ("--squared-relu --no-bias-gelu-fusion --accumulate-allreduce-grads-in-fp32 --fp16", ()),
         (
@@ -317,6 +318,10 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         (f"{RUN} --model-parallel-size 8", "Megatron; give --tensor-model-parallel-size in its place, or behind"),
         (f"{RUN} --batch-size 8", "--batch-size: no flag of today's Megatron; give --micro-batch-size in its place"),
         (f"{RUN} --num-key-value-heads 4", "give --group-query-attention --num-query-groups in its place"),
+        (
+            f"{RUN} --intermediate-size 11008",
+            "--intermediate-size: no flag of today's Megatron; give --ffn-hidden-size",
+        ),
         (f"{RUN} --moe-num-experts 64", "--moe-num-experts: no flag of today's Megatron; give --num-experts in its"),
         (f"{RUN} --deepspeed --zero-stage 3", "does not cover DeepSpeed, whose file says what it shards and"),
         (f"{RUN} --enable-zero-bubble", "--enable-zero-bubble: the cost model does not cover backward passes in two"),

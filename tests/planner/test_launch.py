@@ -118,6 +118,7 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
 @pytest.mark.parametrize(
     ("script", "message"),
     [
+        (re.sub("(?<=[a-z])-", "_", TRAINING), "give another file, or write the flags with hyphens"),
         ("echo hello", "no command with Megatron's flags, such as --num-layers"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $MBS", "--micro-batch-size $MBS: nothing sets it"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),
