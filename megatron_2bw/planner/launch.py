@@ -23,6 +23,8 @@ _SWITCHES = MODEL_SWITCHES | set(
 """Flags without a value."""
 _LISTS = {f"--{part}data-path" for part in ("", "train-", "valid-", "test-")}
 """Flags with any number of values."""
+_OTHERS = re.compile(r"pretrain_(?:hybrid|ict|mamba|retro|t5|vision|vlm)\w*\.py")
+"""Megatron's scripts of models that are neither GPT nor BERT."""
 _QUOTED = re.compile(r"\s-[a-z]*c\s+'")
 """The beginning of what a shell is to expand."""
 _EXIT = re.compile(r"^\s*(?:[^#'\"]*[\s;])?exit\b", re.MULTILINE)
@@ -77,6 +79,11 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
             f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"
         )
     for words in training:
+        if other := next(filter(_OTHERS.fullmatch, (Path(word).name for word in words)), None):
+            raise PlanError(
+                f"--from-script {file}: {other}: the cost model covers GPT and BERT alone; give the flags of one as "
+                "large"
+            )
         if hidden := _hidden(words):
             raise PlanError(
                 f"--from-script {file}: {shorten(shown(hidden), 80)} may hold flags that only running it would tell; "

@@ -119,6 +119,10 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
     ("script", "message"),
     [
         (re.sub("(?<=[a-z])-", "_", TRAINING), "give another file, or write the flags with hyphens"),
+        (
+            ALONE.replace("gpt", "t5"),
+            "pretrain_t5.py: the cost model covers GPT and BERT alone; give the flags of one as",
+        ),
         ("echo hello", "no command with Megatron's flags, such as --num-layers"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $MBS", "--micro-batch-size $MBS: nothing sets it"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),
