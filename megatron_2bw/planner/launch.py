@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from textwrap import shorten
 
 from megatron_2bw.planner.bash.scope import is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
@@ -22,6 +23,8 @@ _SWITCHES = MODEL_SWITCHES | set(
 """Flags without a value."""
 _LISTS = {f"--{part}data-path" for part in ("", "train-", "valid-", "test-")}
 """Flags with any number of values."""
+_OTHERS = re.compile(r"pretrain_(?:hybrid|ict|mamba|retro|t5|vision|vlm)\w*\.py")
+"""Megatron's scripts of models that are neither GPT nor BERT."""
 _QUOTED = re.compile(r"\s-[a-z]*c\s+'")
 """The beginning of what a shell is to expand."""
 _EXIT = re.compile(r"^\s*(?:[^#'\"]*[\s;])?exit\b", re.MULTILINE)
@@ -70,15 +73,21 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
     training = dict.fromkeys(tuple(words) for words in found if len(_TELLING.intersection(words)) > 1)
     if not training:
         hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
+        hint += ", or write the flags with hyphens" if "--num_layers" in text else ""
         hint += ", or the arguments and variables without which it exits" if _EXIT.search(text) else ""
         raise PlanError(
             f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"
         )
     for words in training:
+        if other := next(filter(_OTHERS.fullmatch, (Path(word).name for word in words)), None):
+            raise PlanError(
+                f"--from-script {file}: {other}: the cost model covers GPT and BERT alone; give the flags of one as "
+                "large"
+            )
         if hidden := _hidden(words):
             raise PlanError(
-                f"--from-script {file}: {shown(hidden)} may hold flags that only running it would tell; write them "
-                "instead"
+                f"--from-script {file}: {shorten(shown(hidden), 80)} may hold flags that only running it would tell; "
+                "write them instead, or give the variables and arguments (--script-args) that decide"
             )
     return [Launch(words=words, kind=_kind(words), gpus=_gpus(words, slurm, environment)) for words in training]
 

@@ -54,6 +54,8 @@ def _has_other_groups(options: Options, flag: str) -> bool:
     return flag in options and _interleaves(options) and options.number(flag) != _stages(options)
 
 
+_ZERO_BUBBLE = ("--enable-zero-bubble", "--enable-zb-runtime", "--enable-zbh1-pipeline", "--zero-bubble-v-schedule")
+"""Of forks of Megatron."""
 _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--multi-latent-attention": (_given, "multi-latent attention"),
     "--hybrid-layer-pattern": (_given, "layers of several kinds"),
@@ -80,6 +82,9 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--account-for-loss-in-pipeline-split": (_given, "the loss counted as a layer"),
     "--decoder-num-layers": (_given, "a decoder beside the encoder"),
     "--yaml-cfg": (_given, "a file in place of flags"),
+    "--deepspeed": (_given, "DeepSpeed, whose file says what it shards and recomputes"),
+    **dict.fromkeys(_ZERO_BUBBLE, (_given, "backward passes in two parts, as of zero-bubble pipelines")),
+    "--hetero-mode": (_given, "stages on unequal GPUs"),
     _GROUP: (_has_other_groups, "groups of more microbatches than there are stages"),
 }
 _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
@@ -105,6 +110,38 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
 }
 _OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
 """What full recomputation needs, and nothing else may have; with an example."""
+_FULL = " ".join(["--recompute-granularity full", *(f"{flag} {example}" for flag, example in _OF_FULL.items())])
+_REPLACED = {
+    "--checkpoint-activations": _FULL,
+    "--activations-checkpoint-method": _FULL,
+    "--activations-checkpoint-granularity": "--recompute-granularity",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--checkpoint-num-layers": "--recompute-num-layers",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--batch-size": "--micro-batch-size",
+    **dict.fromkeys(("--num-key-value-heads", "--n-head-kv"), "--group-query-attention --num-query-groups"),
+    "--attention-head-type": "--group-query-attention for multiquery",
+    "--ds-sequence-parallel-size": "--context-parallel-size",
+    "--glu-activation": "--swiglu",
+    "--geglu": "--quick-geglu",
+    **dict.fromkeys(("--intermediate-size", "--hidden-dim-multiplier"), "--ffn-hidden-size"),
+    "--pad-vocab-size-to": "--padded-vocab-size",
+    "--moe-num-experts": "--num-experts",
+    **dict.fromkeys(("--moe-top-k", "--moe-topk", "--topk"), "--moe-router-topk"),
+    **dict.fromkeys(
+        ("--moe-expert-model-parallelism", "--moe-expert-parallel-size"),
+        "--expert-model-parallel-size",
+    ),
+    **dict.fromkeys(
+        ("--use-llama2-rotary-position-embeddings", "--use-mistral-rotary-position-embeddings"),
+        "--position-embedding-type rope",
+    ),
+    **dict.fromkeys(
+        ("--use-flash-attn-v1", "--use-flash-attn-v2", "--use-flash-attn-triton"),
+        "--use-flash-attn",
+    ),
+}
+"""Flags of earlier versions and of forks that change time or memory, and what says the same today."""
 _OF_SHARDS = ("--use-distributed-optimizer", "--overlap-grad-reduce")
 """What gathering parameters during forwards needs."""
 _ACTIVATIONS = ("--swiglu", "--squared-relu", "--quick-geglu")
@@ -115,7 +152,7 @@ _OF_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-
 _PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-grad")
 CHECKED = frozenset(
     {
-        *(*_REFUSED, *_NOTED, *_PIPEDREAM, "--overlap-param-gather", "--checkpoint-activations", "--clip-grad"),
+        *(*_REFUSED, *_NOTED, *_PIPEDREAM, "--overlap-param-gather", "--clip-grad"),
         *("--mrope-section", "--moe-router-score-function", "--moe-router-load-balancing-type"),
     }
 )
@@ -131,9 +168,10 @@ def check_accepted(options: Options) -> None:
     if "--bf16" in options and "--fp16" in options:
         raise PlanError("--bf16 and --fp16 exclude each other; leave one out")
     _check_chunks(options)
-    if "--checkpoint-activations" in options:
-        full = " ".join(f"{flag} {example}" for flag, example in _OF_FULL.items())
-        raise PlanError(f"--checkpoint-activations: no longer a flag; give --recompute-granularity full {full}")
+    for flag, new in _REPLACED.items():
+        if flag in options:
+            behind = f", or behind a script with --ignore {flag[2:]}"
+            raise PlanError(f"{flag}: no flag of today's Megatron; give {new} in its place{behind}")
     granularity = options.text("--recompute-granularity", "none")
     if "--recompute-activations" in options:
         granularity = "selective"

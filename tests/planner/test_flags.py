@@ -132,6 +132,7 @@ def test_flags_that_were_given_are_printed_as_given():
             "--tensor-parallel-size 8",
             ("--tensor-parallel-size: not priced; did you mean --tensor-model-parallel-size?",),
         ),
+        ("--encoder-num-layers 4", ()),
         ("--cross-entropy-loss-fusion", ("--cross-entropy-loss-fusion: priced without that fusion",)),
         ("--squared-relu --no-bias-gelu-fusion --accumulate-allreduce-grads-in-fp32 --fp16", ()),
         (
@@ -318,7 +319,22 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
             f"{DEEP} --num-layers-per-virtual-pipeline-stage 2 --decoder-first-pipeline-num-layers 4",
             "exclude each other; give --num-virtual-stages-per-pipeline-rank in place of the first",
         ),
-        (f"{RUN} --checkpoint-activations", "--checkpoint-activations: no longer a flag; give --recompute-granularity"),
+        (
+            f"{RUN} --checkpoint-activations",
+            "--checkpoint-activations: no flag of today's Megatron; give --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1 in its place, or behind a script with --ignore "
+            "checkpoint-activations",
+        ),
+        (f"{RUN} --model-parallel-size 8", "Megatron; give --tensor-model-parallel-size in its place, or behind"),
+        (f"{RUN} --batch-size 8", "--batch-size: no flag of today's Megatron; give --micro-batch-size in its place"),
+        (f"{RUN} --num-key-value-heads 4", "give --group-query-attention --num-query-groups in its place"),
+        (
+            f"{RUN} --intermediate-size 11008",
+            "--intermediate-size: no flag of today's Megatron; give --ffn-hidden-size",
+        ),
+        (f"{RUN} --moe-num-experts 64", "--moe-num-experts: no flag of today's Megatron; give --num-experts in its"),
+        (f"{RUN} --deepspeed --zero-stage 3", "does not cover DeepSpeed, whose file says what it shards and"),
+        (f"{RUN} --enable-zero-bubble", "--enable-zero-bubble: the cost model does not cover backward passes in two"),
         (f"{RUN} --bf16 --fp16", "--bf16 and --fp16 exclude each other; leave one out"),
         (
             f"{RUN} --overlap-param-gather --overlap-grad-reduce",

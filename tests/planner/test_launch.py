@@ -118,6 +118,11 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
 @pytest.mark.parametrize(
     ("script", "message"),
     [
+        (re.sub("(?<=[a-z])-", "_", TRAINING), "give another file, or write the flags with hyphens"),
+        (
+            ALONE.replace("gpt", "t5"),
+            "pretrain_t5.py: the cost model covers GPT and BERT alone; give the flags of one as",
+        ),
         ("echo hello", "no command with Megatron's flags, such as --num-layers"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $MBS", "--micro-batch-size $MBS: nothing sets it"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),
@@ -135,6 +140,12 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
         (f"{TRAINING} --micro-batch-size 2", "--vocab-size is missing"),
         (f"A='{TRAINING}'; srun sh -c '$A'", "give another file, or export the variables that the quoted command uses"),
         (f"{TRAINING} --bf16 $(cat flags) --vocab-size 9", "$(cat flags) may hold flags that only running it would"),
+        (f"{TRAINING} --bf16 $(cat {'flags ' * 99}) --vocab-size 9", "flags [...] may hold flags that only running it"),
+        (f'A="{TRAINING} --vocab-size 9 --micro-batch-size $MBS"; eval $A', "--micro-batch-size $MBS: nothing sets it"),
+        (
+            f"[ -f x ] && A=--bf16; while tool; do A='--fp16 --swiglu'; done; {TRAINING} --bf16 $A",
+            "$A may hold flags that only running it would tell; write them instead, or give the variables and",
+        ),
         (f"declare -A A=([x]='--bf16'); {TRAINING} ${{A[x]}}", "${A} may hold flags that only running it would tell"),
         (f"A=(1); A[0]=2; {TRAINING} --vocab-size 9 --micro-batch-size $A", "--micro-batch-size ${A}: nothing sets it"),
         ("set -- -t 2; while getopts t: o; do A=$OPTARG; done", "getopts, which reads the arguments, is not followed"),
@@ -188,6 +199,7 @@ def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, t
         "tool && f() { {} --bf16; } || f() { {} --bf16 --seed 3; }; f",
         "if tool; then {} --bf16; else {} --seed 1 --bf16; fi",
         "case $(tool) in a) A=1;; b) A=2;; *) A=3; esac; {} --seed $A --bf16",
+        'A=(--seed $(tool) --bf16); B="{} ${A[@]}"; echo $B; eval $B',
     ],
 )
 def test_what_only_running_the_script_would_tell_may_differ_where_it_costs_nothing(script: str, tmp_path: Path):
@@ -252,6 +264,26 @@ def test_nothing_runs(tmp_path: Path):
     assert not trace.exists()
 
 
+@pytest.mark.parametrize(
+    "folder",
+    [
+        '"$(dirname "$0")"',
+        "$(cd $(dirname ${BASH_SOURCE[0]}) && pwd)",
+        '$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd )',
+        '$(dirname "$(readlink -f "$0")")',
+        "`pwd`",
+        "$PWD/$(pwd)",
+        "$(dirname $(dirname $0))",
+    ],
+)
+def test_files_beside_the_script(folder: str, tmp_path: Path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "common.sh").write_text("TP=4")
+    script = f'FOLDER={folder}\nsource "${{FOLDER}}/more/common.sh"\ntrain $TP'
+    found = commands(script, file=tmp_path / "run.sh", environment={"PWD": "/x"})
+    assert shown(found[-1][-1]) == ("$TP" if folder.startswith(("$PWD", "$(dirname $(d")) else "4")
+
+
 SNIPPETS = {
     "leading blanks": 'A=" x y "; show a$A b${A}c $A$A "$A"$A',
     "splitting": 'A="x  y "; B=; show a$A"$A"b $B "$B" c$B',
@@ -264,6 +296,10 @@ SNIPPETS = {
     "arithmetic": "A=7; B=2; show $((A/B)) $(( -A / B )) $((A%B)) $((A**B)) $(( (A+1)*B )) $((A>B&&B>A)) $((!A))",
     "tests": "A=8; if [ $A -gt 7 ] && [[ $A == 8* && -n $A ]]; then show yes; elif true; then show b; else show c; fi",
     "more tests": '[ "$N" = 1 ] || show or; [[ -z $N || x == y ]] && show and; ! [ a = a ] || show not',
+    "malformed tests": """for A in '' x 5; do [ $U = 1 ] || show a; [ $U = 1 -o 1 = 1 ] || show b
+        [ $U -gt 1 ] || show c
+        [ "$A" -eq 5 ] && show d; [ ! "$A" -lt 4 ] && show e; [ 1 = 1 -o "$A" -eq 1 ] && show f; done
+        [[ $U -eq 1 ]] || show g; [[ "" -eq 0 && ' ' -lt 1 ]] && show h; if [ $U = 1 ]; then :; else show i; fi""",
     "case": "for m in 7b 70b x; do case $m in 7b|8b) show small;; 70*) show large ;; *) show other; esac; done",
     "functions": 'f() { local x=$1; shift; show "$x" $# "$@"; return; show no; }; f "a b" c; function g { f z; }; g',
     "loops": "for i in 1 2 3; do [ $i = 2 ] && continue; show $i; [ $i = 3 ] && break; done; show end",
@@ -318,6 +354,8 @@ SNIPPETS = {
         bash -c 'show "$@"' me $U 'a b'; eval 'show $B'""",
     "arithmetic in documents": 'N=1; bash <<E\nshow $((N++)) "a\\"b"\nE\nshow $N; read A <<< $((N++)); show $A $N',
     "scalars and arrays": 'A=(1 2); A=x; show "${A[@]}" "${A[1]}"; B=y; show ${B[0]} "${B[1]}"; show "${C:-"d e"}"',
+    "words as text": """A=(1 $U '2  3' 4); B="${A[@]}"; show "$B" "${A[*]}"; C="show ${A[@]}"; eval $C; $C
+        eval show $U a "$U"; set -- $U 5; B="$*"; show "$B" "$*" x"$*"y""",
     "separators": "IFS=,; A='1 2'; show $A; unset IFS; show $A",
 }
 

@@ -19,8 +19,14 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
 }
 
 
+class _MalformedError(Exception):
+    """bash prints a message in place of an answer."""
+
+
 def holds(words: Sequence[str], *, patterns: bool = False) -> bool | None:
     """Whether the condition of ``words`` holds; None where only running the script would tell.
+
+    A malformed one, such as ``[ $A = 1 ]`` where nothing sets ``A``, does not hold.
 
     Args:
         words: within the brackets, expanded; ``&&``, ``||``, ``!`` are words too.
@@ -29,17 +35,24 @@ def holds(words: Sequence[str], *, patterns: bool = False) -> bool | None:
     >>> holds(["8", "-gt", "1"]), holds(["-z", "x"]), holds(["-f", "run.sh"])
     (True, False, None)
     """
+    try:
+        return _holds(words, patterns=patterns)
+    except _MalformedError:
+        return False
+
+
+def _holds(words: Sequence[str], *, patterns: bool) -> bool | None:
     for separators, decisive in ((("||", "-o"), True), (("&&", "-a"), False)):
         parts = _split(words, separators)
         if len(parts) > 1:
-            answers = [holds(part, patterns=patterns) for part in parts]
+            answers = [_holds(part, patterns=patterns) for part in parts]
             if decisive in answers:
                 return decisive
             return None if None in answers else not decisive
     if words and words[0] == "!":
-        return _opposite(holds(words[1:], patterns=patterns))
+        return _opposite(_holds(words[1:], patterns=patterns))
     if len(words) > 2 and words[0] == "(" and words[-1] == ")":
-        return holds(words[1:-1], patterns=patterns)
+        return _holds(words[1:-1], patterns=patterns)
     return _primary(words, patterns=patterns)
 
 
@@ -80,11 +93,20 @@ def _primary(words: Sequence[str], *, patterns: bool) -> bool | None:
         case [left, "=~", right]:
             return _found(left, right)
         case [left, compare, right] if compare in _NUMBERS:
-            try:
-                return _NUMBERS[compare](int(left), int(right))
-            except ValueError:
-                return None
+            return _compared(left, _NUMBERS[compare], right, arithmetic=patterns)
+        case [operator, _] if not operator.startswith("-") or operator in _NUMBERS:
+            raise _MalformedError
     return None
+
+
+def _compared(left: str, compare: Callable[[int, int], bool], right: str, *, arithmetic: bool) -> bool | None:
+    """Of two numbers, or as in ``[[`` two expressions of ``arithmetic``, where nothing is 0 and names are variables."""
+    try:
+        return compare(*(0 if arithmetic and not text.strip() else int(text) for text in (left, right)))
+    except ValueError:
+        if arithmetic:
+            return None
+        raise _MalformedError from None
 
 
 def _found(text: str, expression: str) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from megatron_2bw.planner.bash.scope import (
     element,
     is_gone,
     is_known,
-    is_word,
     settled,
     unknown,
     unset,
@@ -108,10 +108,9 @@ def compute(expression: str, scope: Scope) -> int | None:
     return scope.compute("".join(_text(piece.value) for piece in pieces).replace('"', "").replace(GONE, ""))
 
 
-def _text(value: Value) -> str:
-    """One word; unknown where it is unknown what the words are."""
-    text = " ".join(value) if isinstance(value, list) else value
-    return text if isinstance(value, str) or all(map(is_word, value)) else unknown(text)
+def _text(value: Value, between: str = " ") -> str:
+    """One word, also of several; one that is unknown stands for as many as it may be."""
+    return value if isinstance(value, str) else between.join(itertools.filterfalse(is_gone, value))
 
 
 def _pieces(raw: str, scope: Scope, *, quoted: bool = False, splits: bool = False) -> Iterator[_Piece]:
@@ -171,7 +170,7 @@ def _joined(part: str, value: Value, scope: Scope) -> Value:
     if not is_one or isinstance(value, str):
         return value
     between = scope.get("IFS")
-    return (" " if between is None else between[:1]).join(value) if all(map(is_word, value)) else unknown(part)
+    return _text(value, " " if between is None else between[:1])
 
 
 def _expansion(part: str, scope: Scope) -> Value:

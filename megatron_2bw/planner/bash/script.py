@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,12 @@ from megatron_2bw.planner.errors import PlanError
 
 _SUCCEEDING = {"echo", "cd", ":", "true", "trap", "ulimit", "mkdir", "shopt"}
 """Taken to; what other commands do is not known."""
+_SELF = r"\$(?:0|BASH_SOURCE(?:\[0\])?)"
+_FOLDER = rf"\$\(dirname(?:--)?(?:{_SELF}|\$\((?:readlink-f|realpath){_SELF}\))\)"
+_BESIDE = re.compile(
+    rf"(?:{_FOLDER}|\$\(cd(?:--)?{_FOLDER}(?:&?>/dev/null)?(?:2>&1)?&&pwd(?:-P)?\)|\$\(pwd\)|`pwd`)/+(.+)"
+)
+"""A file in the folder of the script, or that it is called in, named without quotes, braces and blanks."""
 _LEAVING = {"exit", "return", "break", "continue"}
 
 
@@ -131,7 +138,7 @@ class _Reading(Flow):
         if name == "exec" and arguments:
             raise Left("exit", status=self.execute(arguments, files))
         if name == "eval":
-            return self.follow(parse(" ".join(arguments)))
+            return self.follow(parse(" ".join(words[words.index(name) + 1 :])))  # With what is gone, for messages.
         if name in ("source", "."):
             return self.source(arguments)
         if name in BUILTINS:
@@ -193,7 +200,8 @@ class _Reading(Flow):
         """Text of a file that the script writes, or that is there."""
         if shown(name) in self.written:
             return self.written[shown(name)]
-        known = settled(name)
+        beside = _BESIDE.fullmatch(re.sub(r"[\s\"{}]", "", shown(name)))
+        known = beside[1] if beside else settled(name)
         if not known or not (self.folder / known).is_file():
             return None
         with suppress(OSError):  # Another machine may be allowed to read it: what it does is as unknown.
