@@ -381,8 +381,7 @@ def test_as_bash_does_it(name: str):
 
 
 STUB = """#!/bin/sh
-printf '%s\\0' "${0##*/}" "$@" >> "$TRACE"
-printf '\\036' >> "$TRACE"
+printf '%s\\0' "$(printf '\\036')${0##*/}" "$@" >> "$TRACE"
 while [ $# -gt 1 ]; do
     case $1 in
         --export=ALL,*) export "${1#--export=ALL,}" ;;
@@ -391,7 +390,8 @@ while [ $# -gt 1 ]; do
     shift
 done
 """
-"""Keeps its name and arguments, and starts what a launcher would, but no login shell."""
+"""Keeps its name and arguments, in one write, as others of a pipeline write too; starts what a launcher would, but no
+login shell."""
 PROGRAMS = "tool train torchrun python python3 srun mpirun mpiexec deepspeed hostname nvidia-smi scontrol head date "
 PROGRAMS += "dirname mktemp tee cp wc cores hosts"
 
@@ -421,7 +421,7 @@ def started_by_bash(text: str, folder: Path, environment: dict[str, str]) -> lis
         timeout=10,
         stdin=subprocess.DEVNULL,
     )
-    return [record.removesuffix("\0").split("\0") for record in trace.read_text().split("\036")[:-1]]
+    return [record.removesuffix("\0").split("\0") for record in trace.read_text().split("\036")[1:]]
 
 
 def empty_where_not_known(words: Sequence[str]) -> list[str]:
