@@ -295,11 +295,13 @@ def _positive(text: str) -> float:
 
 
 def _refuse(args: Any, schedule: str) -> None:
-    for row in REFUSED:
-        if row.applies(args, schedule):
-            raise ArgumentError(
-                f"{row.flag} does not work with --pipeline-schedule {schedule}: {row.reason}; {row.remedy}"
-            )
+    refusals = [
+        f"{row.flag} does not work with --pipeline-schedule {schedule}: {row.reason}; {row.remedy}"
+        for row in REFUSED
+        if row.applies(args, schedule)
+    ]
+    if refusals:  # All of them: a job that waits hours for its nodes should not fail once per flag.
+        raise ArgumentError("\n".join(refusals))
 
 
 def _map(args: Any, schedule: str) -> list[str]:
@@ -334,7 +336,8 @@ def _print_once(notices: list[str]) -> None:
 
 def _exit(error: ArgumentError) -> None:
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        print(f"megatron_2bw: error: {error}", file=sys.stderr, flush=True)
+        lines = [f"megatron_2bw: error: {line}" for line in str(error).splitlines()]
+        print("\n".join(lines), file=sys.stderr, flush=True)
     else:
         # A launcher ends all ranks when the first one exits; let the message come out before.
         time.sleep(1.0)

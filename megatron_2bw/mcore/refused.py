@@ -451,4 +451,10 @@ REFUSED: tuple[Refused, ...] = (
         reason="a batch cannot be run again while the next one is under way",
         remedy="use --rerun-mode disabled",
     ),
+    Refused(
+        flag="--error-injection-rate",
+        schedules=DELAYED,
+        reason="errors are injected into batches that are run again, and a delayed update's batch is not",
+        remedy=USE_FLUSH,
+    ),
 )

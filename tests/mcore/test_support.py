@@ -7,7 +7,7 @@ from copy import copy
 
 import pytest
 
-from megatron_2bw.mcore.arguments import ArgumentError, _map, _refuse, add_arguments
+from megatron_2bw.mcore.arguments import ArgumentError, _exit, _map, _refuse, add_arguments
 from megatron_2bw.mcore.rows import STOCK
 from megatron_2bw.mcore.support import MAPPED, OURS, REFUSED, SLOWED
 from megatron_2bw.mcore.symbols import megatron_version
@@ -104,6 +104,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--moe-expert-rank-capacity-factor": [{"moe_expert_rank_capacity_factor": 1.5}, {"moe_paged_stash": True}],
     "--perform-rl-step": [{"perform_rl_step": True}],
     "--rerun-mode": [{"rerun_mode": "report_stats"}],
+    "--error-injection-rate": [{"error_injection_rate": 100}],
 }
 NOTICED: dict[str, dict[str, object]] = {
     "--rerun-mode": {"rerun_mode": "validate_results"},
@@ -203,6 +204,17 @@ def test_refused_with_flag_reason_and_remedy(defaults: argparse.Namespace, row) 
                 assert all(part in str(refusal.value) for part in (row.flag, schedule, row.reason, row.remedy))
             elif _name(row) not in {_name(other) for other in REFUSED if schedule in other.schedules}:
                 _refuse(args, schedule)
+
+
+def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsys: pytest.CaptureFixture) -> None:
+    args = _with(defaults, "2bw", {"mtp_num_layers": 1, "adlr_autoresume": True})
+    with pytest.raises(ArgumentError) as refusal:
+        _refuse(args, "2bw")
+    with pytest.raises(SystemExit):
+        _exit(refusal.value)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("megatron_2bw: error: --mtp-num-layers does not work")
+    assert second.startswith("megatron_2bw: error: --adlr-autoresume does not work")
 
 
 def _name(row) -> str:
