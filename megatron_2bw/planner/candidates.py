@@ -51,6 +51,7 @@ class Candidates:
     """Share of a batch's microbatches that 2bw delays, at most."""
     decisions: Decisions = field(init=False)
     shapes: Shapes = field(init=False)
+    _counts: dict[tuple[object, ...], int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.space = self.space.on(self.cluster.gpu)
@@ -200,8 +201,17 @@ class Candidates:
                 elif unknown:
                     self.decisions.reject("batch", "the profile has measured it", unknown, name(layout))
                 else:
-                    self.decisions.layouts += sum(len(saving.sizes) for saving in self.savings(layout))
+                    self.decisions.layouts += self._ways(layout)
                     yield layout
+
+    def _ways(self, base: Layout) -> int:
+        """How many layouts there are on ``base``: as many as on others whose stages have as many layers."""
+        alike = base.schedule in DELAYED, base.chunks, layers_of_stages(self.model, base)
+        if self.cluster.profile is not None:  # It may have measured recomputation of some sizes only.
+            alike += (Split.of(base),)
+        if alike not in self._counts:
+            self._counts[alike] = sum(len(saving.sizes) for saving in self.savings(base))
+        return self._counts[alike]
 
     def _not_profiled(self, layout: Layout) -> Problem | None:
         """Why the cluster's profile, if it has one, cannot price ``layout``."""

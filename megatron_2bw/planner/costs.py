@@ -32,6 +32,8 @@ SCHEDULES = ("2bw", "1f1b-flush", "gpipe", "megatron")
 """Those that a search tries by itself."""
 PRICED = (*SCHEDULES, "inter-layer", "pipedream", "gems", "chimera", "mixpipe")
 """The others are for comparing, and are tried when asked for."""
+_FILLING = ("1f1b-flush", "gpipe", "megatron", "inter-layer")
+"""Those that begin every batch with an empty pipeline, in one direction."""
 FP32_BYTES = 4
 BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA = 40_000_000, 1_000_000
 """Megatron's size of a gradient bucket is the larger: ``DistributedDataParallel.__init__``."""
@@ -128,6 +130,20 @@ def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
     ends_s = m * (pipeline.first.pair_s + pipeline.last.pair_s) / 2
     middle_s = m * pipeline.middle.pair_s + pipeline.turn_s(0, half - 2) if half > 1 else 0.0
     return max(ends_s, middle_s, pipeline.turn_s(0, layout.pipeline - 1)) + periods.flush_s(pipeline)
+
+
+def work_s(model: Model, layout: Layout, cluster: Cluster) -> float:
+    """What a batch takes at least, because some stage computes as long as all of them do on average.
+
+    With a flush, the first microbatch passes all stages before that one goes on alone; less where chunks or a second
+    direction shorten its way.
+    """
+    works = works_of(model, Split.of(layout), machine_of(cluster))
+    microbatch_s = model.num_layers * (works.layer.forward_s + works.layer.backward_s)
+    microbatch_s += sum(work.forward_s + work.backward_s for work in (works.embedding, works.loss))
+    fills = layout.chunks == 1 and layout.schedule in _FILLING
+    passes = layout.microbatches + (layout.pipeline - 1 if fills else 0)
+    return _processor_share(cluster) * passes * microbatch_s / layout.pipeline * (1 - periods.ROUNDING)
 
 
 def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None = None) -> Times:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from heapq import heapify, heappop, heappush
 from itertools import product
 from typing import Any
 
@@ -178,14 +179,19 @@ class _Search:
 
     def best(self, keep: int) -> list[Choice]:
         """The best ``keep``, and the best of every schedule."""
-        bases = self.candidates.bases()
-        bounded = sorted(((self._bound_s(base), base) for base in bases), key=lambda pair: pair[0])
+        # Most are behind the best by their work alone, which is quick to tell.
+        bounds = [(self._bound_s(costs.work_s, base), i, base, False) for i, base in enumerate(self.candidates.bases())]
+        heapify(bounds)
         kept: list[Choice] = []
         leaders: dict[str, Choice] = {}
-        for bound_s, base in bounded:
+        while bounds:
+            bound_s, i, base, is_closest = heappop(bounds)
             leader = leaders.get(base.schedule)
             rivals = [leader, kept[-1] if len(kept) == keep else None]
             if all(rival is not None and bound_s > rival.loss_time_s for rival in rivals):
+                continue
+            if not is_closest:
+                heappush(bounds, (self._bound_s(costs.least_s, base), i, base, True))
                 continue
             for choice in self._fitting(base):
                 insort(kept, choice, key=_order)
@@ -194,10 +200,9 @@ class _Search:
         others = [choice for choice in leaders.values() if choice not in kept]
         return sorted([*kept, *others], key=_order)
 
-    def _bound_s(self, base: Layout) -> float:
-        """What no layout on ``base`` is faster than."""
-        time_s = costs.least_s(self.candidates.model, base, self.candidates.cluster)
-        return self.progress.least_loss_time_s(base, time_s)
+    def _bound_s(self, least: Callable[[Model, Layout, Cluster], float], base: Layout) -> float:
+        """What no layout on ``base`` is faster than, if no batch of ``base`` is faster than ``least`` says."""
+        return self.progress.least_loss_time_s(base, least(self.candidates.model, base, self.candidates.cluster))
 
     def _fitting(self, base: Layout) -> Iterator[Choice]:
         """What fits of ``base``, without layouts that save more memory than they have to."""

@@ -170,15 +170,27 @@ def test_both_copies_of_a_stage_on_one_node():
     assert times[8].send_s == pytest.approx(2 * flush.send_s, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", ["gems", "chimera", "mixpipe", "2bw"])
-def test_no_batch_is_shorter_than_its_bound(schedule: str):
-    """The search leaves out what cannot be among the best by it."""
+@pytest.mark.parametrize("schedule", costs.PRICED)
+def test_no_batch_is_shorter_than_its_bounds(schedule: str):
+    """The search leaves out what cannot be among the best by them."""
+    sizes = (1,) if schedule == "pipedream" else (8, 16)
     for stages, microbatches, more in itertools.product(
-        (2, 4, 8), (8, 16), ({}, {"recompute": Recompute.FULL}, {"distributed_optimizer": True})
+        (2, 4, 8), sizes, ({}, {"recompute": Recompute.FULL}, {"distributed_optimizer": True})
     ):
         priced = layout(schedule=schedule, pipeline=stages, global_batch=4 * microbatches, **more)
         least_s = costs.least_s(SMALL, priced, TWO_DGX)
         assert 0.15 * time_s(priced, cluster=TWO_DGX) < least_s <= time_s(priced, cluster=TWO_DGX) * (1 + 1e-9)
+        if priced.recompute == Recompute.NONE:
+            assert 0.1 * least_s < costs.work_s(SMALL, priced, TWO_DGX) <= least_s
+
+
+def test_no_interleaved_batch_is_shorter_than_its_work():
+    """Its pipeline fills in less than the time of a microbatch on all stages."""
+    even = replace(SMALL, num_layers=48, hidden_size=4096, vocab_size=1024)
+    for stages, chunks in ((2, 2), (4, 3), (8, 6)):
+        priced = layout(schedule="megatron", pipeline=stages, data=1, chunks=chunks, global_batch=2 * stages)
+        work_s = costs.work_s(even, priced, DGX)
+        assert 0.5 * time_s(priced, even) < work_s <= time_s(priced, even)
 
 
 def test_no_batch_on_uneven_stages_is_shorter_than_its_bound():
@@ -188,6 +200,7 @@ def test_no_batch_on_uneven_stages_is_shorter_than_its_bound():
         uneven = layout(pipeline=stages, global_batch=4 * microbatches, **more)
         least_s = costs.least_s(SMALL, uneven, TWO_DGX)
         assert 0.9 * time_s(uneven, cluster=TWO_DGX) < least_s <= time_s(uneven, cluster=TWO_DGX) * (1 + 1e-9)
+        assert 0.3 * least_s < costs.work_s(SMALL, uneven, TWO_DGX) <= least_s
 
 
 def test_a_rank_with_two_stages_shares_their_work():

@@ -108,6 +108,9 @@ def test_the_slowest_stage_has_one_processor_at_most(profile: Profile, schedule:
     ]
     assert times_s[3] == costs.iteration(MODEL, uneven, profile.cluster()).time_s
     assert times_s[2] >= 0.75 * times_s[3]
+    for processors, time_s in enumerate(times_s, start=1):
+        shared = replace(profile, processors=processors)
+        assert 0.2 * time_s < costs.work_s(MODEL, uneven, shared.cluster()) <= time_s
     assert times_s == sorted(times_s)
 
 
