@@ -1,4 +1,4 @@
-"""How long the planner takes from the shell: a trillion parameters on 3,072 GPUs, and the start alone.
+"""How long the planner takes from the shell: a trillion parameters on 3,072 GPUs, experts on 2,048, the start alone.
 
 python scripts/bench/planner_speed.py [--repetitions 7] [--output scripts/bench/results/planner_speed.txt]
 """
@@ -17,7 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from report import heading, put
 
-COMMANDS = ("plan --model gpt-1t --cluster dgx-a100 --nodes 384 --global-batch-size 3072", "plan --help")
+COMMANDS = (
+    "plan --model gpt-1t --cluster dgx-a100 --nodes 384 --global-batch-size 3072",
+    "plan --model mixtral-8x7b --cluster dgx-h100 --nodes 256 --global-batch-size 2048",
+    "plan --help",
+)
 
 
 def seconds_of(command: str) -> tuple[float, float]:
@@ -33,11 +37,11 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    lines = [*heading(), "", f"{'megatron-2bw':<82} {'wall/s: median':>15} {'min':>6} {'max':>6} {'processor/s':>12}"]
+    lines = [*heading(), "", f"{'megatron-2bw':<86} {'wall/s: median':>15} {'min':>6} {'max':>6} {'processor/s':>12}"]
     for command in COMMANDS:
         wall_s, busy_s = zip(*(seconds_of(command) for _ in range(options.repetitions)), strict=True)
         lines.append(
-            f"{command:<82} {statistics.median(wall_s):>15.2f} {min(wall_s):>6.2f} {max(wall_s):>6.2f} "
+            f"{command:<86} {statistics.median(wall_s):>15.2f} {min(wall_s):>6.2f} {max(wall_s):>6.2f} "
             f"{statistics.median(busy_s):>12.2f}"
         )
     put(lines, options.output)
