@@ -139,6 +139,7 @@ def read(
     kind: Kind = Kind.GPT,
     gpu: Gpu | None = None,
     fused: bool | None = None,
+    model: Model | None = None,
 ) -> Configuration:
     """The Model and Layout that Megatron's flags describe.
 
@@ -148,6 +149,7 @@ def read(
         kind: of the model; Megatron has a script per kind and no flag.
         gpu: that has to support what the flags ask for; None does not limit them.
         fused: whether attention is, where no flag says; None: where ``gpu`` has kernels for it.
+        model: in place of the one that flags describe.
 
     Raises:
         PlanError: a flag is missing, malformed, refused by Megatron or beyond the cost model.
@@ -156,7 +158,7 @@ def read(
     notes = (*check_priced(options), *_misspelled(options))
     if options.text("--pipeline-schedule") == "pipedream":
         check_pipedream(options)
-    model = read_model(options, kind=kind)
+    model = model or read_model(options, kind=kind)
     layout = _layout(options, model, gpus, gpu=gpu, fused=fused)
     if options.text("--mixpipe-k", "0") == AUTO and has_choice(layout):
         if gpu is None:

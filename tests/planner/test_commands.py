@@ -14,7 +14,7 @@ import pytest
 import megatron_2bw
 from megatron_2bw.cli import main
 from megatron_2bw.planner import efficiency
-from megatron_2bw.planner.flags import read
+from megatron_2bw.planner.flags import model_flags, read
 from megatron_2bw.planner.model import Kind
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
@@ -283,6 +283,20 @@ def test_flags_that_cannot_be_priced_can_be_ignored(capsys: pytest.CaptureFixtur
     assert "--ignore --lr: it is not given" in run(capsys, f"{ESTIMATE} --ignore lr")[2]
 
 
+@pytest.mark.parametrize("name", ["bert-2.2b", "llama3-8b", "mixtral-8x7b"])
+def test_estimate_of_a_model_by_name_is_that_by_its_flags(capsys: pytest.CaptureFixture[str], name: str):
+    model, gpus = MODELS[name], "--cluster dgx-h100 --micro-batch-size 1 --global-batch-size 64 --bf16"
+    by_name, by_flags = (
+        run(capsys, f"estimate {gpus} {described} --json")
+        for described in (
+            f"--model {name}",
+            f"{' '.join(model_flags(model))} --vocab-size {model.vocab_size} --model-kind {model.kind}",
+        )
+    )
+    assert by_name[0] == 0
+    assert by_name == by_flags
+
+
 def test_estimate_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
     code, out, _ = run(capsys, f"{ESTIMATE} --hidden-size 16384 --num-layers 64")
     assert code == 0
@@ -441,6 +455,9 @@ BAD = {
     f"{PLAN} --gpus 8": "gpus 8 and nodes 8 disagree",
     f"{PLAN} --hidden-size 4": "--model gpt-2.2b and --hidden-size both describe the model; give one",
     f"{PLAN} --model-kind bert": "--model gpt-2.2b and --model-kind both describe the model; give one",
+    "estimate --cluster dgx-a100 --model gpt-2.2b --swiglu": "--model gpt-2.2b and --swiglu both describe the model",
+    f"{FROM_SCRIPT} --model gpt-2.2b": "--model gpt-2.2b and --from-script both describe the model; give one",
+    "estimate --jsonl rows --model gpt-2.2b": "--jsonl and --model: the rows hold all flags; leave one out",
     f"{PLAN} --plot p.png": "--plot p.png: it is an SVG; give a name ending in .svg",
     f"{PLAN} --hidden 4": "--hidden is neither an option of this command nor a flag that describes a model",
     f"{PLAN} stray": "stray is neither an option of this command nor a flag",

@@ -13,6 +13,7 @@ from megatron_2bw.planner.errors import PlanError
 if TYPE_CHECKING:
     from megatron_2bw.planner.cluster import Cluster
     from megatron_2bw.planner.model import Model
+    from megatron_2bw.planner.options import Options
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 ATTENTION = ("flash", "fused", "unfused")
@@ -78,7 +79,6 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
         PlanError: by both, or there are other words.
     """
     from megatron_2bw.planner.flags import MODEL_FLAGS, MODEL_SWITCHES, read_model
-    from megatron_2bw.planner.inputs import load_model
     from megatron_2bw.planner.model import Kind
     from megatron_2bw.planner.options import Options
 
@@ -90,9 +90,22 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
         raise PlanError(
             f"{strange[0]} is neither an option of this command nor a flag that describes a model; leave it out"
         )
+    return named_model(args, options) or read_model(options, kind=Kind(args.model_kind or "gpt"))
+
+
+def named_model(args: argparse.Namespace, options: Options) -> Model | None:
+    """That of ``--model``; None without one.
+
+    Raises:
+        PlanError: ``options`` describe a model as well.
+    """
+    from megatron_2bw.planner.flags import MODEL_FLAGS
+    from megatron_2bw.planner.inputs import load_model
+
     if args.model is None:
-        return read_model(options, kind=Kind(args.model_kind or "gpt"))
-    described = [*options.values, *(["--model-kind"] if args.model_kind else [])]
+        return None
+    described = [flag for flag in options.values if flag in MODEL_FLAGS]
+    described += ["--model-kind"] if args.model_kind else []
     if described:
         raise PlanError(f"--model {args.model} and {described[0]} both describe the model; give one of them")
     return load_model(args.model)

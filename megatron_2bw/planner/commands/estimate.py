@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_2bw.planner.commands.arguments import (
     add_cluster,
     add_formats,
-    add_model_kind,
+    add_model,
     check_size,
     described_cluster,
+    named_model,
 )
 from megatron_2bw.planner.errors import PlanError
 
@@ -33,7 +34,7 @@ def add(commands: Any) -> None:
         "estimate", help="predict time and memory of a configuration", description=_ESTIMATE, allow_abbrev=False
     )
     estimate.set_defaults(command=_estimate, takes_flags=True)
-    add_model_kind(estimate)
+    add_model(estimate)
     add_cluster(estimate)
     estimate.add_argument("--from-script", type=Path, metavar="FILE", help="a launch script in bash; read, never run")
     estimate.add_argument("--script-args", default="", metavar="TEXT", help="arguments of that script, in one string")
@@ -47,8 +48,8 @@ def _estimate(args: argparse.Namespace, words: Sequence[str]) -> int:
     if args.jsonl:
         from megatron_2bw.planner.rows import predicted_rows
 
-        if words or args.from_script or args.profile:
-            given = words[0] if words else "--from-script" if args.from_script else "--profile"
+        named = {"--from-script": args.from_script, "--profile": args.profile, "--model": args.model}
+        for given in (*words[:1], *(flag for flag, value in named.items() if value)):
             raise PlanError(f"--jsonl and {given}: the rows hold all flags; leave one out")
         worst = 0
         for line, failed in predicted_rows(args.jsonl, args.cluster, nodes=args.nodes, gpus=args.gpus):
@@ -79,21 +80,27 @@ def _configured(
     args: argparse.Namespace, words: Sequence[str], cluster: Cluster
 ) -> tuple[Configuration, tuple[str, ...]]:
     """What the flags of the script, those of the command line behind them, describe; and notes."""
-    from megatron_2bw.planner.flags import read
+    from megatron_2bw.planner.flags import model_flags, read
     from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.launch import agreed
     from megatron_2bw.planner.model import Kind
+    from megatron_2bw.planner.options import Options
+
+    if args.model and args.from_script:
+        raise PlanError(f"--model {args.model} and --from-script both describe the model; give one of them")
 
     fused = None if cluster.profile is None else cluster.profile.setting.fused_attention
     is_sized = args.nodes is not None or args.gpus is not None
     asked = sized(cluster, nodes=args.nodes, gpus=args.gpus).gpus
+    model = named_model(args, Options.parse(words))
     found, notes = [], []
-    for options, kind, gpus in _given(args, words):
+    # What is noted of a model is found in its flags.
+    for options, kind, gpus in _given(args, [*model_flags(model), *words] if model else words):
         if gpus is None and args.from_script is not None and not is_sized:
             notes.append(f"the script does not say how many GPUs it uses: priced on the cluster's {asked}; give --gpus")
         gpus = asked if is_sized or gpus is None else gpus
         kind = Kind(args.model_kind) if args.model_kind else kind
-        found.append(read(options, gpus=gpus, kind=kind, gpu=cluster.gpu, fused=fused))
+        found.append(read(options, gpus=gpus, kind=kind, gpu=cluster.gpu, fused=fused, model=model))
         notes += found[-1].notes
     return agreed(found, file=args.from_script), tuple(dict.fromkeys(notes))
 
