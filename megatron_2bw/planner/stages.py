@@ -53,6 +53,9 @@ def spread(model: Model, layout: Layout) -> Layers | Problem:
 @cache
 def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) -> Layers | Problem:
     if stages == 1 and chunks == 1:
+        if sorted((first, last)) not in ([0, 0], [0, num_layers]):
+            given = f"first_stage_layers {first}" if first else f"last_stage_layers {last}"
+            return Problem(f"{given}: one stage has all {num_layers} layers", "leave it out")
         return Layers(num_layers, 0, num_layers)
     rest, even = num_layers - first - last, stages - bool(first) - bool(last)
     if even == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 
 from megatron_2bw.mcore.arguments import add_arguments, validated
 from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import MODEL_SWITCHES, layout_flags, model_flags, read, read_model
 from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layout import Layout, Recompute
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
@@ -140,6 +142,50 @@ def test_megatron_accepts_what_is_printed(model: str, space: str, validate: Vali
         assert config.sequence_parallel == layout.sequence_parallel
         assert (config.fp16, config.bf16) == (layout.precision == "fp16", layout.precision == "bf16")
         assert args.use_distributed_optimizer == layout.distributed_optimizer
+
+
+LIMITS: dict[str, tuple[object, ...]] = {
+    "schedules": PRICED,
+    "pipelines": (1, 2, 3, 4, 8),
+    "widths": (1, 2, 3, 4, 8),
+    "tensors": (1, 2, 3, 4, 8),
+    "contexts": (1, 2, 4),
+    "experts": (1, 2, 4),
+    "expert_tensors": (1, 2, 4),
+    "microbatches": (1, 2, 3, 4, 8),
+    "chunks": (1, 2, 3, 4),
+    "first_stage_layers": (0, 1, 2, 3, 4, 8, 16),
+    "last_stage_layers": (0, 1, 2, 3, 4, 8, 16),
+    "recomputes": tuple(Recompute),
+    "recompute_methods": tuple(RecomputeMethod),
+    "recompute_layers": (1, 2, 3, 5),
+    "sequence_parallel": (True, False),
+    "distributed_optimizer": (True, False),
+    "extra_in_flight": (0, 1, 2),
+    "delayed_microbatches": (0, 1, 2, 4, 8),
+    "mixpipe_k": (0, 2, 4),
+    "mixpipe_gamma": (0, 1, 2),
+    "gradient_buffers": (1, 2),
+}
+
+
+@pytest.mark.parametrize("model", MODEL_CASES)
+def test_megatron_accepts_what_is_printed_under_any_limits(model: str, validate: Validate):
+    """Limits that a search would not choose by itself: 60 random sets of up to five."""
+    chosen, found = random.Random(model), 0
+    for _ in range(60):
+        limited = chosen.sample(sorted(LIMITS), chosen.randint(1, 5))
+        values = {limit: tuple(chosen.sample(LIMITS[limit], chosen.randint(1, 2))) for limit in limited}
+        space = Space(**values, precision=chosen.choice([None, *Precision]), tight=chosen.random() < 0.3)
+        cluster, gpus = chosen.choice([("dgx-a100", 16), ("p3.16xlarge", 8), ("dgx-h100", 6), ("dgx-h100", 16)])
+        with suppress(PlanError):
+            plan = search(MODEL_CASES[model], sized(CLUSTERS[cluster], gpus=gpus), chosen.choice((8, 12, 96)), space)
+            for choice in plan.choices[:3]:
+                args, config = validate(MODEL_CASES[model], choice.layout)
+                assert args.data_parallel_size == choice.layout.data, (name(choice.layout), space)
+                assert config.pipeline_model_parallel_size == choice.layout.pipeline
+                found += 1
+    assert found > 30
 
 
 @pytest.mark.parametrize("model", MODEL_CASES)

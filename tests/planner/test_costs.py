@@ -390,6 +390,8 @@ def test_model_flops():
         ({"pipeline": 5}, "pipeline 5 x chunks 1 does not divide num_layers 24; use 4 stages"),
         ({"schedule": "megatron", "chunks": 4}, "chunks 4 does not divide the 6 layers of a stage; use 3"),
         ({"first_stage_layers": 1}, "leaves 23 layers for 3 equal stages"),
+        ({"pipeline": 1, "first_stage_layers": 4}, "first_stage_layers 4: one stage has all 24 layers; leave it out"),
+        ({"pipeline": 1, "last_stage_layers": 24, "first_stage_layers": 1}, "first_stage_layers 1: one stage has all"),
         ({"pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 4}, "do not sum to num_layers 24"),
     ],
 )
