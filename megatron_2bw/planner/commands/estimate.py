@@ -49,8 +49,9 @@ def _estimate(args: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_2bw.planner.rows import predicted_rows
 
         named = {"--from-script": args.from_script, "--profile": args.profile, "--model": args.model}
-        for given in (*words[:1], *(flag for flag, value in named.items() if value)):
-            raise PlanError(f"--jsonl and {given}: the rows hold all flags; leave one out")
+        given = [*words[:1], *(flag for flag, value in named.items() if value)]
+        if given:
+            raise PlanError(f"--jsonl and {given[0]}: the rows hold all flags; leave one out")
         worst = 0
         for line, failed in predicted_rows(args.jsonl, args.cluster, nodes=args.nodes, gpus=args.gpus):
             print(line)
