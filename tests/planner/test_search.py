@@ -396,7 +396,7 @@ def test_a_batch_that_does_not_split_is_replaced_by_one_that_has_a_layout():
             8,
             7,
             Space(microbatches=(6,), last_stage_layers=(5,)),
-            "global_batch 7 does not split over any possible number of replicas (4, 8); use 24",
+            "global_batch 7 does not split over any possible number of replicas (4); use 24",
         ),
     ],
 )
