@@ -150,15 +150,7 @@ def _line(row: Row) -> str:
 def sc21(folder: Path) -> Iterator[Row]:
     """Table 1 of arXiv 2104.04473, which leaves out microbatch and chunks: the fastest ones that fit."""
     for row in measured.read("megatron_sc21_table1.csv", folder):
-        model = Model(
-            name=f"{row['params_b']}B",
-            num_layers=int(row["layers"]),
-            hidden_size=int(row["hidden"]),
-            num_attention_heads=int(row["heads"]),
-            seq_length=int(row["seq_len"]),
-            vocab_size=int(row["vocab"]),
-        )
-        sizes = {"pipeline": int(row["pp"]), "data": int(row["dp"]), "tensor": int(row["tp"])}
+        model, sizes = _of_table(row)
         best = _fastest(_on_selene(model, int(row["gbs"]), sizes, (1, 2, 4, 8, 16)))
         yield replace(
             best,
@@ -194,15 +186,7 @@ def sc21_table_2(folder: Path) -> Iterator[Row]:
 def h100s() -> Iterator[Row]:
     """Megatron-LM's table of H100s, which leaves out microbatch and chunks: the fastest ones that fit."""
     for row in measured.read("megatron_h100_weak_scaling.csv"):
-        model = Model(
-            name=f"{row['params_b']}B",
-            num_layers=int(row["layers"]),
-            hidden_size=int(row["hidden"]),
-            num_attention_heads=int(row["heads"]),
-            seq_length=int(row["seq_len"]),
-            vocab_size=int(row["vocab"]),
-        )
-        sizes = {"pipeline": int(row["pp"]), "data": int(row["dp"]), "tensor": int(row["tp"])}
+        model, sizes = _of_table(row)
         gpus, batch = int(row["gpus"]), int(row["gbs"])
         options = {
             "sequence_parallel": sizes["tensor"] > 1,
@@ -218,6 +202,19 @@ def h100s() -> Iterator[Row]:
             name=f"{model.name}, b={best.layout.microbatch}, {best.layout.chunks} chunks",
             measured=flops / gpus / float(row["tflops_per_gpu"]) / 1e12,
         )
+
+
+def _of_table(row: dict[str, str]) -> tuple[Model, dict[str, int]]:
+    """Model and degrees of parallelism of a row of Megatron's tables of models."""
+    model = Model(
+        name=f"{row['params_b']}B",
+        num_layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        num_attention_heads=int(row["heads"]),
+        seq_length=int(row["seq_len"]),
+        vocab_size=int(row["vocab"]),
+    )
+    return model, {"pipeline": int(row["pp"]), "data": int(row["dp"]), "tensor": int(row["tp"])}
 
 
 def _on_selene(model: Model, batch: int, sizes: dict[str, int], microbatches: Sequence[int]) -> Iterator[Row]:
