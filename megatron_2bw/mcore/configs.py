@@ -31,7 +31,7 @@ def check_configs(schedule: str, model: torch.nn.Module, optimizer: Any) -> None
         optimizer: Megatron-Core's.
 
     Raises:
-        ValueError: with the flag that sets the field of a config, the reason and the remedy.
+        ValueError: a line for each field of a config: the flag that sets it, the reason and the remedy.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages < 2:
@@ -46,12 +46,18 @@ def check_configs(schedule: str, model: torch.nn.Module, optimizer: Any) -> None
                 f"the timers of a config wait for the device inside a call, and {schedule} must not: use log level 0"
             )
     args = _as_flags(model, optimizer)
-    for row in REFUSED:
-        if row.applies(args, schedule):
-            raise ValueError(f"what {row.flag} sets does not work with {schedule}: {row.reason}; {row.remedy}")
-    for row in MAPPED:
-        if row.applies(args, schedule):
-            raise ValueError(f"what {row.flag} sets must be {row.becomes} with {schedule}: {row.reason}")
+    problems = [
+        f"what {row.flag} sets does not work with {schedule}: {row.reason}; {row.remedy}"
+        for row in REFUSED
+        if row.applies(args, schedule)
+    ]
+    problems += [
+        f"what {row.flag} sets must be {row.becomes} with {schedule}: {row.reason}"
+        for row in MAPPED
+        if row.applies(args, schedule)
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _as_flags(model: torch.nn.Module, optimizer: Any) -> SimpleNamespace:

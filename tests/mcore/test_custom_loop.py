@@ -50,6 +50,7 @@ def test_what_does_not_work_is_refused() -> None:
         "--overlap-grad-reduce sets must be off with 2bw",
         "--mtp-num-layers sets does not work with 2bw: its gradients have a norm of their own",
         "--delay-wgrad-compute sets does not work with gpipe",
+        "--delay-wgrad-compute sets does not work with 2bw",
         "unknown schedule 'unheard'; choose one of 2bw",
         "a lead of 20 needs a decay of the first moment above 0.952381, got 0.9",
         "gpipe has no delay of one batch to correct",
@@ -60,6 +61,11 @@ def test_what_does_not_work_is_refused() -> None:
     ]
     assert [part for part, answer in zip(expected, answers, strict=False) if part not in answer] == []
     assert answers[len(expected)] == ""
+    assert sorted(line.split(" sets ")[0] for line in answers[3].split("\n")) == [
+        "what --mtp-num-layers",
+        "what --overlap-grad-reduce",
+        "what --overlap-moe-expert-parallel-comm / --delay-wgrad-compute",
+    ]
     assert answers[-1] == "chimera needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
 
 
