@@ -158,7 +158,7 @@ class _Sizes:
         self.out_of_mlp = model.ffn_hidden_size / self.of_mlp
         self.outside = self.tensor if split.sequence_parallel else 1
         self.mask = 1 if model.dropout else 0
-        self.collectives = 2 * (split.tensor > 1) + 2 * (split.expert > 1)
+        self.collectives = (split.tensor > 1) + (self.of_mlp > 1) + 2 * (split.expert > 1)
         # Every head has a score per pair of tokens.
         self.scores = self.tokens * model.seq_length * model.num_attention_heads / self.tensor
         self.fused = split.fused_attention
@@ -214,9 +214,9 @@ class _Sizes:
     def all_reduces_s(self, machine: Machine) -> float:
         """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each.
 
-        Behind an exchange of tokens, that of the MLP is of routed ones.
+        That of the MLP is of the tokens of the ranks that split it; behind an exchange, of routed ones.
         """
-        tokens = self.routed_tokens if self.split.expert > 1 else self.tokens
+        tokens = self.routed_tokens if self.split.expert > 1 else self.tokens * self.of_mlp / self.tensor
         of_attention, of_mlp = (count * self.hidden * self.width for count in (self.tokens, tokens))
         return machine.all_reduce_s(of_attention, self.tensor, 1) + machine.all_reduce_s(of_mlp, self.of_mlp, 1)
 

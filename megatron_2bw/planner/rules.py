@@ -131,11 +131,6 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
             "experts with a bias: Megatron weights what its activation functions give, which no bias goes with",
             "give --disable-bias-linear, or a model without bias",
         )
-    if split != layout.tensor and count == 1:
-        return Problem(
-            f"expert_tensor {split} with expert 1: such layouts are not priced",
-            f"use {layout.tensor}, or expert above 1",
-        )
     ranks = layout.tensor * layout.replicas
     if model.ffn_hidden_size % split or ranks % split:
         nearest = nearest_divisor(math.gcd(model.ffn_hidden_size, ranks), split)

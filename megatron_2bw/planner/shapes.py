@@ -94,8 +94,7 @@ class Shapes:
             ranks = tensor * replicas // split
             shares = divisors(ranks) if self.decisions.space.experts else divisors(math.gcd(experts, ranks))
             for expert in self.decisions.allowed("experts", shares):
-                if expert > 1 or split == tensor or self.decisions.space.experts:
-                    yield split, expert
+                yield split, expert
 
     def _contexts(self, gpus: int) -> tuple[int, ...]:
         """Numbers of ranks that may share sequences."""

@@ -30,7 +30,8 @@ def _dispatches_otherwise(options: Options, flag: str) -> bool:
 
 def _gathers_in_price(options: Options, flag: str) -> bool:
     shared = _above_one(options, "--expert-model-parallel-size")
-    return options.text(flag) == DISPATCHER and not shared and _above_one(options, "--tensor-model-parallel-size")
+    split = options.number("--expert-tensor-parallel-size", options.number("--tensor-model-parallel-size", 1)) > 1
+    return options.text(flag) == DISPATCHER and not shared and split
 
 
 def _loops_over_experts(options: Options, flag: str) -> bool:

@@ -65,6 +65,8 @@ SPACES: dict[str, Space] = {
     "shared sequences": Space(contexts=(2, 4)),
     "shared experts": Space(experts=(2, 4)),
     "shared experts, not split": Space(experts=(2, 4), tensors=(2,), expert_tensors=(1,)),
+    "whole experts": Space(experts=(1,), tensors=(2,), expert_tensors=(1,)),
+    "experts split over replicas": Space(experts=(1,), tensors=(1,), expert_tensors=(2,)),
 }
 
 
@@ -72,8 +74,12 @@ NOTHING = {
     *((model, "without sequence parallelism") for model, made in MODEL_CASES.items() if made.num_experts),
     *((model, "both ways") for model, made in MODEL_CASES.items() if made.num_experts),
     *((model, "pipedream") for model, made in MODEL_CASES.items() if made.tied),
-    *((model, "shared experts") for model, made in MODEL_CASES.items() if not made.num_experts),
-    *((model, "shared experts, not split") for model, made in MODEL_CASES.items() if not made.num_experts),
+    *(
+        (model, space)
+        for model, made in MODEL_CASES.items()
+        for space in ("shared experts", "shared experts, not split")
+        if not made.num_experts
+    ),
 }
 """Pairs of a model and a space that have no layout."""
 

@@ -164,6 +164,23 @@ def test_experts_of_one_rank_each_compute_as_much():
     assert abs(flops_s) < 0.1
 
 
+def test_only_ranks_that_split_experts_gather_their_tokens():
+    """Where no ranks share the experts: none with whole ones, and as many as split one, even of several replicas."""
+    machine = machine_of(DGX)
+
+    def mlp_s(**more) -> float:
+        work = layer(EXPERTS, global_batch=64, **more)
+        assert work.forward.expert_parallel_s == 0
+        reduced_s = machine.all_reduce_s(2 * 2048 * 1024, more.get("tensor", 1), 1)
+        return work.forward.tensor_parallel_s - reduced_s
+
+    of_tensor_parallel = {"tensor": 4, "sequence_parallel": True}
+    assert mlp_s(**of_tensor_parallel) == pytest.approx(machine.all_reduce_s(2 * 2048 * 1024, 4, 1))
+    assert mlp_s(**of_tensor_parallel, expert_tensor=1) == 0
+    assert mlp_s(**of_tensor_parallel, expert_tensor=2) == pytest.approx(machine.all_reduce_s(2048 * 1024, 2, 1))
+    assert mlp_s(data=4, expert_tensor=2) == pytest.approx(machine.all_reduce_s(2 * 2 * 2048 * 1024, 2, 1))
+
+
 def test_what_goes_into_experts_is_kept_once():
     """Measured on 128 tokens, h = 64, top 2, of MoELayer: 32,768 bytes of fc1's input alone, or where four ranks split
     each expert, and a quarter where they split none.
@@ -228,11 +245,6 @@ def test_a_ring_over_nodes_has_one_cards_share_of_the_network():
             "expert_tensor 3 does not divide ffn_hidden_size 4096",
         ),
         (EXPERTS, {"tensor": 2, "expert_tensor": 1}, "tensor 2 with experts needs sequence_parallel"),
-        (
-            EXPERTS,
-            {"expert_tensor": 2, "data": 4},
-            "expert_tensor 2 with expert 1: such layouts are not priced; use 1, or",
-        ),
         (replace(EXPERTS, bias=True), {}, "experts with a bias: Megatron weights what its activation functions give"),
     ],
 )
