@@ -25,6 +25,10 @@ _LISTS = {f"--{part}data-path" for part in ("", "train-", "valid-", "test-")}
 """Flags with any number of values."""
 _OTHERS = re.compile(r"pretrain_(?:hybrid|ict|mamba|retro|t5|vision|vlm)\w*\.py")
 """Megatron's scripts of models that are neither GPT nor BERT."""
+_NO_TRAINING = re.compile(
+    r"(?:\w*_)?(?:convert|eval|evaluat(?:e|ion)|export|generat(?:e|ion)|inference|quantize)(?:_\w*)?\.py"
+)
+"""Scripts that take the model's flags and compute no gradients."""
 _QUOTED = re.compile(r"\s-[a-z]*c\s+'")
 """The beginning of what a shell is to expand."""
 _EXIT = re.compile(r"^\s*(?:[^#'\"]*[\s;])?exit\b", re.MULTILINE)
@@ -70,7 +74,11 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
         found = commands(text, file=file, environment={**slurm, **environment}, arguments=arguments)
     except PlanError as error:
         raise PlanError(f"--from-script {file}: {error}") from error
-    training = dict.fromkeys(tuple(words) for words in found if len(_TELLING.intersection(words)) > 1)
+    described = dict.fromkeys(tuple(words) for words in found if len(_TELLING.intersection(words)) > 1)
+    training = [words for words in described if _matching(_NO_TRAINING, words) is None]
+    if described and not training:
+        other = _matching(_NO_TRAINING, next(iter(described)))
+        raise PlanError(f"--from-script {file}: {other} trains nothing; give the script that trains the model")
     if not training:
         hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
         hint += ", or write the flags with hyphens" if "--num_layers" in text else ""
@@ -79,7 +87,7 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
             f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"
         )
     for words in training:
-        if other := next(filter(_OTHERS.fullmatch, (Path(word).name for word in words)), None):
+        if other := _matching(_OTHERS, words):
             raise PlanError(
                 f"--from-script {file}: {other}: the cost model covers GPT and BERT alone; give the flags of one as "
                 "large"
@@ -109,6 +117,11 @@ def agreed(configurations: Sequence[Configuration], *, file: Path) -> Configurat
                     "leave one, or give its flags"
                 )
     return first
+
+
+def _matching(names: re.Pattern[str], words: Sequence[str]) -> str | None:
+    """The first file among ``words`` whose name is one of ``names``."""
+    return next(filter(names.fullmatch, (Path(word).name for word in words)), None)
 
 
 def _kind(words: Sequence[str]) -> Kind:

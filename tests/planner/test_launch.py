@@ -107,6 +107,15 @@ def test_arguments_of_the_script():
         read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["7x"])
 
 
+def test_only_training_is_priced(tmp_path: Path):
+    """Of a script that converts a checkpoint first and evaluates last."""
+    around = ALONE.replace("num-layers 4", "num-layers 2")
+    lines = [around.replace("pretrain_gpt", "convert"), ALONE, around.replace("pretrain_gpt", "evaluate_gpt")]
+    (tmp_path / "run.sh").write_text("\n".join(lines))
+    (launch,) = read_script(tmp_path / "run.sh", environment={})
+    assert launch.words[launch.words.index("--num-layers") + 1] == "4"
+
+
 def test_what_is_noted():
     assert configuration(SCRIPTS / "arrays.sh").notes == ("--rampup-batch-size: priced at the final batch size",)
 
@@ -123,6 +132,11 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
             ALONE.replace("gpt", "t5"),
             "pretrain_t5.py: the cost model covers GPT and BERT alone; give the flags of one as",
         ),
+        (
+            ALONE.replace("pretrain_gpt", "tools/run_text_generation_server"),
+            "run_text_generation_server.py trains nothing; give the script that trains the model",
+        ),
+        (ALONE.replace("pretrain_gpt", "tools/checkpoint/convert"), "convert.py trains nothing"),
         ("echo hello", "no command with Megatron's flags, such as --num-layers"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $MBS", "--micro-batch-size $MBS: nothing sets it"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),
