@@ -73,6 +73,8 @@ class Case:
     """With a norm that supports it in place of torch's; see ``stand_ins``."""
     expert_parallel: int = 1
     """Part of the replicas, not beside them."""
+    expert_tensor_parallel: int = 0
+    """Ranks that split one expert; 0 is ``tensor_parallel``."""
     distributed_optimizer: bool = False
     optimizer: str = "adam"
     """adam, muon (adam for what is no matrix) or lion."""
@@ -149,6 +151,11 @@ class Case:
                 for name, size in sizes.items()
                 if size > 1
                 for word in (f"--{name}-model-parallel-size", str(size))
+            ),
+            *(
+                ("--expert-tensor-parallel-size", str(self.expert_tensor_parallel))
+                if self.expert_tensor_parallel
+                else ()
             ),
             *(("--sequence-parallel",) if self.sequence_parallel else ()),
             *(("--use-distributed-optimizer",) if self.distributed_optimizer else ()),

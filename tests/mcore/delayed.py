@@ -386,6 +386,12 @@ def _pipedream_delay(name: str, stages: int) -> int:
 
 
 def _is_partial_sum(name: str, parameter: torch.nn.Parameter, args: Any) -> bool:
-    """Norms: of a part of the sequence with sequence parallelism, of a part of the heads for queries and keys."""
+    """Norms: of a part of the sequence with sequence parallelism, of a part of the heads for queries and keys.
+
+    Experts that no ranks split: of the part of the tokens that a tensor-parallel rank has.
+    """
+    from .model import is_of_expert
+
+    whole_expert = is_of_expert(name) and args.expert_tensor_parallel_size < args.tensor_model_parallel_size
     per_head = args.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
-    return per_head or getattr(parameter, "sequence_parallel", False)
+    return whole_expert or per_head or getattr(parameter, "sequence_parallel", False)

@@ -20,6 +20,7 @@ EXPERTS = tuple(
     "--swiglu --disable-bias-linear".split()
 )
 ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
+EXPERTS_IN_TENSOR_PARALLEL = replace(CASE, model=EXPERTS, tensor_parallel=2, sequence_parallel=True)
 PER_TOKEN = ("--calculate-per-token-loss",)
 TWO_REPLICAS = replace(CASE, replicas=2, microbatches=2)
 EXACT = {
@@ -31,6 +32,9 @@ EXACT = {
     "loss per token, fp16": replace(TWO_REPLICAS, model=PER_TOKEN, precision="fp16", tied=True),
     "experts, fp16, distributed optimizer": replace(
         TWO_REPLICAS, model=EXPERTS, precision="fp16", distributed_optimizer=True
+    ),
+    "whole experts, tensor parallel, distributed optimizer": replace(
+        EXPERTS_IN_TENSOR_PARALLEL, expert_tensor_parallel=1, distributed_optimizer=True
     ),
     "pipeline layout": replace(CASE, stages=3, flags=("--pipeline-model-parallel-layout", "Et|ttt|L"), tied=True),
     "fused gradients, bf16": replace(CASE, fused_gradients=True, precision="bf16", tied=True),
@@ -64,6 +68,10 @@ MORE = {
     "experts, alltoall": replace(TWO_REPLICAS, model=ALL_TO_ALL),
     "experts, loss per token": replace(TWO_REPLICAS, model=(*EXPERTS, *PER_TOKEN)),
     "experts, bf16, full recompute": replace(CASE, model=EXPERTS, precision="bf16", recompute="full"),
+    "experts, tensor parallel": EXPERTS_IN_TENSOR_PARALLEL,
+    "whole experts, tensor parallel, bf16": replace(
+        EXPERTS_IN_TENSOR_PARALLEL, expert_tensor_parallel=1, precision="bf16"
+    ),
     "uneven stages": replace(
         CASE, flags=tuple("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3".split())
     ),

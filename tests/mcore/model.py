@@ -79,9 +79,9 @@ def build_model(
 
 def load_initial(model: Any) -> None:
     """Give a model, or a stage of it, its initial weights; tensor-parallel ranks take parts of the same tensors."""
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
     with torch.no_grad():
         for shard, parameter in shards(model):
+            ranks = _tensor_ranks(shard.name)
             parameter.copy_(part_of(_initial(shard.name, whole_shape(shard, ranks)), shard, ranks))
 
 
@@ -114,17 +114,31 @@ def _of_expert(rest: str, model: Any) -> str:
     return f"{before}{found}{number}.{rest}"
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether ranks split the weight ``name`` as they split experts."""
+    return ".local_experts." in name
+
+
+def _tensor_ranks(name: str) -> int:
+    """So many ranks split the weight ``name``, if any do."""
+    if is_of_expert(name):
+        return parallel_state.get_expert_tensor_parallel_world_size()
+    return parallel_state.get_tensor_model_parallel_world_size()
+
+
 def shards(model: Any) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
     """Parameters with what they are of the undivided model."""
     for name, parameter in global_parameters(model):
-        divided = getattr(parameter, "tensor_model_parallel", False)
+        divided = getattr(parameter, "tensor_model_parallel", False) and _tensor_ranks(name) > 1
         yield (
             Shard(
                 name=name,
                 shape=tuple(parameter.shape),
                 dim=parameter.partition_dim if divided else -1,
                 stride=parameter.partition_stride if divided else 1,
-                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                tensor_rank=parallel_state.get_expert_tensor_parallel_rank()
+                if divided and is_of_expert(name)
+                else parallel_state.get_tensor_model_parallel_rank(),
             ),
             parameter,
         )

@@ -39,6 +39,7 @@ def oracle(
         stages=1,
         recompute="no",
         expert_parallel=1,
+        expert_tensor_parallel=case.expert_tensor_parallel if case.expert_tensor_parallel < case.tensor_parallel else 0,
         distributed_optimizer=False,
         fused_gradients=False,
         flags=(),

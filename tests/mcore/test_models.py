@@ -13,7 +13,12 @@ from .harness import run
 from .matrix import compared
 from .oracle import oracle
 
-CALIBRATED = ["the same, sequence parallel", "multi-latent attention", "loss per token, fp16"]
+CALIBRATED = [
+    "the same, sequence parallel",
+    "multi-latent attention",
+    "loss per token, fp16",
+    "whole experts, tensor parallel, distributed optimizer",
+]
 
 
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
@@ -26,9 +31,10 @@ def test_ordinary_oracle_is_megatron(name: str) -> None:
     assert compared(replace(EXACT[name], schedule=None), delay=0).problems() == []
 
 
-def test_expert_parallelism_no_further_off_than_megatron() -> None:
+@pytest.mark.parametrize("shared", [{"expert_parallel": 2}, {"expert_tensor_parallel": 2}], ids=["whole", "split"])
+def test_experts_of_two_replicas_no_further_off_than_megatron(shared: dict[str, int]) -> None:
     """Experts on two ranks add up tokens of both replicas in another order; the oracle has them on one."""
-    case = replace(TWO_REPLICAS, model=EXPERTS, expert_parallel=2)
+    case = replace(TWO_REPLICAS, model=EXPERTS, **shared)
     stock = replace(case, schedule=None)
     assert deviation(run(case), oracle(case, delay=1)).within(
         deviation(run(stock), oracle(stock, delay=0)).at_least(2e-6)
