@@ -26,7 +26,8 @@ _LISTS = {f"--{part}data-path" for part in ("", "train-", "valid-", "test-")}
 _OTHERS = re.compile(r"pretrain_(?:hybrid|ict|mamba|retro|t5|vision|vlm)\w*\.py")
 """Megatron's scripts of models that are neither GPT nor BERT."""
 _NO_TRAINING = re.compile(
-    r"(?:\w*_)?(?:convert|eval|evaluat(?:e|ion)|export|generat(?:e|ion)|inference|quantize)(?:_\w*)?\.py"
+    r"(?!(?:pre)?train|finetune)(?:\w*_)?"
+    r"(?:convert|eval|evaluat(?:e|ion)|export|generat(?:e|ion)|inference|quantize)(?:_\w*)?\.py"
 )
 """Scripts that take the model's flags and compute no gradients."""
 _QUOTED = re.compile(r"\s-[a-z]*c\s+'")

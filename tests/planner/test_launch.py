@@ -107,6 +107,11 @@ def test_arguments_of_the_script():
         read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["7x"])
 
 
+def test_a_script_that_trains_to_generate_trains(tmp_path: Path):
+    (tmp_path / "run.sh").write_text(ALONE.replace("pretrain_gpt", "finetune_generation"))
+    assert len(read_script(tmp_path / "run.sh", environment={})) == 1
+
+
 def test_only_training_is_priced(tmp_path: Path):
     """Of a script that converts a checkpoint first and evaluates last."""
     around = ALONE.replace("num-layers 4", "num-layers 2")
