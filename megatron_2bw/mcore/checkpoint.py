@@ -12,6 +12,7 @@ model under a key, or none, a stage puts its oldest version where it has none th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -189,6 +190,6 @@ def _restore(model: Any, optimizer: DelayedOptimizer, found: dict[str, Any]) -> 
     weights.use_newest()
     if optimizer.scales and found[MANIFEST]["loss_scales"]:
         optimizer.scales[0] = torch.full_like(optimizer.scales[0], found[MANIFEST]["loss_scales"][0])
-    missing &= {name for name, _ in module.named_parameters()}
+    missing &= {name for name, _ in chain(module.named_parameters(), module.named_buffers())}
     if missing:
         raise RuntimeError(f"the checkpoint has no older version of {', '.join(sorted(missing))}; load another one")

@@ -51,6 +51,8 @@ class UpdateGroups:
     """All stages of this pipeline, on the host."""
     data: dist.ProcessGroup
     """Data- and context-parallel peers, on the host."""
+    stage: dist.ProcessGroup | None
+    """All ranks of this stage: tensor-, data- and context-parallel peers; None where no tokens are counted."""
     on_device: Mapping[tuple[int, ...], dist.ProcessGroup]
     """By ranks: who sums gradients."""
     on_host: Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -142,6 +144,7 @@ def create_update_groups(
     timeout: timedelta,
     *,
     tied_embeddings: bool,
+    counts_tokens: bool,
     gradients: Iterable[dist.ProcessGroup],
     statistics: Iterable[dist.ProcessGroup],
 ) -> UpdateGroups:
@@ -150,6 +153,7 @@ def create_update_groups(
     Args:
         timeout: of every collective.
         tied_embeddings: whether the first and the last stage share a weight.
+        counts_tokens: whether the tokens of experts are summed for an update, on any stage.
         gradients: Megatron's groups over which this rank's gradient buffers are summed.
         statistics: Megatron's groups over which its optimizers sum norms.
     """
@@ -157,11 +161,13 @@ def create_update_groups(
     tensor = parallel_state.get_tensor_model_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return UpdateGroups(
         embedding=_clone(embedding, timeout, "2bw embedding") if tied_embeddings else None,
         tensor=_clone(tensor, timeout, "2bw tensor") if tensor.size() > 1 else None,
         pipeline=_clone(pipeline, timeout, "2bw tokens", backend="gloo"),
         data=_clone(data, timeout, "2bw tokens of replicas", backend="gloo"),
+        stage=_clone(stage, timeout, "2bw tokens of experts") if counts_tokens else None,
         on_device=_clones((group for group in gradients if group.size() > 1), timeout, "2bw gradients"),
         on_host=_clones(statistics, timeout, "2bw scalars", backend="gloo"),
     )

@@ -220,7 +220,8 @@ HOOKS: tuple[Hook, ...] = (
 """Every binding that `install` replaces."""
 
 _OPTIMIZER = "megatron.core.optimizer"
-_MOE_LOGGING = "megatron.core.transformer.moe.moe_logging"
+_MOE = "megatron.core.transformer.moe"
+_MOE_LOGGING = f"{_MOE}.moe_logging"
 
 USED: tuple[Used, ...] = (
     Used(module="megatron.core.parallel_state", name="set_pipeline_model_parallel_rank", parameters=("rank",)),
@@ -274,6 +275,8 @@ USED: tuple[Used, ...] = (
         parameters=("name", "num_layers", "device"),
     ),
     Used(module=_MOE_LOGGING, name="MoEMetricsTracker.metrics"),
+    Used(module=f"{_MOE}.moe_utils", name="get_updated_expert_bias", parameters=("tp_dp_cp_group",)),
+    Used(module=f"{_MOE}.router", name="TopKRouter._maintain_float32_expert_bias"),
     Used(module=_MOE_LOGGING, name="MetricEntry", parameters=("values", "reduce_group", "avg_group", "needs_dp_avg")),
 )
 """Every symbol of Megatron that `install` leaves alone and a run relies on."""

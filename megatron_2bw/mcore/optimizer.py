@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.utils import get_model_config
 
 from megatron_2bw.mcore.driven_scheduler import DrivenScheduler
 from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
+from megatron_2bw.mcore.routers import Routers
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.corrections import Correction, UpdateLead
 from megatron_2bw.runtime.finite import FiniteCheck
@@ -98,17 +100,25 @@ class DelayedOptimizer:
         self._correction = correction
         sources = sources_of(model)
         self._captured = CapturedGradients((source.region for source in sources), second_buffer=second_buffer)
-        self.weights = _versions_of(inner, model, versions)
+        self._routers = Routers(model)
+        self.weights = _versions_of(inner, model, self._routers, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         parts = [self._part(optimizer) for optimizer in inner.chained_optimizers]
         groups = create_update_groups(
             timeout,
             tied_embeddings=tied_embeddings,
+            counts_tokens=get_model_config(model).moe_router_enable_expert_bias,
             gradients=[source.group for source in sources],
             statistics=[part.group for part in parts],
         )
         self._reductions = GradientReductions(
-            model, self._captured, sources, parts, groups, count_zeros=inner.config.log_num_zeros_in_grad
+            model,
+            self._captured,
+            sources,
+            parts,
+            groups,
+            self._routers,
+            count_zeros=inner.config.log_num_zeros_in_grad,
         )
         self._pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
         self._scaler = next((scaler for scaler in map(_scaler_of, inner.chained_optimizers) if scaler), None)
@@ -168,7 +178,8 @@ class DelayedOptimizer:
 
     @contextmanager
     def computing(self, batch: int) -> Iterator[None]:
-        """Inside, ``scale_loss`` takes the loss scale of ``batch``."""
+        """Inside, ``scale_loss`` takes the loss scale of ``batch``, and routers count for it."""
+        self._routers.use(batch)
         self._scale = self._scale_of(batch)
         try:
             yield
@@ -211,6 +222,7 @@ class DelayedOptimizer:
         """
         self._hyperparameters = [_hyperparameters_of(group) for group in self._inner.param_groups]
         self.samples = samples
+        self._routers.capture(batch)
         self._reductions.num_tokens = num_tokens
         scale = self._scale_of(batch)
         if scale is not None:
@@ -245,6 +257,7 @@ class DelayedOptimizer:
                 self._require_finite(batch)
             _forget_shards_of_weights(self._model)
             successful, norm, zeros = self._inner.step()
+            self._routers.update()
             self.outcome = UpdateOutcome(batch, successful, norm if self._has_norm else None, zeros)
         self._inner.zero_grad()
         self._outcomes.append(self.outcome)
@@ -360,9 +373,9 @@ def _copy_ahead(correction: UpdateLead, optimizer: torch.optim.Optimizer, copy: 
         copy()
 
 
-def _versions_of(inner: Any, model: torch.nn.Module, versions: int) -> WeightVersions:
+def _versions_of(inner: Any, model: torch.nn.Module, routers: Routers, versions: int) -> WeightVersions:
     """Weight versions of a stage; with the distributed optimizer, of the buffers that hold its weights."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *routers.biases]
     buffers = [buffer for buffer in [*model.buffers, *model.expert_parallel_buffers] if buffer.param_data is not None]
     views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
     for optimizer in inner.chained_optimizers if buffers else ():

@@ -14,6 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron_2bw.mcore.groups import UpdateGroups
+from megatron_2bw.mcore.routers import Routers
 from megatron_2bw.runtime.errors import needs_peers
 from megatron_2bw.runtime.gradients import CapturedGradients, Region
 from megatron_2bw.schedule.action import Reduction
@@ -79,6 +80,7 @@ class GradientReductions:
         sources: see ``sources_of``.
         parts: one per chained optimizer.
         groups: who takes part.
+        routers: of the stage's experts.
         count_zeros: whether to count zeros among the gradients.
     """
 
@@ -89,6 +91,7 @@ class GradientReductions:
         sources: Sequence[Source],
         parts: Sequence[Part],
         groups: UpdateGroups,
+        routers: Routers,
         *,
         count_zeros: bool,
     ) -> None:
@@ -100,6 +103,7 @@ class GradientReductions:
         self._sources = tuple(sources)
         self._parts = _merged(parts)
         self._groups = groups
+        self._routers = routers
         self._count_zeros = count_zeros
         average = model.ddp_config.average_in_collective
         self._operation = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -112,7 +116,10 @@ class GradientReductions:
         }
 
     def sum_over_peers(self) -> None:
-        """Mean over data-parallel replicas, as DDP scales it; then what tensor-parallel ranks replicate."""
+        """Mean over data-parallel replicas, as DDP scales it; then what tensor-parallel ranks replicate.
+
+        Last, what moves the biases of experts.
+        """
         with needs_peers("the sum of gradients over replicas"):
             for source, kept in zip(self._sources, self._captured.kept, strict=True):
                 self._sum_over_replicas(source, kept)
@@ -123,6 +130,9 @@ class GradientReductions:
                 dist.all_reduce(flat, op=operation, group=self._groups.tensor)
             for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
                 gradient.copy_(reduced)
+        if self._groups.stage is not None:
+            with needs_peers("the sum of tokens per expert"):
+                self._routers.reduce(self._groups.stage)
 
     def sum_tied_embedding(self) -> None:
         """Sum of the tied weight's gradients on the first and the last stage."""

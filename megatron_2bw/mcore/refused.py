@@ -256,20 +256,11 @@ REFUSED: tuple[Refused, ...] = (
         remedy=USE_FLUSH,
     ),
     Refused(
-        flag="--moe-router-enable-expert-bias",
+        flag="--moe-router-load-balancing-type quantile_balancing",
+        is_set=lambda args: "quantile_balancing" in words(args.moe_router_load_balancing_type),
         schedules=DELAYED,
-        reason="its token counts would include forwards that ran ahead into the next batch",
-        remedy="balance the experts with --moe-router-load-balancing-type aux_loss, or use "
-        "--pipeline-schedule 1f1b-flush",
-    ),
-    Refused(
-        flag="--moe-router-load-balancing-type global_aux_loss / quantile_balancing",
-        is_set=lambda args: (
-            not {"global_aux_loss", "quantile_balancing"}.isdisjoint(words(args.moe_router_load_balancing_type))
-        ),
-        schedules=DELAYED,
-        reason="its token counts would include forwards that ran ahead into the next batch",
-        remedy="use aux_loss or seq_aux_loss, or --pipeline-schedule 1f1b-flush",
+        reason="its quantiles would include forwards that ran ahead into the next batch",
+        remedy="use --moe-router-enable-expert-bias or an auxiliary loss, or --pipeline-schedule 1f1b-flush",
     ),
     Refused(
         flag="--moe-single-grouped-weight / --moe-single-grouped-bias",

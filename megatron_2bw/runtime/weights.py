@@ -16,7 +16,7 @@ class WeightVersions:
     of the old data with reads of ``param.data``, silently, if the two differ.
 
     Args:
-        parameters: trained parameters; their present data become version 0.
+        parameters: trained parameters, and whatever else an update changes; their present data become version 0.
         slots: versions alive at once, 2 for 2BW, d-s for PipeDream. Extra memory: ``slots - 1`` copies.
         buffers: flat tensors that hold the data of parameters, as the distributed optimizer has
             them. Each is copied as a whole, so that parts that other ranks fill in are kept too.
@@ -34,7 +34,7 @@ class WeightVersions:
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
+        parameters: Iterable[torch.Tensor],
         slots: int = 2,
         *,
         buffers: Sequence[torch.Tensor] = (),

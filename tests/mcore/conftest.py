@@ -15,7 +15,7 @@ SLOW = {
     "test_a_killed_save_does_not_leave_a_mixture_of_two_runs": ("torch]",),
     "test_an_ordinary_schedule_goes_on_with_the_newest_weights": ("torch-",),
     "test_another_layout_goes_on_with_both_versions": ("torch_dist-PP2xDP2",),
-    "test_precisions_and_the_distributed_optimizer": ("distributed-fp32",),
+    "test_precisions_optimizers_and_models": ("distributed-fp32",),
     "test_every_rank_ends_by_itself": ("1-", "3-1f1b-flush"),
     "test_a_rank_that_is_killed_ends_the_others": ("2bw-first", "1f1b-flush"),
     "test_tied_and_clipped_no_further_off_than_rounding": ("d4", "d2-w2"),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from .case import EVALUATION_ITERATIONS, LAYERS, MICRO_BATCH_SIZE, Case
 from .loss_scale import LossScale
 from .record import Optimizers, RankRecord, weights
+from .routers import Routers
 from .shards import Shard
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,7 +59,8 @@ class Training:
     ``W(V)`` is their copy in the precision of forward and backward. Where only the first microbatches of a batch are
     delayed, the gradients of the others are those at ``W(t)``. The loss scale is part of the version:
     that of batch t knows the overflows of the batches before V. An overflow skips the update:
-    ``W(t+1) = W(t)``, and the learning rate does not move on.
+    ``W(t+1) = W(t)``, and the learning rate does not move on. The biases of experts belong to the version, too; they
+    move after every batch, skipped or not.
     """
 
     case: Case
@@ -75,7 +77,8 @@ class Training:
     """Per parameter of the model: each tensor-parallel rank has the gradient of a part of the batch's work."""
     per_token: bool
     more_delay: list[int]
-    """Per parameter of the model, beside that of the rules."""
+    """Per parameter of the model, then per bias of the routers, beside that of the rules."""
+    routers: Routers
     data: Any
     record: RankRecord
     updates: int = 0
@@ -84,7 +87,7 @@ class Training:
     """Main weights before the last update."""
 
     def run(self, after_update: Callable[[int], None]) -> None:
-        versions, scales = [self.compute_copy(0)], [self.loss_scale.value]
+        versions, scales = [[*self.compute_copy(0), *self.routers.newest]], [self.loss_scale.value]
         rules = self.rules
         for batch in range(self.case.batches):
             delay = rules.delay if rules.delayed_batches is None or batch < rules.delayed_batches else 0
@@ -96,10 +99,12 @@ class Training:
             self.loss_scale.update(overflow)
             if overflow:
                 self.record.norms.append(None)
-                versions.append(versions[-1])
+                weights_after = versions[-1][: len(self.main)]
             else:
                 self.update(batch, gradients)
-                versions.append(self.compute_copy(batch))
+                weights_after = self.compute_copy(batch)
+            self.routers.update()
+            versions.append([*weights_after, *self.routers.newest])
             scales.append(self.loss_scale.value)
             self.load(versions[-1])
             after_update(batch)
@@ -116,8 +121,8 @@ class Training:
         return [main.to(p.dtype, copy=True) for main, p in zip(mains, self.model.parameters(), strict=True)]
 
     def load(self, version: list[torch.Tensor]) -> None:
-        for parameter, value in zip(self.model.parameters(), version, strict=True):
-            parameter.data.copy_(value)
+        for tensor, value in zip([*self.model.parameters(), *self.routers.biases], version, strict=True):
+            tensor.data.copy_(value)
 
     def compute_gradient(
         self, batch: int, older: list[torch.Tensor], newest: list[torch.Tensor], scale: float
@@ -127,6 +132,7 @@ class Training:
         Accumulated in fp32 over microbatches, summed over replicas, then over ranks and copies, then unscaled.
         """
         case, tokens = self.case, 0
+        self.routers.begin_batch()
         total: list[torch.Tensor] | None = None
         for replica in range(case.replicas):
             directions = [
@@ -289,6 +295,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
     model = _model(case.kind, rules, args)
     record.initial = weights(model)
     model.cuda().to(_DTYPES[case.precision])
+    routers = Routers(model, args)
     named = {parameter: shard for shard, parameter in shards(model)}
     main_of: dict[Shard, torch.nn.Parameter] = {}
     for parameter, shard in named.items():
@@ -316,7 +323,11 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
         loss_scale=LossScale.of(args),
         partial_sums=[_is_partial_sum(shard.name, parameter, args) for parameter, shard in named.items()],
         per_token=args.calculate_per_token_loss,
-        more_delay=[_pipedream_delay(shard.name, rules.pipedream_stages) for shard in named.values()],
+        more_delay=[
+            _pipedream_delay(name, rules.pipedream_stages)
+            for name in [*(shard.name for shard in named.values()), *routers.names]
+        ],
+        routers=routers,
         data=training_samples(case.kind, case.batches * case.global_batch_size),
         record=record,
     )

@@ -19,6 +19,15 @@ EXPERTS = tuple(
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 "
     "--swiglu --disable-bias-linear".split()
 )
+BIASED = tuple(
+    "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-load-balancing-type none "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.2 --swiglu --disable-bias-linear".split()
+)
+"""Experts without an auxiliary loss; within a dozen batches the biases change who is chosen."""
+GLOBALLY_BALANCED = tuple(
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 "
+    "--swiglu --disable-bias-linear".split()
+)
 ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
 EXPERTS_IN_TENSOR_PARALLEL = replace(CASE, model=EXPERTS, tensor_parallel=2, sequence_parallel=True)
 PER_TOKEN = ("--calculate-per-token-loss",)
@@ -33,6 +42,11 @@ EXACT = {
     "experts, fp16, distributed optimizer": replace(
         TWO_REPLICAS, model=EXPERTS, precision="fp16", distributed_optimizer=True
     ),
+    "experts with biases, bf16, distributed optimizer, full recompute": replace(
+        TWO_REPLICAS, model=BIASED, precision="bf16", distributed_optimizer=True, recompute="full"
+    ),
+    "experts with biases, half delayed": replace(CASE, model=BIASED, delayed=2),
+    "experts, loss over the batch": replace(CASE, model=GLOBALLY_BALANCED),
     "whole experts, tensor parallel, distributed optimizer": replace(
         EXPERTS_IN_TENSOR_PARALLEL, expert_tensor_parallel=1, distributed_optimizer=True
     ),
@@ -68,6 +82,10 @@ MORE = {
     "experts, alltoall": replace(TWO_REPLICAS, model=ALL_TO_ALL),
     "experts, loss per token": replace(TWO_REPLICAS, model=(*EXPERTS, *PER_TOKEN)),
     "experts, bf16, full recompute": replace(CASE, model=EXPERTS, precision="bf16", recompute="full"),
+    "experts with biases, fp16, tensor parallel": replace(EXPERTS_IN_TENSOR_PARALLEL, model=BIASED, precision="fp16"),
+    "experts, loss over the batch, bf16, full recompute": replace(
+        CASE, model=GLOBALLY_BALANCED, precision="bf16", recompute="full"
+    ),
     "experts, tensor parallel": EXPERTS_IN_TENSOR_PARALLEL,
     "whole experts, tensor parallel, bf16": replace(
         EXPERTS_IN_TENSOR_PARALLEL, expert_tensor_parallel=1, precision="bf16"

@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .case import Case
+from .routers import biases
 from .shards import Shard
 
 
@@ -49,10 +50,10 @@ class RankRecord:
 
 
 def weights(model: Any) -> dict[Shard, torch.Tensor]:
-    """A copy of the present weights."""
+    """A copy of the present weights, and of the biases of experts."""
     from .model import shards
 
-    return {shard: parameter.detach().clone().view(1, -1) for shard, parameter in shards(model)}
+    return {shard: tensor.detach().clone().view(1, -1) for shard, tensor in [*shards(model), *biases(model)]}
 
 
 class Optimizers:

@@ -17,6 +17,8 @@ CALIBRATED = [
     "the same, sequence parallel",
     "multi-latent attention",
     "loss per token, fp16",
+    "experts with biases, bf16, distributed optimizer, full recompute",
+    "experts, loss over the batch",
     "whole experts, tensor parallel, distributed optimizer",
 ]
 

@@ -11,6 +11,7 @@ import torch
 
 from .case import LOSS_SCALE, MICRO_BATCH_SIZE, SEQUENCE_LENGTH, Case, Fault
 from .faults import INFINITE_GRADIENT
+from .features import BIASED
 from .harness import Results, run
 from .matrix import compared
 
@@ -38,8 +39,12 @@ def test_infinity_on_one_stage(case: Case, rank: int, batches: tuple[int, ...]) 
 
 @pytest.mark.parametrize(
     "layout",
-    [{"replicas": 2, "distributed_optimizer": True}, {"tensor_parallel": 2}],
-    ids=["DP2 distributed optimizer", "TP2"],
+    [
+        {"replicas": 2, "distributed_optimizer": True},
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "sequence_parallel": True, "model": BIASED},
+    ],
+    ids=["DP2 distributed optimizer", "TP2", "TP2, biases of experts"],
 )
 def test_infinity_on_one_of_several_ranks_of_a_stage(layout: dict[str, object]) -> None:
     case = _injected(replace(CASE, **layout), 1, (2, 7))

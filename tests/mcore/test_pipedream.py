@@ -9,6 +9,7 @@ import pytest
 
 from .case import Case, Fault
 from .compare import differing
+from .features import BIASED
 from .harness import run
 from .oracle import oracle
 from .test_resume import BATCHES, DROPOUT, assert_continues, save
@@ -26,8 +27,18 @@ PIPEDREAM = Case(schedule="pipedream", tied=False, record_gradients=True)
         replace(PIPEDREAM, stages=2, tensor_parallel=2, recompute="full", precision="bf16"),
         replace(PIPEDREAM, stages=4, optimizer="muon"),
         replace(PIPEDREAM, stages=2, optimizer="lion"),
+        replace(PIPEDREAM, stages=4, model=BIASED),
     ],
-    ids=["d2", "d4", "d4-shorter-than-its-delay", "d2-w2-distributed-bf16", "d2-t2-recompute-bf16", "muon", "lion"],
+    ids=[
+        "d2",
+        "d4",
+        "d4-shorter-than-its-delay",
+        "d2-w2-distributed-bf16",
+        "d2-t2-recompute-bf16",
+        "muon",
+        "lion",
+        "biases of experts",
+    ],
 )
 def test_equal_to_the_last_bit(case: Case) -> None:
     found, expected = run(case), oracle(case)

@@ -15,6 +15,7 @@ from megatron_2bw.mcore.symbols import megatron_version
 
 from .case import Case
 from .compare import FLOOR, deviation, differing
+from .features import BIASED
 from .harness import Results, collect, launch, merge, run
 from .interrupted import Kill, killed, slow_to_write
 from .oracle import oracle
@@ -98,9 +99,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
         pytest.param(
             replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16"), "torch_dist", id="distributed-bf16"
         ),
+        pytest.param(replace(DETERMINED, model=BIASED), "torch_dist", id="biases-of-experts"),
+        pytest.param(replace(DETERMINED, model=BIASED, precision="bf16"), "torch", id="biases-of-experts-bf16"),
     ],
 )
-def test_precisions_and_the_distributed_optimizer(case: Case, format_: str, tmp_path: Path) -> None:
+def test_precisions_optimizers_and_models(case: Case, format_: str, tmp_path: Path) -> None:
     whole = save(case, tmp_path, format_, interval=5)
     assert_continues(whole.resumed(10), whole.results, 10)
 

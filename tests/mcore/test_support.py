@@ -66,11 +66,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"optimizer": "lion", "use_layer_wise_distributed_optimizer": True},
     ],
     "--optimizer-cpu-offload": [{"optimizer_cpu_offload": True}],
-    "--moe-router-enable-expert-bias": [{"moe_router_enable_expert_bias": True}],
-    "--moe-router-load-balancing-type global_aux_loss / quantile_balancing": [
-        {"moe_router_load_balancing_type": "quantile_balancing"},
-        {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
-    ],
+    "--moe-router-load-balancing-type quantile_balancing": [{"moe_router_load_balancing_type": "quantile_balancing"}],
     "--moe-single-grouped-weight / --moe-single-grouped-bias": [
         {"moe_single_grouped_weight": True},
         {"moe_single_grouped_bias": True},

@@ -12,6 +12,7 @@ from . import custom_loop
 from .case import Case, Fault
 from .compare import differing
 from .faults import INFINITE_GRADIENT
+from .features import BIASED
 from .harness import collect, merge, run
 from .matrix import compared
 from .oracle import oracle
@@ -28,6 +29,7 @@ CASES = {
         CASE, correction="update-lead", lead=2.0, precision="bf16", flags=("--pipeline-gradient-buffers", "1")
     ),
     "muon, lead": replace(CASE, optimizer="muon", lead=1.0),
+    "biases of experts": replace(CASE, model=BIASED),
 }
 
 
