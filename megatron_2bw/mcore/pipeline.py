@@ -115,7 +115,9 @@ class Pipeline:
             promised = build(self.schedule_name, stages=self.stages, microbatches=1)
             # The model decides, as in Megatron; a flag is only what scripts usually build it from.
             gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-            self._tied = bool(getattr(gpt, "share_embeddings_and_output_weights", False))
+            # Multi-token prediction reads the embedding on the last stage, too. What it keeps in the process for its
+            # loss and the log needs no care: there, no forward runs ahead of a backward.
+            self._tied = bool(getattr(gpt, "share_embeddings_and_output_weights", False) or self.config.mtp_num_layers)
             self.optimizer = DelayedOptimizer(
                 optimizer,
                 model,

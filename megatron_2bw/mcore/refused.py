@@ -47,6 +47,16 @@ def _is_sharded_by_layers(args: Any) -> bool:
     return args.optimizer not in ("adam", "sgd") and is_distributed
 
 
+def _predicts_before_the_last_stage(args: Any) -> bool:
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if not getattr(args, "mtp_num_layers", None) or not layout:
+        return False
+    if isinstance(layout, str):
+        return "m" in layout.rpartition("|")[0]
+    before = [layer for rank in layout.layout[:-1] for chunk in rank for layer in chunk]
+    return any(layer.name == "mtp" for layer in before)
+
+
 def _quantizes(args: Any) -> bool:
     by_recipe = given("te_precision_config_file", "kitchen_config_file", "quant_recipe", "use_kitchen")
     return given("fp8", "fp4")(args) or by_recipe(args) or getattr(args, "kitchen_recipe_number", None) is not None
@@ -306,6 +316,19 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--mtp-num-layers",
+        schedules=PIPEDREAM,
+        reason="a weight on the first and the last stage would have two delays",
+        remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
+        flag="--mtp-num-layers before the last stage",
+        is_set=_predicts_before_the_last_stage,
+        schedules=TWO_BW,
+        reason="its embeddings would be tied on other stages than the first and the last",
+        remedy="put m into the last stage of --pipeline-model-parallel-layout, or use --pipeline-schedule 1f1b-flush",
+    ),
+    Refused(
+        flag="--mtp-detach-heads",
         schedules=DELAYED,
         reason="its gradients have a norm of their own, with a reduction that delayed updates do not have",
         remedy=USE_FLUSH,

@@ -123,9 +123,9 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
 
     answers = [
         answer("2bw", {}, {"overlap_grad_reduce": True}),
-        answer("2bw", {"mtp_num_layers": 1}, {}),
+        answer("2bw", {"qk_clip": True}, {}),
         answer("gpipe", {"delay_wgrad_compute": True}, {}),
-        answer("2bw", {"mtp_num_layers": 1, "delay_wgrad_compute": True}, {"overlap_grad_reduce": True}),
+        answer("2bw", {"qk_clip": True, "delay_wgrad_compute": True}, {"overlap_grad_reduce": True}),
         answer("unheard", {}, {}),
         answer("2bw", {}, {}, correction=MomentLead(20.0)),
         answer("gpipe", {}, {}, correction=MomentLead(2.0)),

@@ -239,8 +239,10 @@ def _everywhere_finite(gradients: list[torch.Tensor]) -> bool:
 
 def _set_scale_of_auxiliary_losses(scale: float) -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]).cuda())
+    for loss in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        loss.set_loss_scale(torch.tensor([scale]).cuda())
 
 
 def loss_of(kind: str, model: torch.nn.Module, data: Any, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -377,13 +379,30 @@ def _model(kind: str, rules: Rules, args: Any) -> torch.nn.Module:
 
     from .model import build_model, load_initial
 
+    tied = not args.untie_embeddings_and_output_weights
     if rules.two_tied_copies:
         args.untie_embeddings_and_output_weights = True
     model = build_model(kind, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
-    if rules.two_tied_copies:
-        model.output_layer_is_tied_copy = True
-        load_initial(model)
+    if not rules.two_tied_copies:
+        return model
+    model.output_layer_is_tied_copy = tied
+    if args.mtp_num_layers:
+        _give_own_embedding(model)
+    load_initial(model)
     return model
+
+
+def _give_own_embedding(model: Any) -> None:
+    """Let multi-token prediction read a second copy of the embedding, as it does on the last stage."""
+    own = model.embedding_of_mtp = type(model.embedding)(
+        config=model.config,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        position_embedding_type=model.position_embedding_type,
+        tp_group=model.pg_collection.tp,
+    )
+    forward = model.mtp.forward
+    model.mtp.forward = lambda **keywords: forward(**keywords | {"embedding": own})
 
 
 def _pipedream_delay(name: str, stages: int) -> int:

@@ -28,6 +28,8 @@ GLOBALLY_BALANCED = tuple(
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 "
     "--swiglu --disable-bias-linear".split()
 )
+SEVERAL_TOKENS = tuple("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --position-embedding-type rope".split())
+"""Never tied: Megatron's last stage would then have an output weight that nothing uses."""
 ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
 EXPERTS_IN_TENSOR_PARALLEL = replace(CASE, model=EXPERTS, tensor_parallel=2, sequence_parallel=True)
 PER_TOKEN = ("--calculate-per-token-loss",)
@@ -44,6 +46,18 @@ EXACT = {
     ),
     "experts with biases, bf16, distributed optimizer, full recompute": replace(
         TWO_REPLICAS, model=BIASED, precision="bf16", distributed_optimizer=True, recompute="full"
+    ),
+    "multi-token prediction, fp16, distributed optimizer": replace(
+        TWO_REPLICAS, model=SEVERAL_TOKENS, precision="fp16", distributed_optimizer=True
+    ),
+    "multi-token prediction, more in flight": replace(
+        CASE, stages=4, model=SEVERAL_TOKENS, microbatches=6, flags=("--pipeline-extra-in-flight", "1")
+    ),
+    "latent attention, experts with biases, multi-token prediction, bf16": replace(
+        TWO_REPLICAS,
+        model=(*LATENT, *BIASED, *SEVERAL_TOKENS),
+        precision="bf16",
+        distributed_optimizer=True,
     ),
     "experts with biases, half delayed": replace(CASE, model=BIASED, delayed=2),
     "experts, loss over the batch": replace(CASE, model=GLOBALLY_BALANCED),
@@ -83,8 +97,17 @@ MORE = {
     "experts, loss per token": replace(TWO_REPLICAS, model=(*EXPERTS, *PER_TOKEN)),
     "experts, bf16, full recompute": replace(CASE, model=EXPERTS, precision="bf16", recompute="full"),
     "experts with biases, fp16, tensor parallel": replace(EXPERTS_IN_TENSOR_PARALLEL, model=BIASED, precision="fp16"),
+    "experts with biases, recomputed": replace(
+        CASE, model=BIASED, recompute="selective", flags=("--recompute-modules", "moe")
+    ),
     "experts, loss over the batch, bf16, full recompute": replace(
         CASE, model=GLOBALLY_BALANCED, precision="bf16", recompute="full"
+    ),
+    "multi-token prediction, tensor and sequence parallel, full recompute": replace(
+        CASE, model=SEVERAL_TOKENS, tensor_parallel=2, sequence_parallel=True, recompute="full"
+    ),
+    "multi-token prediction, bf16, loss per token": replace(
+        TWO_REPLICAS, model=(*SEVERAL_TOKENS, *PER_TOKEN), precision="bf16"
     ),
     "experts, tensor parallel": EXPERTS_IN_TENSOR_PARALLEL,
     "whole experts, tensor parallel, bf16": replace(

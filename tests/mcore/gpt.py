@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
 from .case import SEQUENCE_LENGTH, VOCABULARY
 
@@ -31,13 +31,9 @@ def sequence(index: int, length: int, vocabulary: int = VOCABULARY) -> torch.Ten
 def build(args: Any, config: Any, **keywords: Any) -> GPTModel:
     """One stage."""
     has_engine = args.transformer_impl == "transformer_engine"
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(
-            config, use_transformer_engine=has_engine, normalization=args.normalization
-        ),
-        **keywords,
-    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=has_engine, normalization=args.normalization)
+    of_mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=has_engine) if args.mtp_num_layers else None
+    return GPTModel(config=config, transformer_layer_spec=spec, mtp_block_spec=of_mtp, **keywords)
 
 
 def reads_data() -> bool:

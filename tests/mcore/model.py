@@ -94,7 +94,7 @@ def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters with the names they have in an undivided model; a second copy of the tied weight too."""
     tied = model.share_embeddings_and_output_weights or getattr(model, "output_layer_is_tied_copy", False)
     for name, parameter in model.named_parameters():
-        if name == "output_layer.weight" and tied:
+        if (name == "output_layer.weight" and tied) or name.startswith("embedding_of_mtp."):
             name = TIED_WEIGHT
         if name.startswith(("decoder.layers.", "encoder.layers.")):
             block, layers, local, rest = name.split(".", 3)

@@ -55,7 +55,7 @@ def oracle(
         ordinary_batches=max(ordinary_batches, case.synchronous),
         norms=None if norms is None else tuple(norms.tolist()),
         infinite=frozenset(fault.call // case.microbatches for fault in case.faults if fault.kind == INFINITE_GRADIENT),
-        two_tied_copies=case.tied and case.stages > 1,
+        two_tied_copies=(case.tied or "--mtp-num-layers" in case.model) and case.stages > 1,
     )
     return cached(plain, rules)
 

@@ -13,13 +13,15 @@ from .shards import Shard
 
 def biases(model: Any) -> Iterator[tuple[Shard, torch.Tensor]]:
     """With the names they have in an undivided model."""
-    for router in _biased(model):
-        name = f"decoder.layers.{router.layer_number - 1}.mlp.router.expert_bias"
-        yield Shard(name=name, shape=tuple(router.expert_bias.shape)), router.expert_bias
+    for path, router in _biased(model):
+        name = path if path.startswith("mtp.") else f"decoder.layers.{router.layer_number - 1}.mlp.router"
+        yield Shard(name=f"{name}.expert_bias", shape=tuple(router.expert_bias.shape)), router.expert_bias
 
 
-def _biased(model: Any) -> list[Any]:
-    return [module for module in model.modules() if getattr(module, "expert_bias", None) is not None]
+def _biased(model: Any) -> list[tuple[str, Any]]:
+    return [
+        (path, module) for path, module in model.named_modules() if getattr(module, "expert_bias", None) is not None
+    ]
 
 
 class Routers:
@@ -33,7 +35,7 @@ class Routers:
     def __init__(self, model: Any, args: Any) -> None:
         self._model = model
         self._rate = args.moe_router_bias_update_rate
-        for router in _biased(model):
+        for _, router in _biased(model):
             router._maintain_float32_expert_bias()
         self.names = [shard.name for shard, _ in biases(model)]
         self.biases = [bias for _, bias in biases(model)]
@@ -49,7 +51,7 @@ class Routers:
 
     def update(self) -> None:
         """By what was counted in a batch, on all ranks."""
-        for index, router in enumerate(_biased(self._model)):
+        for index, (_, router) in enumerate(_biased(self._model)):
             tokens = router.local_tokens_per_expert.clone()
             dist.all_reduce(tokens)
             missing = tokens.sum() / len(tokens) - tokens

@@ -48,7 +48,7 @@ def test_what_does_not_work_is_refused() -> None:
     answers = collect(custom_loop.refused, CASES[0], CASES[0].ranks)[0]
     expected = [
         "--overlap-grad-reduce sets must be off with 2bw",
-        "--mtp-num-layers sets does not work with 2bw: its gradients have a norm of their own",
+        "--qk-clip sets does not work with 2bw: it changes or reads weights between batches",
         "--delay-wgrad-compute sets does not work with gpipe",
         "--delay-wgrad-compute sets does not work with 2bw",
         "unknown schedule 'unheard'; choose one of 2bw",
@@ -62,9 +62,9 @@ def test_what_does_not_work_is_refused() -> None:
     assert [part for part, answer in zip(expected, answers, strict=False) if part not in answer] == []
     assert answers[len(expected)] == ""
     assert sorted(line.split(" sets ")[0] for line in answers[3].split("\n")) == [
-        "what --mtp-num-layers",
         "what --overlap-grad-reduce",
         "what --overlap-moe-expert-parallel-comm / --delay-wgrad-compute",
+        "what --qk-clip",
     ]
     assert answers[-1] == "chimera needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
 

@@ -75,6 +75,8 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--experimental-attention-variant dsa": [{"experimental_attention_variant": "dsa"}],
     "--vision-pretraining": [{"vision_pretraining": True}],
     "--mtp-num-layers": [{"mtp_num_layers": 1}],
+    "--mtp-num-layers before the last stage": [{"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"}],
+    "--mtp-detach-heads": [{"mtp_detach_heads": True}],
     "--ckpt-format": [{"save": "folder", "ckpt_format": "torch_dcp"}, {"load": "folder", "ckpt_format": "torch_dcp"}],
     "--non-persistent-ckpt-type local": [{"non_persistent_ckpt_type": "local"}],
     "--ckpt-step": [{"ckpt_step": 2, "ckpt_format": "torch", "use_distributed_optimizer": True}],
@@ -203,13 +205,13 @@ def test_refused_with_flag_reason_and_remedy(defaults: argparse.Namespace, row) 
 
 
 def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsys: pytest.CaptureFixture) -> None:
-    args = _with(defaults, "2bw", {"mtp_num_layers": 1, "adlr_autoresume": True})
+    args = _with(defaults, "2bw", {"qk_clip": True, "adlr_autoresume": True})
     with pytest.raises(ArgumentError) as refusal:
         _refuse(args, "2bw")
     with pytest.raises(SystemExit):
         _exit(refusal.value)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("megatron_2bw: error: --mtp-num-layers does not work")
+    assert first.startswith("megatron_2bw: error: --qk-clip does not work")
     assert second.startswith("megatron_2bw: error: --adlr-autoresume does not work")
 
 

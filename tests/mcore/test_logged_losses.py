@@ -1,4 +1,4 @@
-"""The experts' losses in the log are those of stock Megatron, line by line."""
+"""Auxiliary losses in the log are those of stock Megatron, line by line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from .case import Case
-from .features import EXPERTS
+from .features import EXPERTS, SEVERAL_TOKENS
 from .growing import GrowingCase, grown
 from .harness import run
 
-LOSSES = ("load_balancing_loss", "z_loss")
+OF_EXPERTS = ("load_balancing_loss", "z_loss")
+OF_SEVERAL_TOKENS = ("mtp_1 loss", "mtp_2 loss")
 NO_UPDATES = tuple("--lr 0 --min-lr 0 --lr-warmup-init 0".split())
 """Every batch sees the initial weights, so delayed training must log what ordinary training does."""
 CASE = Case(
@@ -49,18 +50,33 @@ RELATIVE = 1e-6
     ],
 )
 def test_every_line_is_megatrons(case: Case, interval: int) -> None:
+    _compare(case, interval, OF_EXPERTS)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_every_line_of_several_tokens_is_megatrons(interval: int) -> None:
+    """The last stage, which has them, never runs ahead, however much is in flight."""
+    ahead = ("--pipeline-extra-in-flight", "2")
+    _compare(
+        replace(CASE, microbatches=4, model=(*SEVERAL_TOKENS, *NO_UPDATES), flags=ahead), interval, OF_SEVERAL_TOKENS
+    )
+
+
+def _compare(case: Case, interval: int, losses: tuple[str, ...]) -> None:
     case = replace(case, flags=(*case.flags, "--log-interval", str(interval)))
-    found, expected = _logged(case), _logged(replace(case, schedule=None, stages=1))
+    found, expected = (
+        _logged(case, losses),
+        _logged(replace(case, schedule=None, stages=1, flags=case.flags[-2:]), losses),
+    )
     assert [iteration for iteration, *_ in expected] == [1, *range(max(interval, 2), CASE.batches + 1, interval)]
-    for loss in range(1, 1 + len(LOSSES)):  # Another batch's would be noticed.
-        values = sorted(line[loss] for line in expected)
+    for values in map(sorted, zip(*(line[1:] for line in expected), strict=True)):  # Another batch's would be noticed.
         assert all(b > a * (1 + 10 * RELATIVE) for a, b in itertools.pairwise(values))
     assert found == [pytest.approx(line, rel=RELATIVE, abs=0) for line in expected]
 
 
-def _logged(case: Case) -> list[tuple[float, ...]]:
-    """Per line of the log: its iteration, and the mean of each of ``LOSSES`` over the batches since the line before."""
-    shown = ".*".join([r"iteration +(\d+)/", *(rf"\| {loss}: (\S+)" for loss in LOSSES)])
+def _logged(case: Case, losses: tuple[str, ...]) -> list[tuple[float, ...]]:
+    """Per line of the log: its iteration, and the mean of each loss over the batches since the line before."""
+    shown = ".*".join([r"iteration +(\d+)/", *(rf"\| {loss}: (\S+)" for loss in losses)])
     results = grown(case) if isinstance(case, GrowingCase) else run(case)
     return [tuple(map(float, values)) for values in re.findall(shown, results.outputs[-1])]
 
