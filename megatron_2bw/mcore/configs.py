@@ -71,6 +71,7 @@ def _as_flags(model: torch.nn.Module, optimizer: Any) -> SimpleNamespace:
         setattr(args, name, getattr(get_model_config(model), name, None))
     bare = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
     args.untie_embeddings_and_output_weights = not getattr(bare, "share_embeddings_and_output_weights", False)
+    args.use_layer_wise_param_layout = bool(model.ddp_config.use_distributed_optimizer)
     args.grad_reduce_in_bf16 = args.bf16 and not args.accumulate_allreduce_grads_in_fp32
     return args
 

@@ -244,6 +244,7 @@ USED: tuple[Used, ...] = (
     Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_grads_for_grad_norm", since=(0, 19)),
     Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_main_grads_for_grad_norm", until=(0, 19)),
     Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.prepare_grads"),
+    Used(module=f"{_OPTIMIZER}.layer_wise_optimizer", name="LayerWiseDistributedOptimizer"),
     Used(
         module="megatron.core.num_microbatches_calculator",
         name="_build_num_microbatches_calculator",

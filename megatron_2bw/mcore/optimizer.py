@@ -11,7 +11,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_2bw.mcore.driven_scheduler import DrivenScheduler
@@ -92,7 +94,7 @@ class DelayedOptimizer:
     ) -> None:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError("this stage has no weights to train: give it some, or use Megatron's schedule")
-        updating = [part for part in inner.chained_optimizers if not part.is_stub_optimizer]
+        updating = [part for part in _undivided(inner) if not part.is_stub_optimizer]
         for part in updating if correction is not None else ():
             _check_correction(correction, part)
         self._inner = inner
@@ -294,7 +296,7 @@ class DelayedOptimizer:
         """
         if optimizer.is_stub_optimizer:
             self._main_gradients[optimizer] = []
-            return Part([], [], optimizer.get_grad_stats_parallel_group())
+            return Part([], [], _statistics_group(optimizer))
         if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer):
             optimizer._copy_model_grads_to_main_grads()
         else:
@@ -308,7 +310,7 @@ class DelayedOptimizer:
         for_norm = [self._captured.view_of(gradient) for gradient in _gradients_for_norm(optimizer)]
         optimizer.zero_grad()
         self._main_gradients[optimizer] = pairs
-        return Part([gradient for _, gradient in pairs], for_norm, optimizer.get_grad_stats_parallel_group())
+        return Part([gradient for _, gradient in pairs], for_norm, _statistics_group(optimizer))
 
     def _take_over(self) -> None:
         """Give Megatron's step what the chain has found out, where it would ask all ranks."""
@@ -379,8 +381,25 @@ def _versions_of(inner: Any, model: torch.nn.Module, routers: Routers, versions:
     buffers = [buffer for buffer in [*model.buffers, *model.expert_parallel_buffers] if buffer.param_data is not None]
     views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
     for optimizer in inner.chained_optimizers if buffers else ():
-        views += chain.from_iterable([*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups])
+        if not _shards_by_layers(optimizer):
+            views += chain.from_iterable([*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups])
     return WeightVersions(parameters, versions, buffers=[buffer.param_data for buffer in buffers], views=views)
+
+
+def _undivided(inner: Any) -> list[Any]:
+    """Megatron's optimizers with one of torch's each."""
+    nested = (part.chained_optimizers if _shards_by_layers(part) else [part] for part in inner.chained_optimizers)
+    return list(chain.from_iterable(nested))
+
+
+def _shards_by_layers(optimizer: Any) -> bool:
+    """Whether each replica updates whole matrices, which need no shards of weights."""
+    return isinstance(optimizer, LayerWiseDistributedOptimizer)
+
+
+def _statistics_group(optimizer: Any) -> dist.ProcessGroup:
+    """Over which Megatron sums the squares of its gradients."""
+    return dist.group.WORLD if _shards_by_layers(optimizer) else optimizer.get_grad_stats_parallel_group()
 
 
 def _forget_shards_of_weights(model: torch.nn.Module) -> None:

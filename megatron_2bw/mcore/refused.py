@@ -44,7 +44,11 @@ def _leads_lion(args: Any) -> bool:
 
 def _is_sharded_by_layers(args: Any) -> bool:
     is_distributed = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
-    return args.optimizer not in ("adam", "sgd") and is_distributed
+    return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and is_distributed)
+
+
+def _gathers_weights_one_by_one(args: Any) -> bool:
+    return _is_sharded_by_layers(args) and getattr(args, "use_layer_wise_param_layout", None) is False
 
 
 def _predicts_before_the_last_stage(args: Any) -> bool:
@@ -247,17 +251,24 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--optimizer",
-        is_set=lambda args: args.optimizer not in ("adam", "sgd", "muon", "lion"),
+        is_set=lambda args: args.optimizer not in ("adam", "sgd", "muon", "dist_muon", "lion"),
         schedules=DELAYED,
         reason="delayed updates are proven for adam, sgd, muon and lion",
         remedy="use one of these, or --pipeline-schedule 1f1b-flush",
     ),
     Refused(
-        flag="--optimizer muon or lion with --use-distributed-optimizer",
-        is_set=_is_sharded_by_layers,
+        flag="--no-use-layer-wise-param-layout",
+        is_set=_gathers_weights_one_by_one,
         schedules=DELAYED,
-        reason="Megatron shards it by layers, with a gather of weights that has no place for two versions",
-        remedy="leave --use-distributed-optimizer out, or use --pipeline-schedule 1f1b-flush",
+        reason="its gather of weights has no place for two versions",
+        remedy="leave the flag out",
+    ),
+    Refused(
+        flag="--ckpt-format torch, with --use-distributed-optimizer and muon or lion",
+        is_set=lambda args: (args.save or args.load) and args.ckpt_format == "torch" and _is_sharded_by_layers(args),
+        schedules=OURS,
+        reason="Megatron fails when it saves that optimizer so",
+        remedy="use --ckpt-format torch_dist",
     ),
     Refused(
         flag="--optimizer-cpu-offload",

@@ -32,6 +32,7 @@ SEVERAL_TOKENS = tuple("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --posit
 """Never tied: Megatron's last stage would then have an output weight that nothing uses."""
 ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
 EXPERTS_IN_TENSOR_PARALLEL = replace(CASE, model=EXPERTS, tensor_parallel=2, sequence_parallel=True)
+SHARDED_BY_LAYERS = replace(CASE, replicas=2, optimizer="muon", distributed_optimizer=True, precision="bf16")
 PER_TOKEN = ("--calculate-per-token-loss",)
 TWO_REPLICAS = replace(CASE, replicas=2, microbatches=2)
 EXACT = {
@@ -46,6 +47,9 @@ EXACT = {
     ),
     "experts with biases, bf16, distributed optimizer, full recompute": replace(
         TWO_REPLICAS, model=BIASED, precision="bf16", distributed_optimizer=True, recompute="full"
+    ),
+    "muon, distributed optimizer, lead, half delayed": replace(
+        SHARDED_BY_LAYERS, microbatches=4, lead=1.0, delayed=2, tied=True
     ),
     "multi-token prediction, fp16, distributed optimizer": replace(
         TWO_REPLICAS, model=SEVERAL_TOKENS, precision="fp16", distributed_optimizer=True
@@ -97,6 +101,13 @@ MORE = {
     "experts, loss per token": replace(TWO_REPLICAS, model=(*EXPERTS, *PER_TOKEN)),
     "experts, bf16, full recompute": replace(CASE, model=EXPERTS, precision="bf16", recompute="full"),
     "experts with biases, fp16, tensor parallel": replace(EXPERTS_IN_TENSOR_PARALLEL, model=BIASED, precision="fp16"),
+    "muon, distributed optimizer, tensor and sequence parallel, update-lead": replace(
+        SHARDED_BY_LAYERS, tensor_parallel=2, sequence_parallel=True, lead=1.0, correction="update-lead"
+    ),
+    "muon, distributed optimizer, experts, one gradient buffer": replace(
+        SHARDED_BY_LAYERS, model=EXPERTS, flags=("--pipeline-gradient-buffers", "1")
+    ),
+    "lion, distributed optimizer, PP4": replace(SHARDED_BY_LAYERS, optimizer="lion", stages=4),
     "experts with biases, recomputed": replace(
         CASE, model=BIASED, recompute="selective", flags=("--recompute-modules", "moe")
     ),

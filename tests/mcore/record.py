@@ -119,7 +119,8 @@ def _of_megatron(optimizer: Any, model: Any) -> Iterator[tuple[Shard, torch.Tens
     from .model import shards
 
     named = {parameter: shard for shard, parameter in shards(model)}
-    for part in optimizer.chained_optimizers:
+    nested = (getattr(part, "chained_optimizers", [part]) for part in optimizer.chained_optimizers)
+    for part in chain.from_iterable(nested):
         if hasattr(part, "shard_fp32_groups"):  # A distributed optimizer.
             yield from _of_distributed(part, named)
             continue

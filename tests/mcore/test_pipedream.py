@@ -28,6 +28,7 @@ PIPEDREAM = Case(schedule="pipedream", tied=False, record_gradients=True)
         replace(PIPEDREAM, stages=4, optimizer="muon"),
         replace(PIPEDREAM, stages=2, optimizer="lion"),
         replace(PIPEDREAM, stages=4, model=BIASED),
+        replace(PIPEDREAM, stages=2, replicas=2, optimizer="muon", distributed_optimizer=True, precision="bf16"),
     ],
     ids=[
         "d2",
@@ -38,6 +39,7 @@ PIPEDREAM = Case(schedule="pipedream", tied=False, record_gradients=True)
         "muon",
         "lion",
         "biases of experts",
+        "muon, distributed",
     ],
 )
 def test_equal_to_the_last_bit(case: Case) -> None:

@@ -15,7 +15,7 @@ from megatron_2bw.mcore.symbols import megatron_version
 
 from .case import Case
 from .compare import FLOOR, deviation, differing
-from .features import BIASED, SEVERAL_TOKENS
+from .features import BIASED, SEVERAL_TOKENS, SHARDED_BY_LAYERS
 from .harness import Results, collect, launch, merge, run
 from .interrupted import Kill, killed, slow_to_write
 from .oracle import oracle
@@ -102,6 +102,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
         pytest.param(replace(DETERMINED, model=BIASED), "torch_dist", id="biases-of-experts"),
         pytest.param(replace(DETERMINED, model=BIASED, precision="bf16"), "torch", id="biases-of-experts-bf16"),
         pytest.param(replace(DETERMINED, model=SEVERAL_TOKENS, precision="bf16"), "torch_dist", id="several-tokens"),
+        pytest.param(replace(SHARDED_BY_LAYERS, record_gradients=False), "torch_dist", id="muon-distributed"),
     ],
 )
 def test_precisions_optimizers_and_models(case: Case, format_: str, tmp_path: Path) -> None:

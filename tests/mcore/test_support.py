@@ -60,10 +60,13 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--num-distributed-optimizer-instances above 1": [{"num_distributed_optimizer_instances": 2}],
     "--use-nccl-ub": [{"nccl_ub": True}],
     "--optimizer": [{"optimizer": "soap"}],
-    "--optimizer muon or lion with --use-distributed-optimizer": [
-        {"optimizer": "muon", "use_distributed_optimizer": True},
-        {"optimizer": "lion", "use_distributed_optimizer": True},
-        {"optimizer": "lion", "use_layer_wise_distributed_optimizer": True},
+    "--no-use-layer-wise-param-layout": [
+        {"optimizer": "muon", "use_distributed_optimizer": True, "use_layer_wise_param_layout": False},
+        {"optimizer": "lion", "use_layer_wise_distributed_optimizer": True, "use_layer_wise_param_layout": False},
+        {"optimizer": "dist_muon", "use_layer_wise_param_layout": False},
+    ],
+    "--ckpt-format torch, with --use-distributed-optimizer and muon or lion": [
+        {"save": "folder", "ckpt_format": "torch", "optimizer": "muon", "use_distributed_optimizer": True},
     ],
     "--optimizer-cpu-offload": [{"optimizer_cpu_offload": True}],
     "--moe-router-load-balancing-type quantile_balancing": [{"moe_router_load_balancing_type": "quantile_balancing"}],
