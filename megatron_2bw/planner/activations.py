@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_2bw.planner.layout import Layout, Recompute
+from megatron_2bw.planner import fp8
+from megatron_2bw.planner.layout import Fp8, Layout, Recompute
 from megatron_2bw.planner.model import Model
 
 FP32_BYTES = 4
@@ -46,13 +47,18 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     queries = model.query_size
     keys = model.key_size
     # Inputs of two norms and of what follows them; two dropout masks.
-    between = (4 * width + 2 * masks) * hidden / outside
+    kept = fp8.operand_width(layout.fp8, width)
+    after_norm = kept + (width if model.num_experts else kept)  # A router reads what its norm writes.
+    between = (2 * width + after_norm + 2 * masks) * hidden / outside
     # Q, K, V and the input of the projection; into and out of the activation function.
-    inside = width * (2 * queries + 2 * keys + _mlp_numbers(model, layout)) / tensor
+    # Attention keeps its output, too.
+    copied = 0 if layout.fp8 is Fp8.NONE else kept * queries
+    cast = (width - kept) * model.ffn_hidden_size * model.routed(layout.expert)
+    inside = (width * (2 * queries + 2 * keys + _mlp_numbers(model, layout)) + copied - cast) / tensor
     around_mlp = hidden / outside
     if model.num_experts:  # Into the experts, gathered from the ranks that split them.
         around_mlp = model.routed(layout.expert) * hidden * layout.expert_tensor / tensor
-        between += width * around_mlp
+        between += kept * around_mlp
     scores = model.num_attention_heads * model.seq_length / tensor
     stored_scores = 0 if layout.fused_attention else scores * (2 * width + masks if model.dropout else width)
     again = layout.recompute == Recompute.SELECTIVE
@@ -80,7 +86,7 @@ class LossActivations(NamedTuple):
     """Of final norm, logits and loss for one microbatch, in bytes."""
 
     kept: float
-    """Softmax in fp32, and the inputs of norm and output layer."""
+    """Softmax in fp32, or a fused loss' gradient, and the inputs of norm and output layer."""
     working: float
     """More at the loss: the logits, or their gradient, in compute precision."""
 
@@ -96,7 +102,9 @@ def of_loss(model: Model, layout: Layout) -> LossActivations:
     logits = tokens * model.padded_vocab_size(layout.tensor) / layout.tensor
     outside = layout.tensor if layout.sequence_parallel else 1
     inputs = tokens * 2 * width * model.hidden_size / outside
-    return LossActivations(FP32_BYTES * logits + inputs, width * logits)
+    # Transformer Engine's kernels write the gradient in the forward.
+    kept = width if layout.fused_loss else FP32_BYTES
+    return LossActivations(kept * logits + inputs, width * logits)
 
 
 def of_embedding(model: Model, layout: Layout) -> float:

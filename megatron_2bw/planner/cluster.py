@@ -23,6 +23,10 @@ class Gpu:
     nvlink_gb_s: float
     """One direction."""
     has_bf16: bool = True
+    fp8_tflops: float = 0.0
+    """Dense matrix products in 8 bits; 0: it has none."""
+    has_mxfp8: bool = False
+    """Products that scale 32 numbers each."""
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -65,12 +69,12 @@ _LEAST, _MOST = 1e-9, 1e12
 def _check_numbers(part: Gpu | Cluster) -> None:
     for f in fields(part):
         value = getattr(part, f.name)
-        least = 1 if f.type == "int" else _LEAST
+        least = 0 if f.default == 0 else 1 if f.type == "int" else _LEAST
         if f.type in ("int", "float") and not (isinstance(value, int | float) and least <= value <= _MOST):
             raise PlanError(f"{f.name} {reprlib.repr(value)} of {part.name}: give a number from {least:g} to {_MOST:g}")
 
 
-def _gpu(name: str, memory_gb: float, peak_tflops: float, hbm_gb_s: float, nvlink_gb_s: float, **more: bool) -> Gpu:
+def _gpu(name: str, memory_gb: float, peak_tflops: float, hbm_gb_s: float, nvlink_gb_s: float, **more: Any) -> Gpu:
     return Gpu(
         name=name, memory_gb=memory_gb, peak_tflops=peak_tflops, hbm_gb_s=hbm_gb_s, nvlink_gb_s=nvlink_gb_s, **more
     )
@@ -83,9 +87,9 @@ GPUS: dict[str, Gpu] = {
         _gpu("v100-32gb", 31.74, 125, 900, 150, has_bf16=False),
         _gpu("a100-40gb", 39.5, 312, 1555, 300),
         _gpu("a100-80gb", 79.25, 312, 2039, 300),
-        _gpu("h100-80gb", 79.11, 989, 3350, 450),
-        _gpu("h200-141gb", 139.72, 989, 4800, 450),
-        _gpu("b200-180gb", 178.35, 2250, 8000, 900),
+        _gpu("h100-80gb", 79.11, 989, 3350, 450, fp8_tflops=1979),
+        _gpu("h200-141gb", 139.72, 989, 4800, 450, fp8_tflops=1979),
+        _gpu("b200-180gb", 178.35, 2250, 8000, 900, fp8_tflops=4500, has_mxfp8=True),
     )
 }
 """NVIDIA's data sheets (SXM; tensor-core peak without sparsity); NVLink is half of the printed two-way number.

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_2bw.planner import periods
+from megatron_2bw.planner import fp8, periods
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Split, Work, Works, works_of
-from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Fp8, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.periods import Pipeline, Stage
 from megatron_2bw.planner.programs import programs_of, shortened
@@ -98,7 +98,12 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     times = times_of(model, layout, cluster, speed)
     pipeline = times.pipeline
     bar = error_bar(
-        cluster, model, fused_attention=layout.fused_attention, interleaved=layout.chunks > 1, shared=layout.context > 1
+        cluster,
+        model,
+        fused_attention=layout.fused_attention,
+        interleaved=layout.chunks > 1,
+        shared=layout.context > 1,
+        in_8_bits=layout.fp8 is not Fp8.NONE,
     )
     busy_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
     work_s = layout.microbatches * busy_s + layout.pipeline * pipeline.update_s
@@ -168,7 +173,9 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
         middle=_stage(layout, works.layer, layers.middle),
         last=_stage(layout, works.layer, layers.last, works.loss),
         send_s=0.0 if alone else _send_s(model, layout, machine),
-        update_s=_update_s(layout, machine, on_first) + _gathered_s(layout, machine, on_first, first.forward_s),
+        update_s=_update_s(layout, machine, on_first)
+        + _cast_s(layout, machine, layers.first * (weights.layer + weights.experts))
+        + _gathered_s(layout, machine, on_first, first.forward_s),
         gradients_s=_gradients_s(layout, machine, on_first, first.backward_s),
         norm_s=_norm_s(layout, machine, weights.word_embedding if model.tied and not alone else 0),
     )
@@ -352,7 +359,8 @@ def _gathered_s(layout: Layout, machine: Machine, stage: Sequence[Held], forward
     """
     if not layout.distributed_optimizer:
         return 0.0
-    width, chunks = layout.precision.width, layout.chunks
+    chunks = layout.chunks
+    width = fp8.gathered_width(layout.fp8, layout.precision.width, parameters=layout.fp8_parameters)
     gather_s = sum(machine.reduce_scatter_s(width * held.weights, held.replicas, held.stride) for held in stage)
     if layout.schedule in WITHOUT_OVERLAP or not layout.overlap_parameters:
         return gather_s
@@ -395,6 +403,12 @@ def _update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
         return machine.profile.update_s(layout.tensor, own)
     moved_bytes = own * (7 * FP32_BYTES + layout.precision.width + layout.gradient_width)
     return machine.elementwise_s(moved_bytes + all_of_them * layout.gradient_width)
+
+
+def _cast_s(layout: Layout, machine: Machine, weights: int) -> float:
+    """Weights of layers in 8 bits, once per batch."""
+    per_weight = fp8.weight_cast_bytes(layout.fp8, layout.precision.width, parameters=layout.fp8_parameters)
+    return machine.elementwise_s(weights * per_weight) if per_weight else 0.0
 
 
 def _parts(model: Model, layout: Layout, times: Times, time_s: float, *, shared: bool) -> dict[str, float]:

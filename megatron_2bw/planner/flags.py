@@ -9,7 +9,7 @@ from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.inputs import misspelled
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
@@ -63,6 +63,10 @@ DROPOUT = ("--attention-dropout", "--hidden-dropout")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+_FUSED_LOSS = {"--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"}
+FP8_FORMATS = ("hybrid", "e4m3")
+_IN_BLOCKS = (Fp8.BLOCKWISE, Fp8.MXFP8)
+"""Recipes whose scales are fine enough for gradients in e4m3."""
 VOCABULARIES: dict[str, int] = {
     "GPT2BPETokenizer": 50257,
     "Llama2Tokenizer": 32000,
@@ -112,10 +116,11 @@ _SPELLED = frozenset(
         *"--recompute-activations --recompute-granularity --recompute-method --bf16 --fp16 --transformer-impl".split(),
         *"--use-distributed-optimizer --overlap-grad-reduce --attention-backend --use-flash-attn".split(),
         *"--no-bias-swiglu-fusion --accumulate-allreduce-grads-in-fp32".split(),
-        *"--merge-file --vocab-file".split(),
+        *"--merge-file --vocab-file --fp8-format --fp8-recipe --fp8-param-gather --cross-entropy-fusion-impl".split(),
+        *"--grad-reduce-in-bf16 --tp-comm-overlap".split(),
         # Megatron's own, which look like others.
         *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
-        "--moe-expert-rank-capacity-factor",
+        *"--moe-expert-rank-capacity-factor --fp4-recipe --fp4-param-gather".split(),
         *"--mtp-hybrid-override-pattern --expert-tensor-parallel-num-weight-shards".split(),
     }
 )
@@ -166,7 +171,7 @@ def read(
         layout = choose(model, layout, gpu.memory_gb * 2**30)
     refused = problem(model, layout)
     if gpu is not None:
-        refused = refused or gpu_problem(gpu, layout.precision, fused_attention=layout.fused_attention)
+        refused = refused or gpu_problem(gpu, layout.precision, fused_attention=layout.fused_attention, fp8=layout.fp8)
     if refused:
         raise PlanError(refused)
     return Configuration(model=model, layout=layout, notes=notes)
@@ -295,7 +300,12 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
         overlap_gradients="--overlap-grad-reduce" in options,
         overlap_parameters={"--overlap-param-gather", "--use-distributed-optimizer"} <= options.values.keys(),
         gradients_in_fp32=precision is Precision.FP16 and "--accumulate-allreduce-grads-in-fp32" in options,
+        gradients_in_bf16=precision is Precision.BF16 and "--grad-reduce-in-bf16" in options,
+        fused_loss=_FUSED_LOSS.issubset(options.values) and options.text("--cross-entropy-fusion-impl") == "te",
+        overlap_tensor="--tp-comm-overlap" in options,
         precision=precision,
+        fp8=_fp8(options),
+        fp8_parameters="--fp8-param-gather" in options,
         fused_attention=_fused(options, fused),
         fused_swiglu=not (model.swiglu and "--no-bias-swiglu-fusion" in options),
         **numbers,
@@ -326,6 +336,14 @@ def _recompute(options: Options) -> Recompute:
     if "--recompute-activations" in options:
         return Recompute.SELECTIVE
     return Recompute(options.choice("--recompute-granularity", Recompute, Recompute.NONE))
+
+
+def _fp8(options: Options) -> Fp8:
+    recipes = [recipe for recipe in Fp8 if recipe is not Fp8.NONE]
+    if "--fp8-format" not in options or options.text("--transformer-impl", "") == "local":
+        return Fp8.NONE  # Layers of Megatron's own have none.
+    options.choice("--fp8-format", FP8_FORMATS, FP8_FORMATS[0])
+    return Fp8(options.choice("--fp8-recipe", recipes, Fp8.DELAYED))
 
 
 def _fused(options: Options, default: bool) -> bool:
@@ -409,6 +427,8 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         words += ["--recompute-granularity", layout.recompute]
     if layout.recompute is Recompute.FULL:
         words += ["--recompute-method", layout.recompute_method, "--recompute-num-layers", str(layout.recompute_layers)]
+    if layout.fp8 is not Fp8.NONE:
+        words += ["--fp8-format", FP8_FORMATS[layout.fp8 in _IN_BLOCKS], "--fp8-recipe", layout.fp8]
     # On Ampere and later; fp32 and attention that is not fused are those of a CPU, too.
     has_grouped = layout.precision is Precision.BF16 and layout.fused_attention
     switches = {
@@ -419,7 +439,11 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--overlap-grad-reduce": layout.overlap_gradients,
         "--overlap-param-gather": layout.overlap_parameters,
         "--accumulate-allreduce-grads-in-fp32": layout.gradients_in_fp32,
+        "--grad-reduce-in-bf16": layout.gradients_in_bf16,
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te": layout.fused_loss,
+        "--tp-comm-overlap": layout.overlap_tensor,
         f"--{layout.precision}": layout.precision is not Precision.FP32,
+        "--fp8-param-gather": layout.fp8_parameters,
         "--attention-backend unfused": not layout.fused_attention,
         "--no-bias-swiglu-fusion": not layout.fused_swiglu,
         "--clip-grad 0": layout.schedule == "pipedream",

@@ -13,7 +13,8 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner import fp8
+from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.speeds import Machine
 
@@ -86,7 +87,10 @@ class Split(NamedTuple):
     gradient_width: int
     """Bytes per summed gradient."""
     fused_attention: bool
+    fp8: Fp8 = Fp8.NONE
     fused_swiglu: bool = True
+    fused_loss: bool = False
+    overlap_tensor: bool = False
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
@@ -163,6 +167,7 @@ class _Sizes:
         self.scores = self.tokens * model.seq_length * model.num_attention_heads / self.tensor
         self.fused = split.fused_attention
         self.unfused_swiglu = model.swiglu and not split.fused_swiglu
+        self.product_width = fp8.operand_width(split.fp8, self.width)
         self.products = (
             (self.tokens, self.queries + 2 * self.keys, self.hidden, 1),
             (self.tokens, self.hidden, self.queries, 1),
@@ -211,25 +216,64 @@ class _Sizes:
             return 4 * self.width * numbers * self.of_mlp
         return 4 * self.width * numbers * (1 + (self.of_mlp if self.experts > 1 else 0))
 
-    def all_reduces_s(self, machine: Machine) -> float:
+    def all_reduces_s(self, machine: Machine, products_s: float) -> float:
         """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each.
 
         That of the MLP is of the tokens of the ranks that split it; behind an exchange, of routed ones.
+
+        Args:
+            machine: that runs it.
+            products_s: of products with weights, beside which collectives may run: see `_hidden_s`.
         """
         tokens = self.routed_tokens if self.split.expert > 1 else self.tokens * self.of_mlp / self.tensor
         of_attention, of_mlp = (count * self.hidden * self.width for count in (self.tokens, tokens))
-        return machine.all_reduce_s(of_attention, self.tensor, 1) + machine.all_reduce_s(of_mlp, self.of_mlp, 1)
+        share = fp8.gathered_share(self.split.fp8, self.width) if self.split.sequence_parallel else 1
+        attention_s = machine.all_reduce_s(share * of_attention, self.tensor, 1)
+        mlp_s = machine.all_reduce_s(share * of_mlp, self.of_mlp, 1)
+        beside_products_s = attention_s + (0.0 if self.model.num_experts else mlp_s)
+        return attention_s + mlp_s - self._hidden_s(beside_products_s, products_s)
+
+    def _hidden_s(self, collectives_s: float, products_s: float) -> float:
+        """Of collectives that are cut into a part per rank: all parts but the first come while one is multiplied.
+
+        Rule: ``--tp-comm-overlap``, Transformer Engine's userbuffers (``CommOverlapP2P`` in
+        ``transformer_engine/common/comm_gemm_overlap``).
+        """
+        if not self.split.overlap_tensor:
+            return 0.0
+        return min(collectives_s * (self.tensor - 1) / self.tensor, products_s)
+
+    def casts(self) -> tuple[float, int]:
+        """Bytes moved and kernels of the inputs' casts to 8 bits in a forward; experts' inputs come out of no norm."""
+        after_norm = fp8.cast_bytes(self.split.fp8, self.width, in_norm=True)
+        other = fp8.cast_bytes(self.split.fp8, self.width)
+        into_experts = self.routed_tokens * self.hidden if self.model.num_experts else 0.0
+        normed = (1 if self.model.num_experts else 2) * self.tokens * self.hidden / self.outside
+        inside = self.tokens * self.queries + self.routed_tokens * self.out_of_mlp
+        fused = 1 if self.model.num_experts else 2
+        kernels = fused * fp8.cast_kernels(self.split.fp8, in_norm=True)
+        kernels += (len(self.products) - fused) * fp8.cast_kernels(self.split.fp8)
+        return after_norm * normed + other * (inside + into_experts), kernels
+
+    def gradient_casts(self) -> tuple[float, int]:
+        """The same of the outputs' gradients in a backward; the kernels that sum a bias' gradient cast, too."""
+        whole = (self.tokens + self.routed_tokens) * self.hidden / self.outside
+        inside = self.tokens * (self.queries + 2 * self.keys) + self.routed_tokens * self.into_mlp
+        kernels = len(self.products) * max(0, fp8.cast_kernels(self.split.fp8) - 1)
+        return fp8.cast_bytes(self.split.fp8, self.width) * (whole + inside), kernels
 
 
 def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
     """The layer, and of it the attention's core, which selective recomputation computes again."""
     width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
-    products_s = sum(machine.product_s(r, c, k, width=width, count=n) for r, c, k, n in sizes.products)
+    products_s = sum(machine.product_s(r, c, k, width=sizes.product_width, count=n) for r, c, k, n in sizes.products)
     core_s = sizes.attention_s(machine, 1)
     # Two norms read and write; two residual sums read two, write one, and a mask.
     outside = (4 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
     inside = width * sizes.routed_tokens * (sizes.into_mlp + sizes.out_of_mlp) + sizes.sorted_bytes()
-    scores, kernels = 0.0, _FORWARD + _SORTING * (sizes.model.num_experts > 0)
+    cast, casts = sizes.casts()
+    inside += cast
+    scores, kernels = 0.0, _FORWARD + _SORTING * (sizes.model.num_experts > 0) + casts
     if sizes.unfused_swiglu:  # Per number that comes out: SiLU's is written and read, and the sum reads and writes two.
         inside += width * sizes.routed_tokens * (6 if sizes.model.bias else 2) * sizes.out_of_mlp
         kernels += _UNFUSED_SWIGLU_FORWARD
@@ -243,7 +287,7 @@ def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
     whole = Parts(
         products_s + core_s,
         elementwise_s + scores_s,
-        sizes.all_reduces_s(machine),
+        sizes.all_reduces_s(machine, products_s),
         waits_s,
         sizes.exchanges_s(machine),
     )
@@ -260,16 +304,17 @@ def _launched(parts: Parts, machine: Machine, launches: int) -> Parts:
 def _backward(sizes: _Sizes, machine: Machine) -> Parts:
     width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
     products_s = sum(
-        machine.product_s(rows, inner, columns, width=width, count=n)
-        + machine.product_s(inner, columns, rows, width=width, count=n)
+        machine.product_s(rows, inner, columns, width=sizes.product_width, count=n)
+        + machine.product_s(inner, columns, rows, width=sizes.product_width, count=n)
         for rows, columns, inner, n in sizes.products
     )
-    products_s += sizes.attention_s(machine, 2)
     # Norms read gradient and input, write a gradient; residual sums likewise, and a mask.
     outside = (6 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
     inside = width * sizes.routed_tokens * 1.5 * (sizes.into_mlp + sizes.out_of_mlp)
     inside += 2 * sizes.split.gradient_width * sizes.weights + sizes.sorted_bytes()
-    scores, kernels = 0.0, _BACKWARD + _SORTING * (sizes.model.num_experts > 0)
+    cast, casts = sizes.gradient_casts()
+    inside += cast
+    scores, kernels = 0.0, _BACKWARD + _SORTING * (sizes.model.num_experts > 0) + casts
     if sizes.unfused_swiglu:  # 13 numbers are read or written in place of 5.
         inside += width * sizes.routed_tokens * 8 * sizes.out_of_mlp
         kernels += _UNFUSED_SWIGLU_BACKWARD
@@ -279,9 +324,9 @@ def _backward(sizes: _Sizes, machine: Machine) -> Parts:
         kernels += _UNFUSED_BACKWARD
     elementwise_s = machine.elementwise_s(outside + inside + scores, kernels)
     whole = Parts(
-        products_s,
+        products_s + sizes.attention_s(machine, 2),
         elementwise_s,
-        sizes.all_reduces_s(machine),
+        sizes.all_reduces_s(machine, products_s),
         sizes.waits_for_keys_s(machine, 2),
         sizes.exchanges_s(machine),
     )
@@ -301,13 +346,13 @@ def _loss(model: Model, split: Split, machine: Machine) -> Work:
     width, tokens, tensor = split.precision.width, model.tokens(split.microbatch, split.context), split.tensor
     columns, hidden = model.padded_vocab_size(tensor) / tensor, model.hidden_size
     logits = tokens * columns
-    # Copy to fp32, maximum, difference, exponential, sum, quotient; then scale, copy back.
-    forward_bytes = (width + 4 + 4 + 8 + 8 + 4 + 8) * logits + 2 * width * tokens * hidden
-    backward_bytes = (8 + 4 + width) * logits + 3 * width * tokens * hidden
+    forward_bytes, backward_bytes, kernels = _loss_bytes(split)
+    forward_bytes = forward_bytes * logits + 2 * width * tokens * hidden
+    backward_bytes = backward_bytes * logits + 3 * width * tokens * hidden
     backward_bytes += 2 * split.gradient_width * columns * hidden
     forward = Parts(
         machine.product_s(tokens, columns, hidden, width=width),
-        machine.elementwise_s(forward_bytes, 9),
+        machine.elementwise_s(forward_bytes, kernels),
         3 * machine.all_reduce_s(4 * tokens, tensor, 1),
     )
     backward = Parts(
@@ -317,3 +362,12 @@ def _loss(model: Model, split: Split, machine: Machine) -> Work:
         machine.all_reduce_s(width * tokens * hidden, tensor, 1),
     )
     return Work.of(forward, backward)
+
+
+def _loss_bytes(split: Split) -> tuple[int, int, int]:
+    """Moved per logit in the forward and in the backward, and kernels of the forward."""
+    width = split.precision.width
+    if split.fused_loss:  # Read for the softmax, and read and written for the gradient; that is then scaled.
+        return 3 * width, 2 * width, 4
+    # Copy to fp32, maximum, difference, exponential, sum, quotient; then scale, copy back.
+    return width + 4 + 4 + 8 + 8 + 4 + 8, 8 + 4 + width, 9

@@ -42,6 +42,21 @@ class Precision(StrEnum):
         return 4 if self is Precision.FP32 else 2
 
 
+class Fp8(StrEnum):
+    """How numbers are scaled to 8 bits for the matrix products of layers: ``--fp8-recipe``."""
+
+    NONE = "none"
+    """Products are in ``Layout.precision``."""
+    DELAYED = "delayed"
+    """By the largest numbers of the batches before."""
+    TENSORWISE = "tensorwise"
+    """By the largest number of the tensor itself, which is looked for first."""
+    BLOCKWISE = "blockwise"
+    """Of 128 numbers, or of 128 x 128 weights."""
+    MXFP8 = "mxfp8"
+    """Of 32 numbers."""
+
+
 WITHOUT_OVERLAP = MIRRORED | {"2bw", "pipedream"}
 """Schedules that switch ``--overlap-grad-reduce`` and ``--overlap-param-gather`` off."""
 _COUNTS = {
@@ -112,13 +127,23 @@ class Layout:
     """fp16: the update's gradients in fp32 stay until the next one, as in Megatron-LM before Core."""
     gradients_in_fp32: bool = False
     """fp16: ``--accumulate-allreduce-grads-in-fp32``, which bf16, fp32 and 2bw do by themselves."""
+    gradients_in_bf16: bool = False
+    """bf16: ``--grad-reduce-in-bf16``."""
     chunks: int = 1
     """Virtual stages per rank."""
     precision: Precision = Precision.BF16
+    fp8: Fp8 = Fp8.NONE
+    """Of the products of layers; attention, logits and all else stay in ``precision``."""
+    fp8_parameters: bool = False
+    """``--fp8-param-gather``: the optimizer writes weights in 8 bits, and replicas gather those."""
     fused_attention: bool = True
     """Attention that never stores its scores."""
     fused_swiglu: bool = True
     """SwiGLU in one kernel, which computes its SiLU again in the backward; off with ``--no-bias-swiglu-fusion``."""
+    fused_loss: bool = False
+    """Softmax and loss in Transformer Engine's kernels: ``--cross-entropy-fusion-impl te``."""
+    overlap_tensor: bool = False
+    """``--tp-comm-overlap``: collectives of tensor-parallel ranks in parts, during the products beside them."""
     extra_in_flight: int = 0
     delayed_microbatches: int = 0
     """Of 2bw: ``--pipeline-delayed-microbatches``; 0: all."""
@@ -159,8 +184,10 @@ class Layout:
     @property
     def gradient_width(self) -> int:
         """Bytes per number of the buffer in which microbatches are summed."""
-        in_fp32 = self.schedule == "2bw" or self.gradients_in_fp32
-        return 2 if self.precision is Precision.FP16 and not in_fp32 else 4
+        if self.schedule == "2bw":
+            return 4
+        in_fp16 = self.precision is Precision.FP16 and not self.gradients_in_fp32
+        return 2 if in_fp16 or self.gradients_in_bf16 else 4
 
     @property
     def replicas(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
-from megatron_2bw.planner import activations
+from megatron_2bw.planner import activations, fp8
 from megatron_2bw.planner.activations import LayerActivations
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
@@ -32,6 +32,8 @@ class StageMemory:
     """In the precision of forward and backward."""
     older_weights_bytes: float
     """2bw: the second weight version; pipedream: d-1-s of them."""
+    fp8_weights_bytes: float
+    """Their copies in 8 bits, one of them transposed."""
     gradients_bytes: float
     """The buffer in which microbatches are summed."""
     captured_gradients_bytes: float
@@ -101,6 +103,8 @@ class _Shares(NamedTuple):
     weights: Weights
     states: WeightStates
     expert_states: WeightStates
+    fp8_copy: float
+    """Bytes per weight of a layer."""
     layer: LayerActivations
 
 
@@ -110,6 +114,7 @@ def _shares(model: Model, layout: Layout) -> _Shares:
         weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor),
         state_bytes_per_weight(layout, layout.replicas),
         state_bytes_per_weight(layout, layout.expert_replicas),
+        fp8.weight_copy_bytes(layout.fp8, layout.precision.width, parameters=layout.fp8_parameters),
         activations.of_layer(model, layout),
     )
 
@@ -132,6 +137,7 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
         weights_bytes=states.weight,
         older_weights_bytes=states.older_weight * (versions - 1),
         gradients_bytes=states.gradient,
+        fp8_weights_bytes=counts[0] * (shares.weights.layer + shares.weights.experts) * shares.fp8_copy,
         captured_gradients_bytes=states.captured_gradient,
         mirrored_bytes=sum(other.weight + other.gradient + states.gradient for other in others),
         optimizer_bytes=states.optimizer,

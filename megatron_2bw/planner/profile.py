@@ -18,7 +18,7 @@ from megatron_2bw.planner.cluster import Cluster, Gpu
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.inputs import build, checked, read_json, saved_model
 from megatron_2bw.planner.layer import NOTHING, Parts, Split, Work, Works
-from megatron_2bw.planner.layout import Precision, Recompute
+from megatron_2bw.planner.layout import Fp8, Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.space import Space
 
@@ -187,6 +187,8 @@ class Profile:
         for name in ("context", "expert"):
             if getattr(split, name) > 1:
                 return Problem(f"{name} {getattr(split, name)}: a profile is measured with 1", "use 1")
+        if split.fp8 is not Fp8.NONE:
+            return Problem(f"fp8 {split.fp8}: a profile is measured without", f"use fp8 {Fp8.NONE}")
         if not split.fused_swiglu:
             return Problem("fused_swiglu False: a profile is measured with it fused", "leave out what switches it off")
         for recompute in (Recompute.NONE, split.recompute):

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import LAYOUT_NUMBERS, MODEL_NUMBERS
+from megatron_2bw.planner.flags import FP8_FORMATS, LAYOUT_NUMBERS, MODEL_NUMBERS
 from megatron_2bw.planner.inputs import (
     build,
     checked,
@@ -23,7 +23,7 @@ from megatron_2bw.planner.inputs import (
     sized,
     typed,
 )
-from megatron_2bw.planner.layout import Layout, Precision
+from megatron_2bw.planner.layout import Fp8, Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.report import prediction_json
@@ -40,6 +40,9 @@ _OF_MEGATRON = {
     "overlap_param_gather": "overlap_parameters",
     "accumulate_allreduce_grads_in_fp32": "gradients_in_fp32",
     "recompute_granularity": "recompute",
+    "fp8_param_gather": "fp8_parameters",
+    "grad_reduce_in_bf16": "gradients_in_bf16",
+    "tp_comm_overlap": "overlap_tensor",
     **{flag[2:].replace("-", "_"): name for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS}.items()},
     "pp": "pipeline",
     "tp": "tensor",
@@ -52,7 +55,7 @@ _OF_MEGATRON = {
     "gbs": "global_batch",
 }
 """Our names for Megatron's, as its arguments spell them, and for those that tables of measurements have."""
-_UNCOVERED = {"fp8": "fp8_format"}
+_UNCOVERED = {"fp4": "fp4_format"}
 """Other names of what is refused."""
 _MODEL = {field.name for field in dataclasses.fields(Model)}
 _LAYOUT = {field.name for field in dataclasses.fields(Layout)}
@@ -110,7 +113,9 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     if not model.num_experts:
         row.pop("expert_tensor", None)  # Megatron does not look at it.
     layout = _layout(row, base)
-    refused = problem(model, layout) or gpu_problem(base.gpu, layout.precision, fused_attention=layout.fused_attention)
+    refused = problem(model, layout) or gpu_problem(
+        base.gpu, layout.precision, fused_attention=layout.fused_attention, fp8=layout.fp8
+    )
     if refused:
         raise PlanError(refused)
     return prediction_json(model, price(model, layout, sized(base, gpus=layout.gpus)))
@@ -121,6 +126,10 @@ def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
     named = {key: value for key, value in row.items() if key not in _OF_MEGATRON}
     if "precision" not in row and (row.get("bf16") or row.get("fp16")):
         named["precision"] = "bf16" if row.get("bf16") else "fp16"
+    if row.get("fp8_format") or row.get("fp8") in (True, *FP8_FORMATS):
+        named["fp8"] = row.get("fp8_recipe") or Fp8.DELAYED
+    elif not row.get("fp8"):
+        named.pop("fp8", None)
     for key, value in row.items():
         what = uncovered("--" + _UNCOVERED.get(key, key).replace("_", "-"), value)
         if what:

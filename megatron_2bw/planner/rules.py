@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import Problem
-from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.programs import refusal
@@ -18,6 +18,8 @@ from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 MEGATRON = "megatron"
 DELAYED = frozenset({"2bw"})
 """Schedules whose gradients are one step old."""
+_GRADIENTS_IN_FP32 = DELAYED | {"pipedream"}
+_CACHES_NO_FP8 = DELAYED | MIRRORED | {"pipedream"}
 _BY_PROGRAMS = MIRRORED | {"pipedream"}
 """Schedules that take only some numbers of microbatches."""
 
@@ -50,6 +52,7 @@ def problem(model: Model, layout: Layout) -> Problem | None:
         or expert_problem(model, layout)
         or schedule_problem(layout)
         or overlap_problem(layout)
+        or fp8_problem(layout)
         or model_problem(model, layout)
         or stage_problem(model, layout)
         or microbatch_problem(layout, needed)
@@ -148,7 +151,7 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
 
 
 def schedule_problem(layout: Layout) -> Problem | None:
-    """Why the schedule cannot run at this depth."""
+    """Why the schedule cannot run at this depth, or with products in 8 bits: see ``mcore.refused``."""
     ours = layout.schedule != MEGATRON
     if ours and layout.pipeline < 2:
         return Problem(f"pipeline {layout.pipeline}: {layout.schedule} needs at least 2", f"use schedule {MEGATRON}")
@@ -186,20 +189,42 @@ def schedule_problem(layout: Layout) -> Problem | None:
     most = (layout.pipeline - (layout.mixpipe_k or layout.pipeline)) // 2
     if layout.mixpipe_gamma > most:
         return Problem(f"mixpipe_gamma {layout.mixpipe_gamma}: at most (d - k)/2 = {most}", f"use {most}")
+    if layout.gradients_in_bf16 and layout.schedule in _GRADIENTS_IN_FP32:
+        return Problem(f"gradients_in_bf16: {layout.schedule} sums gradients in fp32", "switch it off")
+    if layout.fp8 is not Fp8.NONE and layout.schedule in _CACHES_NO_FP8:
+        return Problem(
+            f"fp8 {layout.fp8}: {layout.schedule} changes weights whose copies in 8 bits would stay old",
+            "use schedule 1f1b-flush",
+        )
     if layout.gradient_buffers not in (1, 2):
         return Problem(f"gradient_buffers {layout.gradient_buffers}: there are 1 or 2", "use 2")
     return None
 
 
 def overlap_problem(layout: Layout) -> Problem | None:
-    """Why weights cannot be gathered during forwards: validate_args, ``overlap_param_gather``."""
+    """Why collectives cannot run beside products: validate_args, ``tp_comm_overlap`` and ``overlap_param_gather``."""
+    if layout.overlap_tensor and not layout.sequence_parallel:
+        return Problem("overlap_tensor needs sequence_parallel", "switch it on")
     if layout.overlap_parameters and not (layout.distributed_optimizer and layout.overlap_gradients):
         return Problem("overlap_parameters needs distributed_optimizer and overlap_gradients", "switch both on")
     return None
 
 
+def fp8_problem(layout: Layout) -> Problem | None:
+    """Why products cannot be in 8 bits: validate_args, ``fp8_param_gather``; fp32 beside 8 bits is not priced."""
+    if layout.fp8_parameters and layout.fp8 is Fp8.NONE:
+        return Problem("fp8_parameters needs fp8", f"use fp8 {Fp8.DELAYED}")
+    if layout.fp8_parameters and not layout.distributed_optimizer:
+        return Problem("fp8_parameters needs distributed_optimizer", "switch it on")
+    if layout.fp8 is not Fp8.NONE and layout.precision is Precision.FP32:
+        return Problem(f"fp8 {layout.fp8} beside {layout.precision}", f"use precision {Precision.BF16}")
+    return None
+
+
 def model_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the schedule cannot train this model like that: see ``mcore.refused``."""
+    if refused := _fp8_size_problem(model, layout):
+        return refused
     if layout.schedule in MIRRORED and model.num_experts:
         return Problem(
             f"num_experts {model.num_experts}: {layout.schedule} trains no experts", "use schedule 1f1b-flush"
@@ -215,6 +240,33 @@ def model_problem(model: Model, layout: Layout) -> Problem | None:
     return None
 
 
+def _fp8_size_problem(model: Model, layout: Layout) -> Problem | None:
+    """Why Transformer Engine's products in 8 bits do not take these sizes.
+
+    Rule: ``assert_dim_for_fp8_exec`` in ``transformer_engine/pytorch/utils.py``; blocks of 32 for mxfp8.
+    """
+    if layout.fp8 is Fp8.NONE:
+        return None
+    unit = 32 if layout.fp8 is Fp8.MXFP8 else 16
+    of_mlp = layout.expert_tensor if model.num_experts else layout.tensor
+    sizes = {
+        "hidden_size": (model.hidden_size, 1),
+        "ffn_hidden_size": (model.ffn_hidden_size, of_mlp),
+        "num_attention_heads x kv_channels": (model.query_size, layout.tensor),
+        "seq_length x microbatch": (
+            model.tokens(layout.microbatch, layout.context),
+            layout.tensor if layout.sequence_parallel else 1,
+        ),
+    }
+    for name, (size, ranks) in sizes.items():
+        if size % ranks == 0 and size // ranks % unit:
+            nearest = nearest_multiple(size, ranks * unit)
+            return Problem(
+                f"fp8 {layout.fp8}: {name} {size} on {ranks} ranks is no multiple of {unit}", f"use {nearest}"
+            )
+    return None
+
+
 def stage_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the layers do not split into stages.
 
@@ -225,8 +277,14 @@ def stage_problem(model: Model, layout: Layout) -> Problem | None:
     return layers if isinstance(layers, Problem) else None
 
 
-def gpu_problem(gpu: Gpu, precision: Precision, *, fused_attention: bool = False) -> Problem | None:
-    """Why ``gpu`` cannot compute like that."""
+def gpu_problem(
+    gpu: Gpu, precision: Precision, *, fused_attention: bool = False, fp8: Fp8 = Fp8.NONE
+) -> Problem | None:
+    """Why ``gpu`` cannot compute like that; of Transformer Engine's recipes, ``check_recipe_support``."""
+    if fp8 is not Fp8.NONE and not gpu.fp8_tflops:
+        return Problem(f"fp8 {fp8}: {gpu.name} has no products in 8 bits", f"use fp8 {Fp8.NONE}")
+    if fp8 is Fp8.MXFP8 and not gpu.has_mxfp8:
+        return Problem(f"fp8 {fp8}: {gpu.name} has no such products", f"use fp8 {Fp8.DELAYED}")
     if precision is Precision.BF16 and not gpu.has_bf16:
         return Problem(f"precision {precision}: {gpu.name} has no {precision}", f"use {Precision.FP16}")
     if fused_attention and not fuses_attention(gpu, precision):

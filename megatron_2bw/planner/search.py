@@ -330,7 +330,9 @@ class _Search:
         if nearest is not None:
             value, layout = nearest
             return f"{self._rule_broken(layout, field, value)}; use {field} {getattr(layout, field)}"
-        lifted = Space(precision=space.precision, fused_attention=space.fused_attention, tight=space.tight)
+        lifted = Space(
+            precision=space.precision, fp8=space.fp8, fused_attention=space.fused_attention, tight=space.tight
+        )
         found = self._with(space=lifted)._any()
         given = ", ".join(map(str, limit))
         return (

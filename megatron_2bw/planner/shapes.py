@@ -178,6 +178,7 @@ class Shapes:
             "last_stage_layers": shape.last_stage_layers,
             "global_batch": self.global_batch,
             "precision": self.decisions.space.precision,
+            "fp8": self.decisions.space.fp8,
             "fused_attention": self.decisions.space.fused_attention,
         }
         return Layout(**(defaults | more))

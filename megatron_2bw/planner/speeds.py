@@ -19,6 +19,8 @@ from megatron_2bw.planner.model import Model
 FLASH_SHARE = 0.55
 """Of the peak, in attention that never stores its scores. Dao, "FlashAttention-2" (arXiv 2307.08691), section 4.1:
 A100, forward and backward, causal, head dimension 128, 2k to 16k tokens: 50 to 60%."""
+HOPPER_FLASH_SHARE = 0.35
+"""The same on H100 and H200: Shah et al., "FlashAttention-3" (arXiv 2407.08608), abstract, of FlashAttention-2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,11 @@ class Speed:
     """Start of a collective within a node; between nodes, also each step of its ring over the nodes."""
     launch_s: float
     """The host's time per kernel in eager mode."""
+    flash_share: float = FLASH_SHARE
+    """Of the peak, in fused attention; not fitted."""
+    shares_cards: bool = False
+    """Whether a ring with several GPUs of a node uses the network cards of all of them, as NCCL does from 2.12 on
+    (``ncclTopoComputePaths``: PXN); not fitted. The rows that the constants were fitted on are older."""
 
 
 A100 = Speed(
@@ -52,13 +59,28 @@ A100 = Speed(
 )
 """Fitted, with two digits."""
 
-FP32_BYTES = 4
+FP8_BYTES, FP32_BYTES = 1, 4
 FP32_SHARE = 1 / 15
 """Of the 16-bit peak, in fp32 without tensor cores: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100 (data sheets)."""
 
-LARGEST_PRODUCT_SHARE = {"a100": 271.2 / 312, "h100": 794.5 / 989, "h200": 794.5 / 989, "b200": 1745 / 2250}
+LARGEST_PRODUCT_SHARE = {
+    "a100": 271.2 / 312,
+    "h100": 794.5 / 989,
+    "h200": 794.5 / 989,
+    "b200": 1745 / 2250,
+    "b300": 1769 / 2250,
+    **dict.fromkeys(("gb200", "gb300"), 1822 / 2500),
+}
 """Of the data sheet's peak: measured by the author of ml-engineering (compute/accelerator, maximum achievable matmul
 FLOPS), bf16. GPUs are told by the first part of their names."""
+LARGEST_FP8_SHARE = {
+    "h100": 1402.6 / 1979,
+    "h200": 1453.4 / 1979,
+    "b200": 3432.5 / 4500,
+    "b300": 3353.3 / 4500,
+    **dict.fromkeys(("gb200", "gb300"), 3615.6 / 5000),
+}
+"""The same of products in 8 bits."""
 
 
 class ErrorBar(NamedTuple):
@@ -72,7 +94,19 @@ def speed_of(gpu: Gpu) -> Speed:
     """The constants of ``gpu``: the A100's, its share of the peak scaled by the largest product measured."""
     measured = LARGEST_PRODUCT_SHARE["a100"]
     share = LARGEST_PRODUCT_SHARE.get(_family(gpu), measured)
-    return replace(A100, product_share=A100.product_share * share / measured)
+    return replace(
+        A100,
+        product_share=A100.product_share * share / measured,
+        flash_share=HOPPER_FLASH_SHARE if _family(gpu) in ("h100", "h200") else FLASH_SHARE,
+        shares_cards=_family(gpu) not in ("v100", "a100"),
+    )
+
+
+def _fp8_flops_per_s(gpu: Gpu, speed: Speed) -> float:
+    """As near to the largest product measured in 8 bits as products in 16 bits are to theirs."""
+    family, least = _family(gpu), min(LARGEST_FP8_SHARE.values())
+    largest = LARGEST_PRODUCT_SHARE.get(family, LARGEST_PRODUCT_SHARE["a100"])
+    return speed.product_share / largest * LARGEST_FP8_SHARE.get(family, least) * gpu.fp8_tflops * 1e12
 
 
 def _family(gpu: Gpu) -> str:
@@ -80,7 +114,13 @@ def _family(gpu: Gpu) -> str:
 
 
 def error_bar(
-    cluster: Cluster, model: Model, *, fused_attention: bool, interleaved: bool = False, shared: bool = False
+    cluster: Cluster,
+    model: Model,
+    *,
+    fused_attention: bool,
+    interleaved: bool = False,
+    shared: bool = False,
+    in_8_bits: bool = False,
 ) -> ErrorBar:
     """What nine of ten measured batches keep to; ``scripts/bench/planner_accuracy.py`` counts them."""
     gpu = cluster.gpu
@@ -88,10 +128,10 @@ def error_bar(
         return ErrorBar(0.20, "the most that two CPU cores were off; --verify-top measures how far this machine is")
     if model.num_experts:
         return ErrorBar(0.30, "three runs of Mixtral on H100, which took up to 19% longer")
+    if _family(gpu) == "h100" and in_8_bits:
+        return ErrorBar(0.12, "NVIDIA's runs on H100 in 8 bits: 17 rows, hidden sizes from 4096 on, 11% at most")
     if _family(gpu) == "h100" and fused_attention and not shared:
-        if model.hidden_size >= 6144:
-            return ErrorBar(0.15, "Megatron-LM's table of H100s, hidden sizes 6144 and more: seven rows, 8.4% at most")
-        return ErrorBar(0.35, "Megatron-LM's table of H100s: hidden size 2048 took 35% longer, 4096 22%")
+        return ErrorBar(0.21, "Megatron-LM's table of H100s: nine rows, which took up to 26% longer")
     if _family(gpu) != "a100" or shared:
         return ErrorBar(0.30, "assumed: constants of A100, scaled by the data sheet and the largest product measured")
     if fused_attention:
@@ -108,6 +148,8 @@ class Machine:
     """Times of kernels and collectives on one cluster."""
 
     flops_per_s: float
+    """In 16 bits."""
+    fp8_flops_per_s: float
     flash_flops_per_s: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
@@ -117,15 +159,23 @@ class Machine:
     kernel_s: float
     collective_s: float
     launch_s: float
+    shares_cards: bool
     profile: Any = None
     """Of the cluster, if it has one."""
 
     def product_s(self, rows: float, columns: float, inner: float, *, width: int, count: float = 1) -> float:
-        """One kernel: ``count`` products of (rows, inner) and (inner, columns), bound by arithmetic or by HBM."""
-        numbers = rows * inner + inner * columns + rows * columns
-        flops_per_s = self.flops_per_s if width < FP32_BYTES else FP32_SHARE * self.flops_per_s
-        busy_s = max(2 * rows * columns * inner / flops_per_s, width * numbers / self.memory_bytes_per_s)
+        """One kernel: ``count`` products of (rows, inner) and (inner, columns), bound by arithmetic or by HBM.
+
+        ``width``: bytes per number of what is multiplied; the product of numbers of 8 bits has 16.
+        """
+        moved_bytes = width * (rows * inner + inner * columns) + max(width, 2) * rows * columns
+        busy_s = max(2 * rows * columns * inner / self._flops_per_s(width), moved_bytes / self.memory_bytes_per_s)
         return self.kernel_s + count * busy_s
+
+    def _flops_per_s(self, width: int) -> float:
+        if width == FP8_BYTES:
+            return self.fp8_flops_per_s
+        return FP32_SHARE * self.flops_per_s if width == FP32_BYTES else self.flops_per_s
 
     def elementwise_s(self, moved_bytes: float, kernels: int = 1) -> float:
         """Kernels that read and write ``moved_bytes`` in all."""
@@ -146,8 +196,9 @@ class Machine:
         if (ranks - 1) * stride < self.gpus_per_node:
             return self.collective_s / 2 + passed / self.link_bytes_per_s
         local = max(1, self.gpus_per_node // stride)
-        # A group that fills nodes has their network to itself; of others, each ring has one GPU's share of it.
-        groups = 1 if local == self.gpus_per_node else self.gpus_per_node
+        # A group that fills nodes has their network to itself; of others, each ring has one GPU's share of it, or that
+        # of all its GPUs on a node.
+        groups = self.gpus_per_node / (local if self.shares_cards or local == self.gpus_per_node else 1)
         steps = math.ceil(ranks / local)
         inside_s = passed / self.link_bytes_per_s if local > 1 else 0.0
         return steps * self.collective_s / 2 + max(inside_s, passed * groups / self.network_bytes_per_s)
@@ -184,7 +235,8 @@ def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
     peak = cluster.gpu.peak_tflops * 1e12
     machine = Machine(
         flops_per_s=speed.product_share * peak,
-        flash_flops_per_s=FLASH_SHARE * peak,
+        fp8_flops_per_s=_fp8_flops_per_s(cluster.gpu, speed),
+        flash_flops_per_s=speed.flash_share * peak,
         memory_bytes_per_s=speed.memory_share * cluster.gpu.hbm_gb_s * 1e9,
         link_bytes_per_s=speed.link_share * cluster.intra_node_gb_s * 1e9,
         network_bytes_per_s=speed.network_share * cluster.inter_node_gb_s * 1e9,
@@ -192,6 +244,7 @@ def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
         kernel_s=speed.kernel_s,
         collective_s=speed.collective_s,
         launch_s=speed.launch_s,
+        shares_cards=speed.shares_cards,
         profile=cluster.profile,
     )
     link = cluster.profile.link() if cluster.profile is not None else None

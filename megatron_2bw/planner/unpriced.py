@@ -55,6 +55,10 @@ def _has_other_groups(options: Options, flag: str) -> bool:
     return flag in options and _interleaves(options) and options.number(flag) != _stages(options)
 
 
+def _scales_by_own_rule(options: Options, flag: str) -> bool:
+    return "--fp8-format" in options and options.text(flag) == "custom"
+
+
 _ZERO_BUBBLE = ("--enable-zero-bubble", "--enable-zb-runtime", "--enable-zbh1-pipeline", "--zero-bubble-v-schedule")
 """Of forks of Megatron."""
 _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
@@ -68,7 +72,10 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--moe-expert-capacity-factor": (_given, "a capacity of experts"),
     "--hybrid-context-parallel": (_given, "sequences shared by numbers of ranks of their own"),
     "--mtp-num-layers": (_given, "multi-token prediction"),
-    "--fp8-format": (_given, "8-bit matrix products"),
+    "--fp8-recipe": (_scales_by_own_rule, "a recipe of 8-bit products of your own"),
+    "--te-precision-config-file": (_given, "precisions of single layers"),
+    "--kitchen-config-file": (_given, "precisions of single layers"),
+    "--kitchen-recipe-number": (_given, "precisions of single layers"),
     "--fp4-format": (_given, "4-bit matrix products"),
     "--use-megatron-fsdp": (_given, "sharded parameters"),
     "--use-custom-fsdp": (_given, "sharded parameters"),
@@ -89,9 +96,13 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     _GROUP: (_has_other_groups, "groups of more microbatches than there are stages"),
 }
 _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
-    "--grad-reduce-in-bf16": (_given, "priced with gradients in fp32"),
     "--optimizer": (lambda options, flag: options.text(flag, "adam") != "adam", "priced with Adam's state"),
     "--use-precision-aware-optimizer": (_given, "priced with Adam's state in fp32"),
+    "--first-last-layers-bf16": (_given, "priced with all layers in 8 bits"),
+    **dict.fromkeys(
+        ("--no-fp8-wgrad", "--disable-fp8-wgrad"), (_given, "priced with gradients of weights from products in 8 bits")
+    ),
+    "--fp8-output-proj": (_given, "priced with logits in 16 bits"),
     "--recompute-modules": (_given, "priced with the attention's core recomputed"),
     "--rampup-batch-size": (_given, "priced at the final batch size"),
     "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),
@@ -104,9 +115,11 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--moe-token-dispatcher-type": (_gathers_in_price, "priced as allgather, where no ranks share the experts"),
     "--use-tp-pp-dp-mapping": (_given, "priced with Megatron's usual order of ranks"),
     "--cp-comm-type": (lambda options, flag: options.text(flag, "p2p") != "p2p", "priced as p2p"),
-    "--tp-comm-overlap": (_given, "priced without that overlap"),
     "--cuda-graph-impl": (_given, "priced without CUDA graphs"),
-    "--cross-entropy-loss-fusion": (_given, "priced without that fusion"),
+    "--cross-entropy-loss-fusion": (
+        lambda options, flag: flag in options and options.text("--cross-entropy-fusion-impl", "native") == "native",
+        "priced without that fusion",
+    ),
     "--data-parallel-size": (_given, "no flag of Megatron, which derives it from the number of GPUs; give --gpus"),
 }
 _OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
@@ -169,6 +182,11 @@ def check_accepted(options: Options) -> None:
     if "--bf16" in options and "--fp16" in options:
         raise PlanError("--bf16 and --fp16 exclude each other; leave one out")
     _check_chunks(options)
+    is_delayed = "--fp8-format" in options and options.text("--fp8-recipe", "delayed") == "delayed"
+    if "--first-last-layers-bf16" in options and is_delayed:
+        raise PlanError(
+            "--first-last-layers-bf16: delayed scaling is of all layers or none; give --fp8-recipe tensorwise"
+        )
     for flag, new in _REPLACED.items():
         if flag in options:
             behind = f", or behind a script with --ignore {flag[2:]}"

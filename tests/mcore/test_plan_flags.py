@@ -17,7 +17,7 @@ from megatron_2bw.planner.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import MODEL_SWITCHES, layout_flags, model_flags, read, read_model
 from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
@@ -58,6 +58,7 @@ SPACES: dict[str, Space] = {
     "stages that cannot be equal": Space(pipelines=(6,)),
     "both ways": Space(schedules=("gems", "chimera", "mixpipe")),
     "pipedream": Space(schedules=("pipedream",)),
+    "in 8 bits": Space(fp8=Fp8.DELAYED),
     "full": Space(recomputes=(Recompute.FULL,)),
     "selective": Space(recomputes=(Recompute.SELECTIVE,)),
     "without sequence parallelism": Space(tensors=(2, 4), sequence_parallel=(False,)),
@@ -103,6 +104,8 @@ def validate(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
     monkeypatch.setattr(arguments.torch.cuda, "get_device_capability", lambda: (9, 0))
+    # Experts in 8 bits need Transformer Engine.
+    monkeypatch.setattr("megatron.core.transformer.transformer_config.is_te_min_version", lambda *version: True)
 
     def with_flags_of(model: Model, layout: Layout) -> tuple[Any, Any]:
         args = parser.parse_args([*layout_flags(model, layout), *model_flags(model), *TRAINING])

@@ -275,10 +275,10 @@ def test_estimate(capsys: pytest.CaptureFixture[str]):
 
 
 def test_flags_that_cannot_be_priced_can_be_ignored(capsys: pytest.CaptureFixture[str]):
-    code, _, err = run(capsys, f"{ESTIMATE} --fp8-format hybrid --seed 3")
+    code, _, err = run(capsys, f"{ESTIMATE} --fp4-format e2m1 --seed 3")
     assert code == 2
-    assert "does not cover 8-bit matrix products; to price the rest, give --ignore fp8-format" in err
-    ignored = run(capsys, f"{ESTIMATE} --fp8-format hybrid --seed 3 --ignore fp8-format,--seed")
+    assert "does not cover 4-bit matrix products; to price the rest, give --ignore fp4-format" in err
+    ignored = run(capsys, f"{ESTIMATE} --fp4-format e2m1 --seed 3 --ignore fp4-format,--seed")
     assert ignored == run(capsys, ESTIMATE)
     assert "--ignore --lr: it is not given" in run(capsys, f"{ESTIMATE} --ignore lr")[2]
 

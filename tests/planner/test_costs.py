@@ -13,7 +13,7 @@ from megatron_2bw.planner import costs, periods, programs
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Split, works_of
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.speeds import A100, machine_of, speed_of
 from megatron_2bw.planner.stages import weights_of
@@ -363,12 +363,19 @@ def test_other_gpus():
     """The share of the peak follows what was measured to be reachable; the error bar, what was measured of it."""
     h100, unknown = CLUSTERS["dgx-h100"], replace(DGX, gpu=replace(DGX.gpu, name="new-gpu"))
     assert speed_of(h100.gpu).product_share == pytest.approx(0.80 * (794.5 / 989) / (271.2 / 312))
-    assert speed_of(unknown.gpu) == A100
+    assert speed_of(unknown.gpu) == replace(A100, shares_cards=True)
     assert time_s(layout(), cluster=h100) < time_s(layout())
-    large = replace(SMALL, hidden_size=6144)
-    cases = [(SMALL, DGX), (SMALL, h100), (large, h100), (large, unknown)]
-    bars = [costs.iteration(model, layout(), cluster).relative_error for model, cluster in cases]
-    assert bars == [0.20, 0.35, 0.15, 0.30]
+    cases = [(DGX, Fp8.NONE), (h100, Fp8.NONE), (h100, Fp8.DELAYED), (unknown, Fp8.NONE)]
+    bars = [costs.iteration(SMALL, layout(fp8=fp8), cluster).relative_error for cluster, fp8 in cases]
+    assert bars == [0.20, 0.21, 0.12, 0.30]
+
+
+def test_rings_that_fill_no_node():
+    """On recent GPUs they use the cards of all their GPUs on it, on A100s of one."""
+    old, new = (machine_of(replace(CLUSTERS[name], nodes=8)) for name in ("dgx-a100", "dgx-h100"))
+    for machine, apart in ((old, 8), (new, 2)):
+        time_s = machine.reduce_scatter_s(1e9, 32, 2) - 8 * machine.collective_s / 2
+        assert time_s == pytest.approx(31 / 32 * 1e9 * apart / machine.network_bytes_per_s)
 
 
 def test_model_flops():

@@ -10,7 +10,7 @@ import pytest
 from megatron_2bw.planner.cluster import GPUS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import Configuration, layout_flags, model_flags, read, read_model
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
@@ -40,6 +40,21 @@ LAYOUTS = {
         overlap_gradients=True,
         overlap_parameters=True,
     ),
+    "in 8 bits": Layout(
+        schedule="megatron",
+        pipeline=2,
+        data=2,
+        tensor=2,
+        global_batch=8,
+        sequence_parallel=True,
+        distributed_optimizer=True,
+        fp8=Fp8.DELAYED,
+        fp8_parameters=True,
+        gradients_in_bf16=True,
+        fused_loss=True,
+        overlap_tensor=True,
+    ),
+    "in blocks": Layout(schedule="1f1b-flush", pipeline=2, data=2, global_batch=8, fp8=Fp8.BLOCKWISE),
     "inter-layer": Layout(schedule="inter-layer", pipeline=2, data=2, global_batch=8, precision=Precision.FP16),
     "gems": Layout(schedule="gems", pipeline=2, data=2, global_batch=8),
     "mixpipe": Layout(schedule="mixpipe", pipeline=4, data=1, global_batch=4, mixpipe_k=2, mixpipe_gamma=1),
@@ -214,6 +229,15 @@ def test_megatrons_defaults(more: str, field: str, value: object):
         ("--transformer-impl local --use-flash-attn", "fused_attention", True),
         ("--attention-backend unfused", "fused_attention", False),
         ("--attention-backend flash", "fused_attention", True),
+        ("--bf16 --fp8-format hybrid", "fp8", Fp8.DELAYED),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "fp8", Fp8.MXFP8),
+        ("--bf16 --fp8-format e4m3 --transformer-impl local", "fp8", Fp8.NONE),
+        ("--bf16 --fp8-recipe mxfp8", "fp8", Fp8.NONE),
+        ("--bf16 --grad-reduce-in-bf16", "gradients_in_bf16", True),
+        ("--fp16 --grad-reduce-in-bf16", "gradients_in_bf16", False),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "fused_loss", True),
+        ("--cross-entropy-fusion-impl te", "fused_loss", False),
+        ("--cross-entropy-loss-fusion", "fused_loss", False),
         ("--fp16", "gradients_in_fp32", False),
         ("--fp16 --accumulate-allreduce-grads-in-fp32", "gradients_in_fp32", True),
         ("--bf16 --accumulate-allreduce-grads-in-fp32", "gradients_in_fp32", False),
@@ -363,7 +387,16 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         (f"{RUN} --attention-dropout nan", "--attention-dropout nan: give a number from 0 to 1"),
         (f"{RUN} --context-parallel-size 2", "context 2 needs fused attention; use 1, or fused attention"),
         (f"{RUN} --expert-model-parallel-size 2", "expert 2: the model has no experts; leave it out"),
-        (f"{RUN} --fp8-format hybrid", "the cost model does not cover 8-bit matrix products"),
+        (f"{RUN} --fp8-format hybrid", "fp8 delayed beside fp32; use precision bf16"),
+        (f"{RUN} --fp8-format e5m2", "--fp8-format e5m2: choose one of hybrid, e4m3"),
+        (
+            f"{RUN} --bf16 --fp8-format e4m3 --fp8-recipe custom",
+            "does not cover a recipe of 8-bit products of your own",
+        ),
+        (
+            f"{RUN} --bf16 --fp8-format hybrid --first-last-layers-bf16",
+            "--first-last-layers-bf16: delayed scaling is of all layers or none; give --fp8-recipe tensorwise",
+        ),
         (MODEL.replace("1000", "many"), "--vocab-size many: give a whole number"),
         (MODEL.replace("--vocab-size 1000", "--tokenizer-type HuggingFaceTokenizer"), "has no fixed vocabulary"),
         (

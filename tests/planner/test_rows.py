@@ -48,7 +48,8 @@ def test_experts_in_megatrons_names() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"fp8": True}, "fp8 True: the cost model does not cover 8-bit matrix products"),
+        ({"fp8": "some"}, "fp8 'some': choose one of none, delayed, tensorwise, blockwise, mxfp8"),
+        ({"fp4": "e2m1"}, "fp4 'e2m1': the cost model does not cover 4-bit matrix products"),
         ({"etp": 0}, "expert_tensor 0: give a whole number of at least 1"),
         ({"ep": 4}, "expert 4: the model has no experts; leave it out"),
         ({"cp": 2, "data": 2, "fused_attention": False}, "context 2 needs fused attention"),

@@ -33,6 +33,7 @@ _PLAN = """Find the fastest layout of a model on a cluster. The model is --model
 --hidden-size, --num-attention-heads, --seq-length, --vocab-size, and whatever else of them describes it."""
 _KEPT_FOR_VERIFYING = 20
 """Layouts to find for each that is verified, since many differ only in how they save memory."""
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 _LIMITS = {
     "--pipeline-schedule": ("schedules", str),
     "--pipeline-model-parallel-size": ("pipelines", int),
@@ -112,6 +113,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
     add_kernels(limits, "what the GPU has")
+    limits.add_argument("--fp8-recipe", choices=FP8_RECIPES, help="matrix products of layers in 8 bits (default: none)")
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
 
@@ -218,6 +220,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         "--use-distributed-optimizer": args.use_distributed_optimizer,
         f"--{args.precision}": args.precision,
         "--attention-backend": args.attention_backend,
+        "--fp8-recipe": args.fp8_recipe,
         "--allow-fewer-microbatches": args.allow_fewer_microbatches or None,
     }
     for flag, value in given.items():
@@ -256,6 +259,7 @@ def _space(args: argparse.Namespace) -> Space:
     return Space(
         **limits,
         precision=layout.Precision(args.precision) if args.precision else None,
+        fp8=layout.Fp8(args.fp8_recipe or "none"),
         fused_attention=None if args.attention_backend is None else args.attention_backend != "unfused",
         tight=args.allow_fewer_microbatches,
     )

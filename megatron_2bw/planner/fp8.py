@@ -1,0 +1,105 @@
+"""What matrix products in 8 bits cost beside their speed, and what they save: casts, copies of weights, kept inputs.
+
+As in Transformer Engine's ``LayerNormLinear``, ``Linear`` and ``GroupedLinear`` (``transformer_engine/pytorch/module``)
+on Hopper, whose products want both factors with the summed dimension last: every factor is cast twice, as it is and
+transposed. Scale factors are small and left out.
+"""
+
+from __future__ import annotations
+
+from megatron_2bw.planner.layout import Fp8
+
+FP8_BYTES = 1
+COPIES = 2
+"""As it is, and transposed."""
+_IN_NORM = (Fp8.DELAYED, Fp8.MXFP8)
+"""A norm's kernel casts what it writes."""
+
+
+def cast_bytes(recipe: Fp8, width: int, *, in_norm: bool = False) -> float:
+    """Moved per number to cast it, beyond what products in ``width`` bytes need.
+
+    Args:
+        recipe: its scale; ``tensorwise`` reads everything once more, for the largest number.
+        width: bytes per number before.
+        in_norm: of what a norm writes, which need not be written and read again where the norm casts.
+
+    >>> cast_bytes(Fp8.DELAYED, 2), cast_bytes(Fp8.TENSORWISE, 2), cast_bytes(Fp8.DELAYED, 2, in_norm=True)
+    (4, 6, 0)
+    """
+    if recipe is Fp8.NONE:
+        return 0
+    written = COPIES * FP8_BYTES
+    if in_norm and recipe in _IN_NORM:
+        return written - width
+    return _reads(recipe) * width + written
+
+
+def cast_kernels(recipe: Fp8, *, in_norm: bool = False) -> int:
+    """Of one cast.
+
+    >>> cast_kernels(Fp8.BLOCKWISE), cast_kernels(Fp8.TENSORWISE), cast_kernels(Fp8.DELAYED, in_norm=True)
+    (1, 2, 0)
+    """
+    if recipe is Fp8.NONE or (in_norm and recipe in _IN_NORM):
+        return 0
+    return _reads(recipe)
+
+
+def _reads(recipe: Fp8) -> int:
+    return 2 if recipe is Fp8.TENSORWISE else 1
+
+
+def operand_width(recipe: Fp8, width: int) -> int:
+    """Bytes per number that a product reads, and that is kept of its input for the backward."""
+    return width if recipe is Fp8.NONE else FP8_BYTES
+
+
+def weight_cast_bytes(recipe: Fp8, width: int, *, parameters: bool) -> float:
+    """Moved per weight and batch: its copies are made before the first microbatch and last until the update.
+
+    Args:
+        recipe: of the products.
+        width: bytes per weight in the parameters' precision.
+        parameters: whether the update writes weights in 8 bits, so that only the transposed ones are left to make.
+
+    >>> weight_cast_bytes(Fp8.DELAYED, 2, parameters=False), weight_cast_bytes(Fp8.DELAYED, 2, parameters=True)
+    (4, 2)
+    """
+    if recipe is Fp8.NONE:
+        return 0
+    return 2 * FP8_BYTES if parameters else cast_bytes(recipe, width)
+
+
+def weight_copy_bytes(recipe: Fp8, width: int, *, parameters: bool) -> float:
+    """Kept per weight beside the parameters' precision; with ``parameters``, the copies take its place.
+
+    >>> weight_copy_bytes(Fp8.DELAYED, 2, parameters=False), weight_copy_bytes(Fp8.DELAYED, 2, parameters=True)
+    (2, 0)
+    """
+    if recipe is Fp8.NONE:
+        return 0
+    return COPIES * FP8_BYTES - (width if parameters else 0)
+
+
+def gathered_width(recipe: Fp8, width: int, *, parameters: bool) -> int:
+    """Bytes per weight that replicas gather after an update.
+
+    ``mxfp8`` weights are gathered before they are cast: ``is_mxfp8tensor`` in Megatron-Core's
+    ``param_and_grad_buffer.py``.
+
+    >>> gathered_width(Fp8.DELAYED, 2, parameters=True), gathered_width(Fp8.MXFP8, 2, parameters=True)
+    (1, 2)
+    """
+    return FP8_BYTES if parameters and recipe not in (Fp8.NONE, Fp8.MXFP8) else width
+
+
+def gathered_share(recipe: Fp8, width: int) -> float:
+    """Bytes that sequence-parallel ranks move per number, over those without 8 bits.
+
+    What they gather is cast before; what they scatter are sums in ``width`` bytes.
+
+    >>> gathered_share(Fp8.DELAYED, 2), gathered_share(Fp8.NONE, 2)
+    (0.75, 1.0)
+    """
+    return (operand_width(recipe, width) + width) / (2 * width)

@@ -1,0 +1,222 @@
+"""Products in 8 bits, and what Megatron's flags do beside them: prices by hand, rules, and published runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_2bw.planner import activations, costs, memory
+from megatron_2bw.planner.cluster import CLUSTERS, GPUS
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.inputs import sized
+from megatron_2bw.planner.layer import Split, works_of
+from megatron_2bw.planner.layout import Fp8, Layout, Precision
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.rules import gpu_problem, problem
+from megatron_2bw.planner.search import search
+from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.speeds import machine_of
+from tests.planner import measured_fp8
+from tests.planner.measured import Row
+
+MODEL = Model(num_layers=24, hidden_size=4096, num_attention_heads=32, seq_length=2048, vocab_size=50257)
+EXPERTS = replace(MODEL, num_experts=8, moe_router_topk=2, bias=False, ffn_hidden_size=1024)
+DGX = CLUSTERS["dgx-h100"]
+RECIPES = [recipe for recipe in Fp8 if recipe is not Fp8.NONE]
+
+
+def layout(**changes: object) -> Layout:
+    fields = {"schedule": "megatron", "pipeline": 2, "data": 2, "tensor": 2, "microbatch": 2, "global_batch": 32}
+    return Layout(**(fields | {"sequence_parallel": True, "distributed_optimizer": True} | changes))
+
+
+def test_products_in_8_bits_are_as_much_faster_as_was_measured():
+    machine = machine_of(DGX)
+    half, quarter = (machine.product_s(8192, 8192, 8192, width=width) - machine.kernel_s for width in (2, 1))
+    assert half / quarter == pytest.approx(1402.6 / 794.5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "per_input", "after_norm"),
+    [(Fp8.DELAYED, 4, 0), (Fp8.MXFP8, 4, 0), (Fp8.TENSORWISE, 6, 6), (Fp8.BLOCKWISE, 4, 4)],
+)
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_casts_of_a_layer(model: Model, recipe: Fp8, per_input: int, after_norm: int):
+    """Beside the products only casts take longer, forward of inputs and backward of outputs' gradients."""
+    machine = replace(machine_of(DGX), kernel_s=0.0, launch_s=0.0)
+    one = layout(tensor=1, sequence_parallel=False, data=4)
+    plain, cast = (works_of(model, Split.of(replace(one, fp8=fp8)), machine).layer for fp8 in (Fp8.NONE, recipe))
+    tokens, hidden, routed = 2 * 2048, 4096, 2 if model.num_experts else 1
+    normed, inside = (1 if model.num_experts else 2) * hidden, hidden + routed * model.ffn_hidden_size
+    inside += routed * hidden if model.num_experts else 0
+    forward = tokens * (after_norm * normed + per_input * inside)
+    backward = tokens * per_input * (3 * hidden + hidden + routed * (model.ffn_hidden_size + hidden))
+    moved = (
+        (second.elementwise_s - first.elementwise_s) * machine.memory_bytes_per_s
+        for first, second in ((plain.forward, cast.forward), (plain.backward, cast.backward))
+    )
+    assert tuple(moved) == pytest.approx((forward, backward))
+    assert cast.forward.products_s < plain.forward.products_s
+
+
+def test_activations_in_8_bits():
+    """Per token and hidden size: two norms' inputs 4 and outputs 2, masks 2; Q, K, V 6, attention's output in both
+    widths 3, into the activation function 8, out of it 4."""
+    kept = activations.of_layer(MODEL, layout(fp8=Fp8.DELAYED)).kept
+    assert kept / (2 * 2048 * 4096) == pytest.approx((8 + 6 + 3 + 8 + 4) / 2)
+    dense, experts = (activations.of_layer(model, layout(fp8=Fp8.DELAYED)).kept for model in (MODEL, EXPERTS))
+    in_16 = activations.of_layer(EXPERTS, layout()).kept
+    assert experts < in_16
+    assert dense < activations.of_layer(MODEL, layout()).kept
+
+
+@pytest.mark.parametrize(("parameters", "copies"), [(False, 2), (True, 0)])
+def test_copies_of_weights(parameters: bool, copies: int):
+    stage = memory.stages(MODEL, layout(pipeline=4, data=1, fp8=Fp8.DELAYED, fp8_parameters=parameters))[1]
+    assert stage.fp8_weights_bytes == copies * stage.weights_bytes / 2
+    assert memory.stages(MODEL, layout())[0].fp8_weights_bytes == 0
+
+
+def test_weights_are_cast_once_per_batch_and_gathered_in_8_bits():
+    machine = machine_of(DGX)
+    plain, cast, parameters = (
+        costs.times_of(MODEL, layout(fp8=fp8, fp8_parameters=fp8_parameters), DGX).pipeline.update_s
+        for fp8, fp8_parameters in ((Fp8.NONE, False), (Fp8.DELAYED, False), (Fp8.DELAYED, True))
+    )
+    weights = 12 * (MODEL.layer_parameters - 6 * 4096) // 2 + 12 * 6 * 4096
+    assert cast - plain == pytest.approx(machine.elementwise_s(4 * weights), rel=0.01)
+    assert parameters < cast
+    blocks = layout(fp8=Fp8.MXFP8, fp8_parameters=True)
+    b200 = CLUSTERS["dgx-b200"]
+    gathered = [costs.times_of(MODEL, replace(blocks, fp8=fp8), b200).pipeline.update_s for fp8 in RECIPES]
+    assert gathered[RECIPES.index(Fp8.MXFP8)] == max(gathered)
+
+
+def test_sequence_parallel_ranks_gather_in_8_bits():
+    machine = replace(machine_of(DGX), collective_s=0.0)
+    plain, cast = (
+        works_of(MODEL, Split.of(layout(fp8=fp8)), machine).layer.forward.tensor_parallel_s
+        for fp8 in (Fp8.NONE, Fp8.DELAYED)
+    )
+    assert cast == pytest.approx(0.75 * plain)
+
+
+def test_collectives_beside_products():
+    """All parts but the first are hidden, as far as products last."""
+    machine = replace(machine_of(DGX), collective_s=0.0, launch_s=0.0)
+    alone, beside = (
+        works_of(MODEL, Split.of(layout(tensor=8, pipeline=1, data=1, overlap_tensor=on)), machine).layer
+        for on in (False, True)
+    )
+    for one, other in ((alone.forward, beside.forward), (alone.backward, beside.backward)):
+        assert other.tensor_parallel_s == pytest.approx(one.tensor_parallel_s / 8)
+    slow = replace(machine, link_bytes_per_s=machine.link_bytes_per_s / 100)
+    longer = works_of(MODEL, Split.of(layout(tensor=8, pipeline=1, data=1, overlap_tensor=True)), slow).layer
+    assert longer.forward.tensor_parallel_s > longer.forward.products_s
+    experts = [works_of(EXPERTS, Split.of(layout(overlap_tensor=on)), machine).layer.forward for on in (False, True)]
+    hidden_s = experts[0].tensor_parallel_s - experts[1].tensor_parallel_s
+    assert 0 < hidden_s < 0.5 * experts[0].tensor_parallel_s, "what experts exchange is beside no product"
+
+
+def test_a_fused_loss():
+    plain, fused = (layout(fused_loss=on) for on in (False, True))
+    logits = 2 * 2048 * MODEL.padded_vocab_size(2) / 2
+    machine = machine_of(DGX)
+    times = [works_of(MODEL, Split.of(one), machine).loss for one in (plain, fused)]
+    saved_s = times[0].forward_s + times[0].backward_s - times[1].forward_s - times[1].backward_s
+    assert saved_s == pytest.approx((38 - 6 + 14 - 4) * logits / machine.memory_bytes_per_s + 5 * machine.kernel_s)
+    kept = [activations.of_loss(MODEL, one).kept for one in (plain, fused)]
+    assert kept[0] - kept[1] == 2 * logits
+
+
+def test_gradients_in_bf16():
+    half, whole = (memory.stages(MODEL, layout(gradients_in_bf16=on))[1] for on in (True, False))
+    assert 2 * half.gradients_bytes == whole.gradients_bytes
+    pipelines = [costs.times_of(MODEL, layout(gradients_in_bf16=on), DGX).pipeline for on in (True, False)]
+    assert pipelines[0].gradients_s < 0.6 * pipelines[1].gradients_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "2bw", "fp8": Fp8.DELAYED}, "fp8 delayed: 2bw changes weights whose copies"),
+        ({"schedule": "chimera", "fp8": Fp8.DELAYED}, "fp8 delayed: chimera changes weights whose copies"),
+        ({"schedule": "2bw", "gradients_in_bf16": True}, "gradients_in_bf16: 2bw sums gradients in fp32"),
+        ({"fp8_parameters": True}, "fp8_parameters needs fp8; use fp8 delayed"),
+        (
+            {"fp8": Fp8.DELAYED, "fp8_parameters": True, "distributed_optimizer": False},
+            "fp8_parameters needs distributed_optimizer; switch it on",
+        ),
+        ({"fp8": Fp8.DELAYED, "precision": Precision.FP32}, "fp8 delayed beside fp32; use precision bf16"),
+        ({"overlap_tensor": True, "sequence_parallel": False}, "overlap_tensor needs sequence_parallel"),
+    ],
+)
+def test_what_is_refused(changes: dict, message: str):
+    assert message in str(problem(MODEL, layout(**changes)))
+
+
+@pytest.mark.parametrize("schedule", ["megatron", "1f1b-flush", "gpipe", "inter-layer"])
+def test_what_keeps_no_older_weights_runs(schedule: str):
+    assert problem(MODEL, layout(schedule=schedule, fp8=Fp8.DELAYED)) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recipe", "message"),
+    [
+        ({"ffn_hidden_size": 16 * 1025}, Fp8.DELAYED, "ffn_hidden_size 16400 on 2 ranks is no multiple of 16; use 16"),
+        ({"hidden_size": 4112, "kv_channels": 64}, Fp8.MXFP8, "hidden_size 4112 on 1 ranks is no multiple of 32"),
+        ({"seq_length": 8 * 11}, Fp8.BLOCKWISE, "seq_length x microbatch 176 on 2 ranks is no multiple of 16"),
+    ],
+)
+def test_sizes_that_products_in_8_bits_do_not_take(sizes: dict, recipe: Fp8, message: str):
+    model = replace(MODEL, **sizes)
+    assert problem(model, layout()) is None
+    assert message in str(problem(model, layout(fp8=recipe)))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "takes"),
+    [("a100-80gb", []), ("h100-80gb", ["delayed", "tensorwise", "blockwise"]), ("b200-180gb", list(map(str, RECIPES)))],
+)
+def test_gpus(gpu: str, takes: list[str]):
+    refused = {recipe: gpu_problem(GPUS[gpu], Precision.BF16, fp8=recipe) for recipe in RECIPES}
+    assert [recipe for recipe, reason in refused.items() if reason is None] == takes
+
+
+def test_a_plan_in_8_bits():
+    """All layouts have products in 8 bits, and 2bw says why it is none of them."""
+    cluster = sized(DGX, gpus=64)
+    plan = search(MODELS["llama3-70b"], cluster, 128, Space(fp8=Fp8.TENSORWISE), keep=20)
+    assert {choice.layout.fp8 for choice in plan.choices} == {Fp8.TENSORWISE}
+    assert "2bw" not in {choice.layout.schedule for choice in plan.choices}
+    without = search(MODELS["llama3-70b"], cluster, 128, Space(), keep=1)
+    assert plan.best.iteration.time_s < without.best.iteration.time_s
+    with pytest.raises(PlanError, match="fp8 delayed: 2bw changes weights whose copies in 8 bits would stay old"):
+        search(MODELS["llama3-70b"], cluster, 128, Space(fp8=Fp8.DELAYED, schedules=("2bw",)))
+    with pytest.raises(PlanError, match="a100-80gb has no products in 8 bits"):
+        search(MODELS["llama3-70b"], sized(CLUSTERS["dgx-a100"], gpus=64), 128, Space(fp8=Fp8.DELAYED))
+
+
+def test_rows():
+    row = {"model": "llama3-70b", "cluster": "dgx-h100", "gpus": 64, "pipeline": 4, "tensor": 4, "global_batch": 128}
+    ours = predicted({**row, "fp8": "tensorwise"})
+    assert predicted({**row, "fp8": "e4m3", "fp8_recipe": "tensorwise"}) == ours
+    assert predicted({**row, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}) == ours
+    assert predicted({**row, "fp8": True}) == predicted({**row, "fp8": "delayed"}) != predicted({**row, "fp8": False})
+    assert predicted({**row, "fp8": None}) == predicted(row)
+
+
+@pytest.mark.parametrize("rows", [measured_fp8.nemo, measured_fp8.long_sequences, measured_fp8.bridge])
+def test_published_runs_are_within_what_is_stated(rows):
+    """Nothing was fitted on them."""
+    inside = [_is_inside(row) for row in rows()]
+    assert len(inside) >= 5
+    assert sum(inside) >= 0.8 * len(inside)
+
+
+def _is_inside(row: Row) -> bool:
+    batch = costs.iteration(row.model, row.layout, row.cluster)
+    return abs(batch.time_s / row.measured - 1) <= batch.relative_error
