@@ -21,6 +21,8 @@ from .harness import collect, launch, merge, run
 from .oracle import oracle
 from .worker import main, set_environment
 
+DURATION_MINUTES = 1440
+"""More than the tests take: Megatron's clock starts when it is imported, once for all of them."""
 CASE = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=8)
 REPLICATED = replace(CASE, replicas=2)
 
@@ -123,7 +125,7 @@ def _recording_compared_weights(case: Case, rank: int, port: int, folder: Path, 
 def test_the_time_is_up_on_one_rank(rank: int) -> None:
     """``--exit-duration-in-mins``: all leave after the same batch, one later than Megatron would."""
     call = 7
-    case = replace(CASE, flags=("--exit-duration-in-mins", "30"))
+    case = replace(CASE, flags=("--exit-duration-in-mins", str(DURATION_MINUTES)))
     target = partial(_with_a_jump_of_the_clock, of=rank, call=call)
     found = merge(collect(target, case, case.ranks), case.stages, case.microbatches)
     finished = found.losses.shape[1]
@@ -135,7 +137,7 @@ def test_the_time_is_up_on_one_rank(rank: int) -> None:
 def test_the_time_is_up_in_an_evaluation() -> None:
     """Megatron leaves its model in evaluation mode then; the batch that still comes must be trained."""
     every = 5
-    flags = f"--exit-duration-in-mins 30 --eval-interval {every} --eval-iters 2".split()
+    flags = f"--exit-duration-in-mins {DURATION_MINUTES} --eval-interval {every} --eval-iters 2".split()
     case = replace(CASE, flags=tuple(flags))
     found = merge(collect(_with_a_jump_in_an_evaluation, case, case.ranks), case.stages, case.microbatches)
     assert found.losses.shape[1] == every + 1
@@ -197,7 +199,7 @@ def _with_packed_sequences(case: Case, rank: int, port: int, folder: Path) -> No
 def _jump() -> None:
     from megatron.training import training
 
-    training._TRAIN_START_TIME = time.time() - 3600
+    training._TRAIN_START_TIME = time.time() - 2 * 60 * DURATION_MINUTES
 
 
 @pytest.mark.parametrize(
