@@ -189,6 +189,9 @@ class Profile:
                 return Problem(f"{name} {getattr(split, name)}: a profile is measured with 1", "use 1")
         if split.fp8 is not Fp8.NONE:
             return Problem(f"fp8 {split.fp8}: a profile is measured without", f"use fp8 {Fp8.NONE}")
+        for name in ("fused_loss", "overlap_tensor"):
+            if getattr(split, name):
+                return Problem(f"{name}: a profile is measured without", "leave out what switches it on")
         if not split.fused_swiglu:
             return Problem("fused_swiglu False: a profile is measured with it fused", "leave out what switches it off")
         for recompute in (Recompute.NONE, split.recompute):

@@ -37,6 +37,14 @@ def test_products_in_8_bits_are_as_much_faster_as_was_measured():
     machine = machine_of(DGX)
     half, quarter = (machine.product_s(8192, 8192, 8192, width=width) - machine.kernel_s for width in (2, 1))
     assert half / quarter == pytest.approx(1402.6 / 794.5)
+    slow = replace(machine, memory_bytes_per_s=1.0)
+    assert slow.product_s(30, 50, 70, width=1) == pytest.approx(30 * 70 + 70 * 50 + 2 * 30 * 50), "sums have 16 bits"
+
+
+@pytest.mark.parametrize(("cluster", "share"), [("dgx-h100", 0.35), ("p5en.48xlarge", 0.35), ("dgx-b200", 0.55)])
+def test_fused_attention(cluster: str, share: float):
+    machine, peak = machine_of(CLUSTERS[cluster]), CLUSTERS[cluster].gpu.peak_tflops
+    assert machine.flash_flops_per_s == pytest.approx(share * peak * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +70,34 @@ def test_casts_of_a_layer(model: Model, recipe: Fp8, per_input: int, after_norm:
     assert cast.forward.products_s < plain.forward.products_s
 
 
+@pytest.mark.parametrize(
+    ("recipe", "forward", "backward"),
+    [(Fp8.DELAYED, (2, 3), 0), (Fp8.MXFP8, (2, 3), 0), (Fp8.BLOCKWISE, (4, 4), 0), (Fp8.TENSORWISE, (8, 8), 4)],
+)
+def test_kernels_that_cast(recipe: Fp8, forward: tuple[int, int], backward: int):
+    """Of four inputs, two of which norms write, or one with experts; gradients' own sum the bias' gradient, too."""
+    machine = replace(machine_of(DGX), memory_bytes_per_s=float("inf"), launch_s=0.0)
+    for model, of_inputs in zip((MODEL, EXPERTS), forward, strict=True):
+        plain, cast = (works_of(model, Split.of(layout(fp8=fp8)), machine).layer for fp8 in (Fp8.NONE, recipe))
+        more = cast.forward.elementwise_s - plain.forward.elementwise_s
+        assert more == pytest.approx(of_inputs * machine.kernel_s)
+        more = cast.backward.elementwise_s - plain.backward.elementwise_s
+        assert more == pytest.approx(backward * machine.kernel_s)
+
+
 def test_activations_in_8_bits():
     """Per token and hidden size: two norms' inputs 4 and outputs 2, masks 2; Q, K, V 6, attention's output in both
     widths 3, into the activation function 8, out of it 4."""
     kept = activations.of_layer(MODEL, layout(fp8=Fp8.DELAYED)).kept
     assert kept / (2 * 2048 * 4096) == pytest.approx((8 + 6 + 3 + 8 + 4) / 2)
-    dense, experts = (activations.of_layer(model, layout(fp8=Fp8.DELAYED)).kept for model in (MODEL, EXPERTS))
-    in_16 = activations.of_layer(EXPERTS, layout()).kept
-    assert experts < in_16
-    assert dense < activations.of_layer(MODEL, layout()).kept
+
+
+def test_activations_of_experts_in_8_bits():
+    """One norm's output, what goes into the experts, and what goes into their second product have one byte less;
+    attention's output has one more."""
+    in_16, in_8 = (activations.of_layer(EXPERTS, layout(fp8=fp8)).kept for fp8 in (Fp8.NONE, Fp8.DELAYED))
+    per_token = 4096 / 2 + 2 * 4096 + 2 * 1024 / 2 - 4096 / 2
+    assert in_16 - in_8 == 2 * 2048 * per_token
 
 
 @pytest.mark.parametrize(("parameters", "copies"), [(False, 2), (True, 0)])
@@ -89,6 +116,9 @@ def test_weights_are_cast_once_per_batch_and_gathered_in_8_bits():
     weights = 12 * (MODEL.layer_parameters - 6 * 4096) // 2 + 12 * 6 * 4096
     assert cast - plain == pytest.approx(machine.elementwise_s(4 * weights), rel=0.01)
     assert parameters < cast
+    expert_weights = 12 * EXPERTS.layer_parameters // 2
+    plain, cast = (costs.times_of(EXPERTS, layout(fp8=fp8), DGX).pipeline.update_s for fp8 in (Fp8.NONE, Fp8.DELAYED))
+    assert cast - plain == pytest.approx(machine.elementwise_s(4 * expert_weights), rel=0.01)
     blocks = layout(fp8=Fp8.MXFP8, fp8_parameters=True)
     b200 = CLUSTERS["dgx-b200"]
     gathered = [costs.times_of(MODEL, replace(blocks, fp8=fp8), b200).pipeline.update_s for fp8 in RECIPES]
@@ -115,7 +145,11 @@ def test_collectives_beside_products():
         assert other.tensor_parallel_s == pytest.approx(one.tensor_parallel_s / 8)
     slow = replace(machine, link_bytes_per_s=machine.link_bytes_per_s / 100)
     longer = works_of(MODEL, Split.of(layout(tensor=8, pipeline=1, data=1, overlap_tensor=True)), slow).layer
-    assert longer.forward.tensor_parallel_s > longer.forward.products_s
+    never = works_of(MODEL, Split.of(layout(tensor=8, pipeline=1, data=1)), slow).layer.forward
+    weights_s = sum(
+        slow.product_s(4096, n, k, width=2) for n, k in ((1536, 4096), (4096, 512), (2048, 4096), (4096, 2048))
+    )
+    assert never.tensor_parallel_s - longer.forward.tensor_parallel_s == pytest.approx(weights_s)
     experts = [works_of(EXPERTS, Split.of(layout(overlap_tensor=on)), machine).layer.forward for on in (False, True)]
     hidden_s = experts[0].tensor_parallel_s - experts[1].tensor_parallel_s
     assert 0 < hidden_s < 0.5 * experts[0].tensor_parallel_s, "what experts exchange is beside no product"
@@ -144,6 +178,8 @@ def test_gradients_in_bf16():
     [
         ({"schedule": "2bw", "fp8": Fp8.DELAYED}, "fp8 delayed: 2bw changes weights whose copies"),
         ({"schedule": "chimera", "fp8": Fp8.DELAYED}, "fp8 delayed: chimera changes weights whose copies"),
+        ({"schedule": "pipedream", "fp8": Fp8.DELAYED}, "fp8 delayed: pipedream changes weights whose copies"),
+        ({"schedule": "pipedream", "gradients_in_bf16": True}, "gradients_in_bf16: pipedream sums gradients in fp32"),
         ({"schedule": "2bw", "gradients_in_bf16": True}, "gradients_in_bf16: 2bw sums gradients in fp32"),
         ({"fp8_parameters": True}, "fp8_parameters needs fp8; use fp8 delayed"),
         (

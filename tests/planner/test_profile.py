@@ -13,7 +13,7 @@ from megatron_2bw.planner import costs
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Split
-from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.profile import AllReduce, Block, Profile, Setting, Update
 from megatron_2bw.planner.search import search
@@ -152,6 +152,14 @@ def test_a_swiglu_that_is_not_fused_was_not_measured(profile: Profile):
     split = Split.of(layout(pipeline=1, microbatch=1, global_batch=4))
     assert profile.lacks(split) is None
     assert "fused_swiglu False" in profile.lacks(split._replace(fused_swiglu=False)).reason
+
+
+@pytest.mark.parametrize(("name", "value"), [("fp8", Fp8.DELAYED), ("fused_loss", True), ("overlap_tensor", True)])
+def test_what_needs_transformer_engine_was_not_measured(profile: Profile, name: str, value: object):
+    split = Split.of(layout(pipeline=1, microbatch=1, global_batch=4))
+    refused = profile.lacks(split._replace(**{name: value}))
+    assert name in refused.reason
+    assert "a profile is measured without" in refused.reason
 
 
 @pytest.mark.parametrize(
