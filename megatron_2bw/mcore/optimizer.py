@@ -280,6 +280,7 @@ class DelayedOptimizer:
     def release(self) -> None:
         """Give Megatron's optimizer and gradient buffers their own methods back, as after `settle`; the last call."""
         self._taken_over.close()
+        self._routers.release()
         self._pending.close()
 
     def _require_finite(self, batch: int) -> None:

@@ -77,3 +77,8 @@ class Routers:
         """Move the biases that the routers show; as in Megatron, whether the weights' update is skipped or not."""
         if self.biases:
             torch._foreach_add_(self.biases, list(self._moves))
+
+    def release(self) -> None:
+        """Count from zero, as Megatron leaves it to the next batch; the last call."""
+        for counter in self._counters:
+            counter.zero_()

@@ -10,6 +10,7 @@ import pytest
 from . import custom_loop
 from .case import Case
 from .compare import differing
+from .features import BIASED, GLOBALLY_BALANCED
 from .harness import collect, merge, run
 from .oracle import oracle
 
@@ -34,9 +35,13 @@ def test_a_mirrored_stage_of_its_own() -> None:
     assert differing(looped(case), run(case)) == []
 
 
-@pytest.mark.parametrize("case", CASES, ids=["untied", "tied-w2"])
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, replace(CASES[0], model=BIASED), replace(CASES[0], model=GLOBALLY_BALANCED)],
+    ids=["untied", "tied-w2", "biases of experts", "experts, loss over the batch"],
+)
 def test_a_synchronous_schedule_can_go_on(case: Case) -> None:
-    """With Megatron's optimizer, as it was before."""
+    """With Megatron's optimizer, as it was before, and no token of an expert counted yet."""
     case = replace(case, schedule="2bw")
     go_on = partial(custom_loop.main, then="1f1b-flush")
     found = merge(collect(go_on, case, case.ranks), case.stages, case.microbatches)
