@@ -264,6 +264,13 @@ REFUSED: tuple[Refused, ...] = (
         remedy="leave the flag out",
     ),
     Refused(
+        flag="--use-distributed-optimizer with muon or lion in fp32",
+        is_set=lambda args: _is_sharded_by_layers(args) and not (args.bf16 or args.fp16),
+        schedules=OURS,
+        reason="Megatron fails when it makes that optimizer so",
+        remedy="use --bf16, or leave --use-distributed-optimizer out",
+    ),
+    Refused(
         flag="--ckpt-format torch, with --use-distributed-optimizer and muon or lion",
         is_set=lambda args: (args.save or args.load) and args.ckpt_format == "torch" and _is_sharded_by_layers(args),
         schedules=OURS,

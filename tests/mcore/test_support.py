@@ -61,9 +61,15 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--use-nccl-ub": [{"nccl_ub": True}],
     "--optimizer": [{"optimizer": "soap"}],
     "--no-use-layer-wise-param-layout": [
-        {"optimizer": "muon", "use_distributed_optimizer": True, "use_layer_wise_param_layout": False},
-        {"optimizer": "lion", "use_layer_wise_distributed_optimizer": True, "use_layer_wise_param_layout": False},
-        {"optimizer": "dist_muon", "use_layer_wise_param_layout": False},
+        {"optimizer": "muon", "use_distributed_optimizer": True, "use_layer_wise_param_layout": False, "bf16": True},
+        {"optimizer": "lion", "use_layer_wise_distributed_optimizer": True, "use_layer_wise_param_layout": False}
+        | {"bf16": True},
+        {"optimizer": "dist_muon", "use_layer_wise_param_layout": False, "bf16": True},
+    ],
+    "--use-distributed-optimizer with muon or lion in fp32": [
+        {"optimizer": "muon", "use_distributed_optimizer": True},
+        {"optimizer": "lion", "use_layer_wise_distributed_optimizer": True},
+        {"optimizer": "dist_muon"},
     ],
     "--ckpt-format torch, with --use-distributed-optimizer and muon or lion": [
         {"save": "folder", "ckpt_format": "torch", "optimizer": "muon", "use_distributed_optimizer": True},
