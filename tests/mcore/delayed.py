@@ -387,13 +387,13 @@ def _model(kind: str, rules: Rules, args: Any) -> torch.nn.Module:
         return model
     model.output_layer_is_tied_copy = tied
     if args.mtp_num_layers:
-        _give_own_embedding(model)
+        _give_own_embedding(model, tied=tied)
     load_initial(model)
     return model
 
 
-def _give_own_embedding(model: Any) -> None:
-    """Let multi-token prediction read a second copy of the embedding, as it does on the last stage."""
+def _give_own_embedding(model: Any, *, tied: bool) -> None:
+    """Let multi-token prediction, and the output if tied, use a second copy of the embedding, as on the last stage."""
     own = model.embedding_of_mtp = type(model.embedding)(
         config=model.config,
         vocab_size=model.vocab_size,
@@ -403,6 +403,9 @@ def _give_own_embedding(model: Any) -> None:
     )
     forward = model.mtp.forward
     model.mtp.forward = lambda **keywords: forward(**keywords | {"embedding": own})
+    if tied:
+        model.share_embeddings_and_output_weights = True
+        model.shared_embedding_or_output_weight = lambda: own.word_embeddings.weight
 
 
 def _pipedream_delay(name: str, stages: int) -> int:

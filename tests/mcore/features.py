@@ -29,7 +29,6 @@ GLOBALLY_BALANCED = tuple(
     "--swiglu --disable-bias-linear".split()
 )
 SEVERAL_TOKENS = tuple("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --position-embedding-type rope".split())
-"""Never tied: Megatron's last stage would then have an output weight that nothing uses."""
 ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
 EXPERTS_IN_TENSOR_PARALLEL = replace(CASE, model=EXPERTS, tensor_parallel=2, sequence_parallel=True)
 SHARDED_BY_LAYERS = replace(CASE, replicas=2, optimizer="muon", distributed_optimizer=True, precision="bf16")
@@ -51,8 +50,8 @@ EXACT = {
     "muon, distributed optimizer, lead, half delayed": replace(
         SHARDED_BY_LAYERS, microbatches=4, lead=1.0, delayed=2, tied=True
     ),
-    "multi-token prediction, fp16, distributed optimizer": replace(
-        TWO_REPLICAS, model=SEVERAL_TOKENS, precision="fp16", distributed_optimizer=True
+    "multi-token prediction, tied, fp16, distributed optimizer": replace(
+        TWO_REPLICAS, model=SEVERAL_TOKENS, precision="fp16", distributed_optimizer=True, tied=True
     ),
     "multi-token prediction, more in flight": replace(
         CASE, stages=4, model=SEVERAL_TOKENS, microbatches=6, flags=("--pipeline-extra-in-flight", "1")

@@ -91,8 +91,12 @@ def _initial(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters with the names they have in an undivided model; a second copy of the tied weight too."""
+    """Parameters with the names they have in an undivided model; a second copy of the tied weight too.
+
+    With multi-token prediction that copy is the last stage's embedding, and nothing uses its output weight.
+    """
     tied = model.share_embeddings_and_output_weights or getattr(model, "output_layer_is_tied_copy", False)
+    tied = tied and not getattr(model, "mtp_process", False)
     for name, parameter in model.named_parameters():
         if (name == "output_layer.weight" and tied) or name.startswith("embedding_of_mtp."):
             name = TIED_WEIGHT
