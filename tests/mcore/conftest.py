@@ -20,7 +20,7 @@ SLOW = {
     "test_a_rank_that_is_killed_ends_the_others": ("2bw-first", "1f1b-flush"),
     "test_tied_and_clipped_no_further_off_than_rounding": ("d4", "d2-w2"),
     "test_infinity_on_one_stage": ("d2-s0-(3, 4)", "d4-s2-(0"),
-    "test_infinity_on_one_of_several_ranks_of_a_stage": ("TP2",),
+    "test_infinity_on_one_of_several_ranks_of_a_stage": ("TP2]",),
     "test_the_peak_has_one_more_copy_of_weights_and_gradients": ("bf16",),
     "test_what_lasts_is_a_copy_of_the_weights_and_of_what_is_updated_here": ("True",),
     "test_no_number_changes": ("--empty-unused", "--no-check"),
