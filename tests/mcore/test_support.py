@@ -151,7 +151,7 @@ DERIVED = {
 extension that is not installed does."""
 
 
-SINCE_0_19 = {"freeze_all_layers", "moe_routing_trace_path"}
+SINCE_0_19 = {"freeze_all_layers", "moe_routing_trace_path", "mtp_detach_heads"}
 
 
 @pytest.fixture(scope="module")
