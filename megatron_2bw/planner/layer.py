@@ -13,12 +13,15 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
+from megatron_2bw.planner import attention
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.prediction import mtp_work
 from megatron_2bw.planner.speeds import Machine
+from megatron_2bw.planner.work import NO_WORK, NOTHING, Parts, Work, launched
 
-_PRODUCTS = 6
-"""Kernels of a forward with matrix products: four with weights, two with scores; the backward has twice as many."""
+_CORE_PRODUCTS = 2
+"""Kernels of a forward with scores in matrix products; the backward has twice as many, and of those with weights."""
 _FORWARD, _UNFUSED_FORWARD = 5, 3
 """Elementwise kernels: two norms, two residual sums, the activation function; around scores, three permutations."""
 _BACKWARD, _UNFUSED_BACKWARD = 12, 5
@@ -30,49 +33,10 @@ _SORTING = 2
 """To the experts' order and back."""
 _SCORES = 2
 """Softmax and dropout."""
-
-
-class Parts(NamedTuple):
-    """Seconds by what they are spent on."""
-
-    products_s: float = 0.0
-    """Matrix products and fused attention."""
-    elementwise_s: float = 0.0
-    """Norms, activation functions, softmax, dropout, residuals, sums of gradients."""
-    tensor_parallel_s: float = 0.0
-    """Collectives of tensor-parallel ranks."""
-    context_parallel_s: float = 0.0
-    """Keys and values of other ranks, where they take longer than the attention to those at hand."""
-    expert_parallel_s: float = 0.0
-    """Tokens to the ranks of their experts, and back."""
-    launch_s: float = 0.0
-    """Waiting for the host, where it needs longer to launch the kernels than the GPU to run them."""
-    measured_s: float = 0.0
-    """All of it, where a profile knows no parts."""
-
-    @property
-    def total_s(self) -> float:
-        return sum(self)
-
-
-NOTHING = Parts()
-
-
-class Work(NamedTuple):
-    """Forward and backward of some part of the model."""
-
-    forward: Parts
-    backward: Parts
-    again: Parts
-    """What the backward computes again first, where recomputation applies."""
-    forward_s: float
-    backward_s: float
-    again_s: float
-
-    @classmethod
-    def of(cls, forward: Parts, backward: Parts, again: Parts = NOTHING) -> Work:
-        """With the sums, which are needed often."""
-        return cls(forward, backward, again, forward.total_s, backward.total_s, again.total_s)
+_SHARED_FORWARD, _SHARED_BACKWARD = 2, 2
+"""Of shared experts: the activation function and the sum with the others; that of gradients of their input."""
+_GATE = 3
+"""A product with one column, a sigmoid, a product; half of what a backward has."""
 
 
 class Split(NamedTuple):
@@ -105,8 +69,13 @@ class Works(NamedTuple):
     """For one microbatch."""
 
     layer: Work
+    """Of most layers: with experts, if the model has them."""
     embedding: Work
     loss: Work
+    dense: Work = NO_WORK
+    """Of a layer without experts, if a model with them has some."""
+    mtp: Work = NO_WORK
+    """Of one more predicted token, its embedding and loss included."""
 
 
 @lru_cache(maxsize=4096)
@@ -129,7 +98,15 @@ def works_of(model: Model, split: Split, machine: Machine) -> Works:
     """
     if machine.profile is not None:
         return machine.profile.works(model, split)
-    return Works(_layer(model, split, machine), _embedding(model, split, machine), _loss(model, split, machine))
+    layer, loss = _layer(model, split, machine), _loss(model, split, machine)
+    embedding = _embedding(model, split, machine)
+    return Works(
+        layer,
+        embedding,
+        loss,
+        dense=_layer(model.dense, split._replace(expert=1), machine) if model.dense_layers else NO_WORK,
+        mtp=mtp_work(model, split, machine, (embedding, layer, loss)) if model.mtp_num_layers else NO_WORK,
+    )
 
 
 def _layer(model: Model, split: Split, machine: Machine) -> Work:
@@ -147,8 +124,7 @@ class _Sizes:
         self.width, self.tensor = split.precision.width, split.tensor
         self.tokens = model.tokens(split.microbatch, split.context)
         self.hidden = model.hidden_size
-        self.queries = model.query_size / self.tensor
-        self.keys = model.key_size / self.tensor
+        self.outputs = model.output_size / self.tensor
         self.routed = model.routed(split.expert)
         self.experts = max(model.num_experts, 1) // split.expert
         # Ranks that split no expert each have a share of the tokens in its place.
@@ -156,35 +132,71 @@ class _Sizes:
         self.routed_tokens = self.tokens * self.routed * self.of_mlp / self.tensor
         self.into_mlp = (2 if model.swiglu else 1) * model.ffn_hidden_size / self.of_mlp
         self.out_of_mlp = model.ffn_hidden_size / self.of_mlp
+        self.out_of_shared = model.moe_shared_expert_intermediate_size / self.tensor
+        self.into_shared = (2 if model.swiglu else 1) * self.out_of_shared
         self.outside = self.tensor if split.sequence_parallel else 1
         self.mask = 1 if model.dropout else 0
+        self.shares = model.moe_shared_expert_intermediate_size > 0
         self.collectives = (split.tensor > 1) + (self.of_mlp > 1) + 2 * (split.expert > 1)
+        self.collectives += (self.shares and split.tensor > 1) + len(self.gathered(backward=False))
         # Every head has a score per pair of tokens.
         self.scores = self.tokens * model.seq_length * model.num_attention_heads / self.tensor
         self.fused = split.fused_attention
         self.unfused_swiglu = model.swiglu and not split.fused_swiglu
         self.products = (
-            (self.tokens, self.queries + 2 * self.keys, self.hidden, 1),
-            (self.tokens, self.hidden, self.queries, 1),
+            *attention.products(model, self.tokens, self.tensor, self.outside),
             *self._mlp_products(),
         )
-        weights = self.hidden * (2 * self.queries + 2 * self.keys)
+        weights = attention.weights(model, self.tensor)
         weights += self.experts * self.hidden * (self.into_mlp + self.out_of_mlp)
-        self.weights = weights
+        self.weights = weights + self.hidden * (self.into_shared + self.out_of_shared)
 
-    def _mlp_products(self) -> tuple[tuple[float, float, float, int], ...]:
+    def _mlp_products(self) -> tuple[attention.Product, ...]:
         rows, experts = self.routed_tokens / self.experts, self.experts
-        return (rows, self.into_mlp, self.hidden, experts), (rows, self.hidden, self.out_of_mlp, experts)
+        mlp = (rows, self.into_mlp, self.hidden, experts), (rows, self.hidden, self.out_of_mlp, experts)
+        if not self.shares:
+            return mlp
+        shared = (self.tokens, self.into_shared, self.hidden, 1), (self.tokens, self.hidden, self.out_of_shared, 1)
+        return *mlp, *shared
+
+    def gathered(self, *, backward: bool) -> tuple[int, ...]:
+        """Numbers per token of each half all-reduce before attention, in place of one of what goes into it."""
+        sequence = self.split.sequence_parallel
+        return attention.gathered(self.model, self.tensor, sequence_parallel=sequence, backward=backward)
+
+    def shared(self, *, backward: bool) -> attention.Elementwise:
+        """Kernels that are no products, of shared experts: the activation function, a sum, and a gate."""
+        if not self.shares:
+            return attention.Elementwise()
+        activated, summed = self.into_shared + self.out_of_shared, 3 * self.hidden / self.outside
+        kernels = _SHARED_BACKWARD if backward else _SHARED_FORWARD
+        gate = self.model.moe_shared_expert_gate * (2 if backward else 1)
+        moved = (1.5 if backward else 1) * activated + (1 + gate) * summed
+        if self.unfused_swiglu:
+            moved += (8 if backward else 2) * self.out_of_shared
+            kernels += _UNFUSED_SWIGLU_BACKWARD if backward else _UNFUSED_SWIGLU_FORWARD
+        return attention.Elementwise(self.tokens * moved, kernels + gate * _GATE)
+
+    def more(self, *, backward: bool) -> attention.Elementwise:
+        """Kernels that are no products, of latent vectors and shared experts."""
+        of_latents = attention.elementwise(self.model, self.tokens, self.tensor, self.outside, backward=backward)
+        of_shared = self.shared(backward=backward)
+        return attention.Elementwise(of_latents.moved + of_shared.moved, of_latents.kernels + of_shared.kernels)
 
     def attention_s(self, machine: Machine, passes: int) -> float:
         """Products with scores; ``passes``: 1 forward, 2 backward. Ranks that share sequences have equal shares."""
-        channels = self.model.kv_channels
+        of_keys, of_values = attention.core_channels(self.model)
         if not self.fused:
             heads = self.split.microbatch * self.model.num_attention_heads / self.tensor
             length = self.model.seq_length
-            return 2 * passes * machine.product_s(length, length, channels, width=self.width, count=heads)
-        # A fused backward computes the scores again; causal attention skips half.
-        flops = 4 * self.scores * channels * (1 if passes == 1 else 2.5)
+            both = (machine.product_s(length, length, c, width=self.width, count=heads) for c in (of_keys, of_values))
+            return passes * sum(both)
+        # A fused backward computes the scores again, three of its five products have keys' channels; causal attention
+        # skips half.
+        if passes == 1:
+            flops = 4 * self.scores * ((of_keys + of_values) / 2)
+        else:
+            flops = 4 * self.scores * ((3 * of_keys + 2 * of_values) / 5) * 2.5
         causal = 0.5 if self.model.kind is Kind.GPT else 1.0
         return self.split.context * machine.kernel_s + causal * flops / machine.flash_flops_per_s
 
@@ -193,7 +205,8 @@ class _Sizes:
         ranks = self.split.context
         if ranks == 1:
             return 0.0
-        size_bytes = passes * 2 * self.keys * self.tokens * self.width
+        keys_and_values = (self.model.key_size + self.model.value_size) / self.tensor
+        size_bytes = passes * keys_and_values * self.tokens * self.width
         send_s = machine.pass_on_s(size_bytes, ranks, self.tensor)
         return (ranks - 1) * max(0.0, send_s - self.attention_s(machine, passes) / ranks)
 
@@ -211,14 +224,27 @@ class _Sizes:
             return 4 * self.width * numbers * self.of_mlp
         return 4 * self.width * numbers * (1 + (self.of_mlp if self.experts > 1 else 0))
 
-    def all_reduces_s(self, machine: Machine) -> float:
+    def all_reduces_s(self, machine: Machine, *, backward: bool) -> float:
         """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each.
 
-        That of the MLP is of the tokens of the ranks that split it; behind an exchange, of routed ones.
+        That of the MLP is of the tokens of the ranks that split it; behind an exchange, of routed ones. Shared experts
+        have one of all tokens.
         """
         tokens = self.routed_tokens if self.split.expert > 1 else self.tokens * self.of_mlp / self.tensor
-        of_attention, of_mlp = (count * self.hidden * self.width for count in (self.tokens, tokens))
-        return machine.all_reduce_s(of_attention, self.tensor, 1) + machine.all_reduce_s(of_mlp, self.of_mlp, 1)
+        of_all, of_mlp = (count * self.hidden * self.width for count in (self.tokens, tokens))
+        of_attention_s = machine.all_reduce_s(of_all, self.tensor, 1)
+        if self.model.multi_latent_attention:
+            of_attention_s = self._around_latents_s(machine, of_all, backward=backward)
+        of_shared_s = machine.all_reduce_s(of_all, self.tensor, 1) if self.shares else 0.0
+        return of_attention_s + of_shared_s + machine.all_reduce_s(of_mlp, self.of_mlp, 1)
+
+    def _around_latents_s(self, machine: Machine, out_bytes: float, *, backward: bool) -> float:
+        """Latent vectors where queries, keys and values come out of them, and what attention gives."""
+        counts = self.gathered(backward=backward)
+        in_s = sum(machine.reduce_scatter_s(self.tokens * n * self.width, self.tensor, 1) for n in counts)
+        if self.split.sequence_parallel:
+            return in_s + machine.reduce_scatter_s(out_bytes, self.tensor, 1)
+        return in_s if backward else machine.all_reduce_s(out_bytes, self.tensor, 1)
 
 
 def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
@@ -235,26 +261,23 @@ def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
         kernels += _UNFUSED_SWIGLU_FORWARD
     if not sizes.fused:
         scores = sizes.scores * (2 * width + sizes.mask * (2 * width + 1))
-        inside += 2 * width * tokens * sizes.queries
+        inside += 2 * width * tokens * sizes.outputs
         kernels += _UNFUSED_FORWARD
-    elementwise_s = machine.elementwise_s(outside + inside, kernels)
+    more = sizes.more(backward=False)
+    elementwise_s = machine.elementwise_s(outside + inside + width * more.moved, kernels + more.kernels)
     scores_s = machine.elementwise_s(scores, _SCORES) if scores else 0.0
     waits_s = sizes.waits_for_keys_s(machine, 1)
     whole = Parts(
         products_s + core_s,
         elementwise_s + scores_s,
-        sizes.all_reduces_s(machine),
+        sizes.all_reduces_s(machine, backward=False),
         waits_s,
         sizes.exchanges_s(machine),
     )
     core = Parts(core_s, scores_s, context_parallel_s=waits_s)
     core_launches = 1 if sizes.fused else 2 * _SCORES
-    return _launched(whole, machine, kernels + _PRODUCTS + sizes.collectives), _launched(core, machine, core_launches)
-
-
-def _launched(parts: Parts, machine: Machine, launches: int) -> Parts:
-    """With the wait for the host, where its launches take longer than the kernels."""
-    return parts._replace(launch_s=max(0.0, launches * machine.launch_s - parts.total_s))
+    launches = kernels + more.kernels + len(sizes.products) + _CORE_PRODUCTS + sizes.collectives
+    return launched(whole, machine, launches), launched(core, machine, core_launches)
 
 
 def _backward(sizes: _Sizes, machine: Machine) -> Parts:
@@ -275,17 +298,19 @@ def _backward(sizes: _Sizes, machine: Machine) -> Parts:
         kernels += _UNFUSED_SWIGLU_BACKWARD
     if not sizes.fused:
         scores = sizes.scores * (3 * width + sizes.mask * (2 * width + 1))
-        inside += 2 * width * tokens * sizes.queries
+        inside += 2 * width * tokens * sizes.outputs
         kernels += _UNFUSED_BACKWARD
-    elementwise_s = machine.elementwise_s(outside + inside + scores, kernels)
+    more = sizes.more(backward=True)
+    elementwise_s = machine.elementwise_s(outside + inside + scores + width * more.moved, kernels + more.kernels)
     whole = Parts(
         products_s,
         elementwise_s,
-        sizes.all_reduces_s(machine),
+        sizes.all_reduces_s(machine, backward=True),
         sizes.waits_for_keys_s(machine, 2),
         sizes.exchanges_s(machine),
     )
-    return _launched(whole, machine, kernels + 2 * _PRODUCTS + sizes.collectives)
+    launches = kernels + more.kernels + 2 * (len(sizes.products) + _CORE_PRODUCTS) + sizes.collectives
+    return launched(whole, machine, launches)
 
 
 def _embedding(model: Model, split: Split, machine: Machine) -> Work:

@@ -102,6 +102,8 @@ class _Shares(NamedTuple):
     states: WeightStates
     expert_states: WeightStates
     layer: LayerActivations
+    dense_layer: LayerActivations
+    """The same, where all layers are alike."""
 
 
 def _shares(model: Model, layout: Layout) -> _Shares:
@@ -111,6 +113,7 @@ def _shares(model: Model, layout: Layout) -> _Shares:
         state_bytes_per_weight(layout, layout.replicas),
         state_bytes_per_weight(layout, layout.expert_replicas),
         activations.of_layer(model, layout),
+        activations.of_layer(model.dense, layout),
     )
 
 
@@ -122,10 +125,20 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
     chunks = chunks_in_flight(layout, stage)
     layers = max(counts) // layout.chunks
     kept = chunks * _kept_by_chunk(shares.layer, layout, layers)
+    under_way = [shares.layer]
     if 0 in hosted:
-        kept += -(-chunks // layout.chunks) * activations.of_embedding(model, layout)
+        of_first = -(-chunks // layout.chunks)
+        kept += of_first * activations.of_embedding(model, layout)
+        if model.dense_layers:
+            kept += of_first * (
+                _kept_by_first(shares, model, layout, layers) - _kept_by_chunk(shares.layer, layout, layers)
+            )
+            under_way = [shares.dense_layer] if layers == model.dense_layers else [shares.layer, shares.dense_layer]
     losses = _losses(layout, stage) if layout.pipeline - 1 in hosted else 0
-    logits, working = _peak(model, layout, shares.layer, layers, losses)
+    if losses and model.mtp_num_layers:
+        kept += losses * model.mtp_num_layers * activations.of_prediction(model, layout)
+        under_way.append(shares.layer)
+    logits, working = _peak(model, layout, under_way, layers, losses)
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
     return StageMemory(
         stage=stage,
@@ -163,7 +176,8 @@ class WeightStates(NamedTuple):
 
 def _states(model: Model, layout: Layout, shares: _Shares, stage: int, layers: int) -> WeightStates:
     """Bytes of a stage's weights; experts have other replicas, and so other shards."""
-    weights, experts = shares.weights.of(stage, layers, model, layout.pipeline), layers * shares.weights.experts
+    weights = shares.weights.of(stage, layers, model, layout.pipeline)
+    experts = shares.weights.experts_of(stage, layers, model, layout.pipeline)
     if not experts:
         return WeightStates(*[weights * one for one in shares.states])
     pairs = zip(shares.states, shares.expert_states, strict=True)
@@ -220,6 +234,22 @@ def _kept_by_chunk(layer: LayerActivations, layout: Layout, layers: int) -> floa
     return again * layer.input + (layers - again) * layer.kept
 
 
+def _kept_by_first(shares: _Shares, model: Model, layout: Layout, layers: int) -> float:
+    """The same of the first chunk, whose first layers have no experts."""
+    dense, others = model.dense_layers, layers - model.dense_layers
+    if layout.recompute != Recompute.FULL:
+        return dense * shares.dense_layer.kept + others * shares.layer.kept
+    if layout.recompute_method == RecomputeMethod.UNIFORM:
+        return _kept_by_chunk(shares.layer, layout, layers)  # Inputs, which are alike.
+    again = min(layers, layout.recompute_layers)
+    dense_kept = dense - min(dense, again)
+    return (
+        again * shares.layer.input
+        + dense_kept * shares.dense_layer.kept
+        + (layers - again - dense_kept) * shares.layer.kept
+    )
+
+
 def _losses(layout: Layout, stage: int) -> int:
     """Forwards of the last stage at once, on a rank that has it."""
     if layout.schedule in MIRRORED:
@@ -227,15 +257,18 @@ def _losses(layout: Layout, stage: int) -> int:
     return layout.microbatches if layout.schedule == "gpipe" else 1
 
 
-def _peak(model: Model, layout: Layout, layer: LayerActivations, layers: int, losses: int) -> tuple[float, float]:
+def _peak(
+    model: Model, layout: Layout, under_way: list[LayerActivations], layers: int, losses: int
+) -> tuple[float, float]:
     """Bytes of so many losses, and of what is under way in a chunk's layers, at the moment that takes more."""
-    working = layer.working
+    at_once = 0
     if layout.recompute == Recompute.FULL:
         at_once = min(layers, layout.recompute_layers) if layout.recompute_method == RecomputeMethod.UNIFORM else 1
-        working += at_once * layer.kept
+    working = max(layer.working + at_once * layer.kept for layer in under_way)
     if not losses:
         return 0.0, working
     loss = activations.of_loss(model, layout)
-    in_layer = (losses - 1) * loss.kept
-    at_loss = losses * loss.kept + loss.working
+    kept = (1 + model.mtp_num_layers) * loss.kept  # Of all tokens that are predicted, before the first backward.
+    in_layer = (losses - 1) * kept
+    at_loss = losses * kept + loss.working
     return (at_loss, 0.0) if at_loss > in_layer + working else (in_layer, working)

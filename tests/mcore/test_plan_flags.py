@@ -15,10 +15,11 @@ from megatron_2bw.mcore.arguments import add_arguments, validated
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import MODEL_SWITCHES, layout_flags, model_flags, read, read_model
+from megatron_2bw.planner.flags import layout_flags, read
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.model_flags import MODEL_SWITCHES, model_flags, read_model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.options import Options

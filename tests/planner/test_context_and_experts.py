@@ -13,12 +13,13 @@ from megatron_2bw.planner import activations, costs, memory
 from megatron_2bw.planner.candidates import Candidates
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import layout_flags, read_model
+from megatron_2bw.planner.flags import layout_flags
 from megatron_2bw.planner.flags import read as read_flags
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layer import Split, works_of
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.model_flags import read_model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import chosen, name

@@ -9,9 +9,10 @@ import pytest
 
 from megatron_2bw.planner.cluster import GPUS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import Configuration, layout_flags, model_flags, read, read_model
+from megatron_2bw.planner.flags import Configuration, layout_flags, read
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.model_flags import model_flags, read_model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import problem
