@@ -56,7 +56,7 @@ _SPELLED = frozenset(
         *"--merge-file --vocab-file".split(),
         # Megatron's own, which look like others.
         *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
-        "--moe-expert-rank-capacity-factor",
+        *"--moe-expert-rank-capacity-factor --moe-z-loss-coeff".split(),
         *"--mtp-hybrid-override-pattern --expert-tensor-parallel-num-weight-shards".split(),
     }
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.multiples import nearest_divisor
 from megatron_2bw.planner.options import Options
 
 DISPATCHER = "alltoall"
@@ -224,13 +225,12 @@ def check_model(options: Options) -> None:
         raise PlanError("--position-embedding-type mrope needs --mrope-section; use --position-embedding-type rope")
     _check_latents(options)
     positions = options.text("--position-embedding-type", "learned_absolute")
-    if "--mtp-num-layers" in options and positions not in ("rope", "none", "learned_absolute"):
+    if options.number("--mtp-num-layers", 0) and positions not in ("rope", "none"):
         raise PlanError(
-            f"--mtp-num-layers: Megatron predicts no further tokens with positions {positions}; use "
-            "--position-embedding-type rope"
+            f"--mtp-num-layers goes with --position-embedding-type rope and none, not {positions}: Megatron predicts "
+            "no further tokens with others; use rope"
         )
-    if options.number("--num-experts", 0):
-        _check_groups(options)
+    _check_groups(options)
     _check_router(options)
 
 
@@ -253,13 +253,16 @@ def _check_groups(options: Options) -> None:
     groups, chosen, experts = (
         options.number(flag, 0) for flag in ("--moe-router-num-groups", "--moe-router-group-topk", "--num-experts")
     )
-    if chosen and not groups:
-        raise PlanError(f"--moe-router-group-topk {chosen} needs --moe-router-num-groups; give it")
-    if chosen and (experts % groups or chosen > groups):
+    needed = {"--moe-router-num-groups": groups, "--num-experts": experts}
+    for flag in (flag for flag, count in needed.items() if chosen and not count):
+        raise PlanError(f"--moe-router-group-topk {chosen} needs {flag}; give it")
+    if chosen and experts % groups:
         raise PlanError(
-            f"--moe-router-num-groups {groups}: --num-experts {experts} has to be a multiple, and "
-            f"--moe-router-group-topk {chosen} no more than that; use {chosen}"
+            f"--moe-router-num-groups {groups} does not divide --num-experts {experts}; use "
+            f"{nearest_divisor(experts, groups)}"
         )
+    if chosen > groups:
+        raise PlanError(f"--moe-router-group-topk {chosen}: there are {groups} groups; use {groups} or less")
 
 
 def _check_router(options: Options) -> None:

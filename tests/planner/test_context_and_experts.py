@@ -284,7 +284,24 @@ def every_layout(model: Model, gpus: int, batch: int) -> Iterator[Layout]:
 
 
 @pytest.mark.parametrize("memory_gb", [80, 7])
-@pytest.mark.parametrize("model", [replace(GPT, num_layers=4, dropout=False), replace(EXPERTS, num_layers=4)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        replace(GPT, num_layers=4, dropout=False),
+        replace(EXPERTS, num_layers=4),
+        replace(
+            EXPERTS,
+            num_layers=4,
+            dense_layers=2,
+            dense_ffn_hidden_size=1024,
+            mtp_num_layers=1,
+            learned_positions=False,
+            multi_latent_attention=True,
+            moe_shared_expert_intermediate_size=512,
+        ),
+    ],
+    ids=["gpt", "experts", "layers of several kinds"],
+)
 def test_nothing_beats_the_best(model: Model, memory_gb: float):
     machine = sized(DGX, gpus=4)
     machine = replace(machine, gpu=replace(machine.gpu, memory_gb=memory_gb))
