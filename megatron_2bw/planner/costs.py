@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_2bw.planner import periods
+from megatron_2bw.planner import muon, periods
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Split, Works, works_of
-from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout
+from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Optimizer
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.periods import Pipeline, Stage
+from megatron_2bw.planner.periods import Pipeline
 from megatron_2bw.planner.pieces import parts_of_batch, stage_pieces, time_of
 from megatron_2bw.planner.programs import programs_of, shortened
 from megatron_2bw.planner.speeds import Machine, Speed, error_bar, machine_of
@@ -66,6 +66,8 @@ class Held(NamedTuple):
     replicas: int
     stride: int
     """From one replica to the next, in ranks."""
+    others: int = 0
+    """Of them, those that an optimizer of matrices leaves to Adam."""
 
 
 class Times(NamedTuple):
@@ -162,8 +164,10 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
     middle = time_of(stage_pieces(model, layout, works, layers.middle, is_first=False, is_last=False))
     last = time_of(stage_pieces(model, layout, works, layers.last, is_first=False, is_last=True))
     weights = weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
-    of_stage, held = _fullest(model, layout, weights, (first, middle, last))
+    stage, held = _fullest(model, layout, weights)
+    of_stage = first if stage == 0 else last if stage == layout.pipeline - 1 else middle
     is_tied = model.tied or model.mtp_num_layers > 0
+    by_muon = layout.optimizer is Optimizer.MUON and machine.profile is None
     pipeline = Pipeline(
         stages=layout.pipeline,
         microbatches=layout.microbatches,
@@ -171,7 +175,9 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
         middle=middle,
         last=last,
         send_s=0.0 if alone else _send_s(model, layout, machine),
-        update_s=_update_s(layout, machine, held) + _gathered_s(layout, machine, held, of_stage.forward_s),
+        update_s=_update_s(layout, machine, held)
+        + (muon.orthogonalized_s(model, layout, machine, stage, layers.of(stage, layout.pipeline)) if by_muon else 0.0)
+        + _gathered_s(layout, machine, held, of_stage.forward_s),
         gradients_s=_gradients_s(layout, machine, held, of_stage.backward_s)
         + _replicated_s(model, layout, machine, max(layers)),
         norm_s=_norm_s(layout, machine, weights.word_embedding if is_tied and not alone else 0),
@@ -182,21 +188,18 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
     return Times(pipeline, works)
 
 
-def _fullest(
-    model: Model, layout: Layout, weights: Weights, times: tuple[Stage, Stage, Stage]
-) -> tuple[Stage, list[Held]]:
-    """Time and weights of the first stage; where stages have layers of several kinds, of the one that holds most."""
+def _fullest(model: Model, layout: Layout, weights: Weights) -> tuple[int, list[Held]]:
+    """The first stage and its weights; where stages have layers of several kinds, the one that holds most."""
     layers, last = layers_of_stages(model, layout), layout.pipeline - 1
-    found = [(times[0], _held(model, layout, weights, 0, layers.first))]
-    if model.dense_layers or model.mtp_num_layers:
-        found += [(times[1], _held(model, layout, weights, 1, layers.middle))] * (last > 1)
-        found += [(times[2], _held(model, layout, weights, last, layers.last))] * (last > 0)
+    stages = sorted({0, min(1, last), last}) if model.dense_layers or model.mtp_num_layers else [0]
+    found = [(stage, _held(model, layout, weights, stage, layers.of(stage, layout.pipeline))) for stage in stages]
     return max(found, key=lambda pair: sum(held.weights for held in pair[1]))
 
 
 def _held(model: Model, layout: Layout, weights: Weights, stage: int, layers: int) -> list[Held]:
     where = stage, layers, model, layout.pipeline
-    held = [Held(weights.of(*where), layout.replicas, layout.tensor)]
+    others = weights.others_of(*where) if layout.optimizer.is_of_matrices else 0
+    held = [Held(weights.of(*where), layout.replicas, layout.tensor, others)]
     if model.num_experts:
         stride = layout.expert_tensor * layout.expert
         held.append(Held(weights.experts_of(*where), layout.expert_replicas, stride))
@@ -415,12 +418,18 @@ def _norm_s(layout: Layout, machine: Machine, shared_weights: int) -> float:
 
 
 def _update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
-    """Adam reads four fp32 numbers per weight and writes three; gradients are read for the norm and zeroed."""
+    """Adam reads four fp32 numbers per weight and writes three; gradients are read for the norm and zeroed.
+
+    With one moment in place of two, three are read and two written.
+    """
     all_of_them = sum(held.weights for held in stage)
-    own = sum(held.weights / (held.replicas if layout.distributed_optimizer else 1) for held in stage)
+    shares = [held.replicas if layout.distributed_optimizer else 1 for held in stage]
+    own = sum(held.weights / share for held, share in zip(stage, shares, strict=True))
     if machine.profile is not None:
         return machine.profile.update_s(layout.tensor, own)
-    moved_bytes = own * (7 * FP32_BYTES + layout.precision.width + layout.gradient_width)
+    moved = 3 + 2 * layout.optimizer.moments
+    moved_bytes = own * (moved * FP32_BYTES + layout.precision.width + layout.gradient_width)
+    moved_bytes += sum(2 * FP32_BYTES * held.others / share for held, share in zip(stage, shares, strict=True))
     return machine.elementwise_s(moved_bytes + all_of_them * layout.gradient_width)
 
 

@@ -9,7 +9,7 @@ from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.inputs import misspelled
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.model_flags import MODEL_FLAGS, read_model
 from megatron_2bw.planner.multiples import nearest_multiple
@@ -19,10 +19,12 @@ from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, p
 from megatron_2bw.planner.unpriced import (
     CHECKED,
     DISPATCHER,
+    DIST_MUON,
     GROUPED,
     check_accepted,
     check_pipedream,
     check_priced,
+    optimizer_of,
 )
 
 LAYOUT_NUMBERS: dict[str, str] = {
@@ -139,6 +141,7 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
         numbers.pop("expert_tensor", None)  # Megatron does not look at it.
     if "--num-layers-per-virtual-pipeline-stage" in options:
         numbers["chunks"] = _chunks(options, model, numbers["pipeline"])
+    optimizer = options.text("--optimizer", Optimizer.ADAM)
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
     if fused is None:
         fused = precision is not Precision.FP32 if gpu is None else fuses_attention(gpu, precision)
@@ -151,9 +154,10 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
             options.choice("--recompute-method", RecomputeMethod, RecomputeMethod.UNIFORM)
         ),
         sequence_parallel="--sequence-parallel" in options and numbers["tensor"] > 1,
-        distributed_optimizer="--use-distributed-optimizer" in options,
+        optimizer=optimizer_of(optimizer) or Optimizer.ADAM,
+        distributed_optimizer="--use-distributed-optimizer" in options or optimizer == DIST_MUON,
         overlap_gradients="--overlap-grad-reduce" in options,
-        overlap_parameters={"--overlap-param-gather", "--use-distributed-optimizer"} <= options.values.keys(),
+        overlap_parameters="--overlap-param-gather" in options,
         gradients_in_fp32=precision is Precision.FP16 and "--accumulate-allreduce-grads-in-fp32" in options,
         precision=precision,
         fused_attention=_fused(options, fused),
@@ -242,6 +246,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--overlap-grad-reduce": layout.overlap_gradients,
         "--overlap-param-gather": layout.overlap_parameters,
         "--accumulate-allreduce-grads-in-fp32": layout.gradients_in_fp32,
+        f"--optimizer {layout.optimizer}": layout.optimizer is not Optimizer.ADAM,
         f"--{layout.precision}": layout.precision is not Precision.FP32,
         "--attention-backend unfused": not layout.fused_attention,
         "--no-bias-swiglu-fusion": not layout.fused_swiglu,

@@ -9,6 +9,7 @@ taken to be nearly equally busy (Lepikhin et al., "GShard", arXiv 2006.16668, se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -145,13 +146,14 @@ class _Sizes:
         self.unfused_swiglu = model.swiglu and not split.fused_swiglu
         self.products = (
             *attention.products(model, self.tokens, self.tensor, self.outside),
-            *self._mlp_products(),
+            *self.mlp_products(),
         )
         weights = attention.weights(model, self.tensor)
         weights += self.experts * self.hidden * (self.into_mlp + self.out_of_mlp)
         self.weights = weights + self.hidden * (self.into_shared + self.out_of_shared)
 
-    def _mlp_products(self) -> tuple[attention.Product, ...]:
+    def mlp_products(self) -> tuple[attention.Product, ...]:
+        """Of the MLP or the experts, and of shared experts."""
         rows, experts = self.routed_tokens / self.experts, self.experts
         mlp = (rows, self.into_mlp, self.hidden, experts), (rows, self.hidden, self.out_of_mlp, experts)
         if not self.shares:
@@ -245,6 +247,19 @@ class _Sizes:
         if self.split.sequence_parallel:
             return in_s + machine.reduce_scatter_s(out_bytes, self.tensor, 1)
         return in_s if backward else machine.all_reduce_s(out_bytes, self.tensor, 1)
+
+
+def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bool]]:
+    """(rows, columns, how many, they are of experts) of a layer's weights on one rank; Q, K and V apart."""
+    sizes = _Sizes(model, split)
+    of_attention = len(sizes.products) - len(sizes.mlp_products())
+    for i, (_, columns, inner, count) in enumerate(sizes.products):
+        is_of_expert = model.num_experts > 0 and of_attention <= i < of_attention + 2
+        if i == 0 and not model.multi_latent_attention:
+            for size in (model.query_size, model.key_size, model.value_size):
+                yield size / split.tensor, inner, 1, False
+        else:
+            yield columns, inner, count, is_of_expert
 
 
 def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:

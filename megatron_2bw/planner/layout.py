@@ -42,6 +42,30 @@ class Precision(StrEnum):
         return 4 if self is Precision.FP32 else 2
 
 
+class Optimizer(StrEnum):
+    """Of those that Megatron trains with, the ones with a state that is known: ``--optimizer``."""
+
+    ADAM = "adam"
+    SGD = "sgd"
+    """With a momentum."""
+    LION = "lion"
+    MUON = "muon"
+
+    @property
+    def moments(self) -> int:
+        """fp32 numbers per weight, beside the weight."""
+        return 2 if self is Optimizer.ADAM else 1
+
+    @property
+    def is_of_matrices(self) -> bool:
+        """Whether word embeddings, output layer, biases and norms are left to Adam.
+
+        ``_is_nonlinear_or_embedding`` and ``EmergingOptimizerEntry`` in
+        ``megatron/core/optimizer/emerging_optimizers.py``.
+        """
+        return self in (Optimizer.LION, Optimizer.MUON)
+
+
 WITHOUT_OVERLAP = MIRRORED | {"2bw", "pipedream"}
 """Schedules that switch ``--overlap-grad-reduce`` and ``--overlap-param-gather`` off."""
 _COUNTS = {
@@ -114,6 +138,7 @@ class Layout:
     """fp16: ``--accumulate-allreduce-grads-in-fp32``, which bf16, fp32 and 2bw do by themselves."""
     chunks: int = 1
     """Virtual stages per rank."""
+    optimizer: Optimizer = Optimizer.ADAM
     precision: Precision = Precision.BF16
     fused_attention: bool = True
     """Attention that never stores its scores."""

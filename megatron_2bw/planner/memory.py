@@ -39,7 +39,7 @@ class StageMemory:
     mirrored_bytes: float
     """gems, chimera, mixpipe: weights and gradients of the rank's other stage, and gradients to receive."""
     optimizer_bytes: float
-    """Adam: two moments, and fp32 weights where weights are in 16 bits."""
+    """One or two moments, and fp32 weights where weights are in 16 bits."""
     activations_bytes: float
     """Of the layers, for all forwards whose backward has not run."""
     logits_bytes: float
@@ -101,6 +101,8 @@ class _Shares(NamedTuple):
     weights: Weights
     states: WeightStates
     expert_states: WeightStates
+    other_bytes: float
+    """More per weight that is not for an optimizer of matrices."""
     layer: LayerActivations
     dense_layer: LayerActivations
     """The same, where all layers are alike."""
@@ -112,6 +114,7 @@ def _shares(model: Model, layout: Layout) -> _Shares:
         weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor),
         state_bytes_per_weight(layout, layout.replicas),
         state_bytes_per_weight(layout, layout.expert_replicas),
+        _shared(FP32_BYTES, _shards(layout, layout.replicas)) if layout.optimizer.is_of_matrices else 0,
         activations.of_layer(model, layout),
         activations.of_layer(model.dense, layout),
     )
@@ -178,10 +181,15 @@ def _states(model: Model, layout: Layout, shares: _Shares, stage: int, layers: i
     """Bytes of a stage's weights; experts have other replicas, and so other shards."""
     weights = shares.weights.of(stage, layers, model, layout.pipeline)
     experts = shares.weights.experts_of(stage, layers, model, layout.pipeline)
-    if not experts:
-        return WeightStates(*[weights * one for one in shares.states])
-    pairs = zip(shares.states, shares.expert_states, strict=True)
-    return WeightStates(*[weights * one + experts * other for one, other in pairs])
+    if experts:
+        pairs = zip(shares.states, shares.expert_states, strict=True)
+        states = WeightStates(*[weights * one + experts * other for one, other in pairs])
+    else:
+        states = WeightStates(*[weights * one for one in shares.states])
+    if not shares.other_bytes:
+        return states
+    others = shares.weights.others_of(stage, layers, model, layout.pipeline)
+    return states._replace(optimizer=states.optimizer + others * shares.other_bytes)
 
 
 def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
@@ -205,7 +213,7 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
     2bw 12.0
     """
     delayed = layout.schedule == "2bw"
-    width, shards = layout.precision.width, replicas if layout.distributed_optimizer else 1
+    width, shards = layout.precision.width, _shards(layout, replicas)
     in_16_bits = layout.gradient_width < FP32_BYTES
     main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES
     captures = delayed and layout.gradient_buffers > 1
@@ -215,9 +223,13 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
         older_weight=width if delayed or layout.schedule == "pipedream" else 0,
         gradient=layout.gradient_width,
         captured_gradient=_shared(FP32_BYTES, shards) if captures else 0,
-        optimizer=_shared(main_weight + 2 * FP32_BYTES + kept * FP32_BYTES, shards),
+        optimizer=_shared(main_weight + layout.optimizer.moments * FP32_BYTES + kept * FP32_BYTES, shards),
         update=_shared(FP32_BYTES, shards) if in_16_bits and not kept else 0,
     )
+
+
+def _shards(layout: Layout, replicas: int) -> int:
+    return replicas if layout.distributed_optimizer else 1
 
 
 def _shared(size: int, shards: int) -> float:

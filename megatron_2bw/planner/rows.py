@@ -31,7 +31,7 @@ from megatron_2bw.planner.patterns import dense_first
 from megatron_2bw.planner.report import prediction_json
 from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
 from megatron_2bw.planner.search import price
-from megatron_2bw.planner.unpriced import uncovered
+from megatron_2bw.planner.unpriced import DIST_MUON, uncovered
 
 _OF_MEGATRON = {
     "global_batch_size": "global_batch",
@@ -130,6 +130,8 @@ def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
         name = _OF_MEGATRON.get(key)
         if name is not None and value is not None and named.setdefault(name, value) != value:
             raise PlanError(f"{key} {value!r} and {name} {named[name]!r} disagree; leave out one of them")
+    if named.get("optimizer") == DIST_MUON:
+        named |= {"optimizer": "muon", "distributed_optimizer": True}
     if named.get("num_experts"):
         _set_widths(named, row)
     return named

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import Problem
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.programs import refusal
@@ -50,6 +50,7 @@ def problem(model: Model, layout: Layout) -> Problem | None:
         or expert_problem(model, layout)
         or schedule_problem(layout)
         or overlap_problem(layout)
+        or optimizer_problem(layout.optimizer, layout.precision)
         or model_problem(model, layout)
         or stage_problem(model, layout)
         or microbatch_problem(layout, needed)
@@ -200,6 +201,16 @@ def overlap_problem(layout: Layout) -> Problem | None:
     """Why weights cannot be gathered during forwards: validate_args, ``overlap_param_gather``."""
     if layout.overlap_parameters and not (layout.distributed_optimizer and layout.overlap_gradients):
         return Problem("overlap_parameters needs distributed_optimizer and overlap_gradients", "switch both on")
+    return None
+
+
+def optimizer_problem(optimizer: Optimizer, precision: Precision) -> Problem | None:
+    """Why the optimizer does not train in that precision: ``_get_megatron_emerging_optimizer``."""
+    if optimizer.is_of_matrices and precision is Precision.FP16:
+        return Problem(
+            f"optimizer {optimizer}: Megatron has it in {Precision.BF16} and {Precision.FP32} alone",
+            f"use {Precision.BF16}, or optimizer adam",
+        )
     return None
 
 

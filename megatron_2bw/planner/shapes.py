@@ -177,6 +177,7 @@ class Shapes:
             "first_stage_layers": shape.first_stage_layers,
             "last_stage_layers": shape.last_stage_layers,
             "global_batch": self.global_batch,
+            "optimizer": self.decisions.space.optimizer,
             "precision": self.decisions.space.precision,
             "fused_attention": self.decisions.space.fused_attention,
         }

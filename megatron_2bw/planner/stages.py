@@ -156,6 +156,8 @@ class Weights(NamedTuple):
     """Of the first layers, where they have an MLP in place of experts."""
     prediction: int = 0
     """Of each further token that is predicted, its layer apart."""
+    vectors: int = 0
+    """Biases and norms of a layer; of experts there are none."""
 
     def of(self, stage: int, layers: int, model: Model, stages: int) -> int:
         """Weights of a stage, experts apart. A tied embedding is on the first and on the last stage.
@@ -171,6 +173,14 @@ class Weights(NamedTuple):
             total += model.mtp_num_layers * (self.layer + self.prediction)
             total += self.word_embedding if stages > 1 and model.mtp_num_layers else 0
         return total
+
+    def others_of(self, stage: int, layers: int, model: Model, stages: int) -> int:
+        """Of the weights of a stage, those that are no matrix, and word embeddings and output layer."""
+        is_last = stage == stages - 1
+        copies = (stage == 0) + is_last * ((stages > 1 or not model.tied) + (stages > 1 and model.mtp_num_layers > 0))
+        of_layers = (layers + is_last * model.mtp_num_layers) * self.vectors
+        norms = is_last * (1 + 3 * model.mtp_num_layers) * self.final_norm
+        return copies * self.word_embedding + of_layers + norms
 
     def experts_of(self, stage: int, layers: int, model: Model, stages: int) -> int:
         """Weights of a stage's experts."""
@@ -201,6 +211,7 @@ def weights_of(model: Model, tensor: int, *, expert: int = 1, expert_tensor: int
         final_norm=model.norm_parameters,
         dense_layer=weights_of(model.dense, tensor).layer if model.dense_layers else 0,
         prediction=2 * hidden**2 // tensor + 3 * model.norm_parameters,
+        vectors=_vectors(model, tensor),
     )
 
 
@@ -209,3 +220,12 @@ def _attention(model: Model, tensor: int) -> int:
     row_bias = model.bias * model.hidden_size
     split = model.attention_matrices - model.down_parameters + model.attention_bias
     return split // tensor + model.down_parameters + model.latent_norm_parameters + row_bias
+
+
+def _vectors(model: Model, tensor: int) -> int:
+    """Biases and norms of one layer on one of ``tensor`` ranks."""
+    row_bias = model.bias * model.hidden_size
+    biases = model.attention_bias // tensor + row_bias
+    if not model.num_experts:
+        biases += model.bias * (1 + model.swiglu) * model.ffn_hidden_size // tensor + row_bias
+    return biases + model.latent_norm_parameters + 2 * model.norm_parameters

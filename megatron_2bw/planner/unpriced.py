@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Optimizer
 from megatron_2bw.planner.multiples import nearest_divisor
 from megatron_2bw.planner.options import Options
 
+DIST_MUON = "dist_muon"
+"""Muon with the distributed optimizer, as it was called."""
 DISPATCHER = "alltoall"
 """How tokens get to experts of other ranks: sent to those alone. Megatron's default gathers all of them everywhere."""
 GROUPED = "--moe-grouped-gemm"
@@ -41,6 +44,20 @@ def _loops_over_experts(options: Options, flag: str) -> bool:
 
 def _is_local(options: Options, flag: str) -> bool:
     return flag in options and options.text("--transformer-impl", "transformer_engine") == "local"
+
+
+def _has_unknown_state(options: Options, flag: str) -> bool:
+    return optimizer_of(options.text(flag, Optimizer.ADAM)) is None
+
+
+def optimizer_of(text: str) -> Optimizer | None:
+    """The optimizer that Megatron calls so, today or before; None for one whose state is not known.
+
+    >>> optimizer_of("dist_muon"), optimizer_of("soap")
+    (<Optimizer.MUON: 'muon'>, None)
+    """
+    text = "muon" if text == DIST_MUON else text
+    return Optimizer(text) if text in Optimizer else None
 
 
 def _stages(options: Options) -> int:
@@ -92,7 +109,11 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
 }
 _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--grad-reduce-in-bf16": (_given, "priced with gradients in fp32"),
-    "--optimizer": (lambda options, flag: options.text(flag, "adam") != "adam", "priced with Adam's state"),
+    "--optimizer": (_has_unknown_state, "priced with Adam's state"),
+    "--muon-scalar-optimizer": (
+        lambda options, flag: options.text(flag, "adam") != "adam",
+        "priced with Adam for what is no matrix",
+    ),
     "--use-precision-aware-optimizer": (_given, "priced with Adam's state in fp32"),
     "--recompute-modules": (_given, "priced with the attention's core recomputed"),
     "--rampup-batch-size": (_given, "priced at the final batch size"),
@@ -187,7 +208,7 @@ def check_accepted(options: Options) -> None:
         if granularity == "selective" and flag in options:
             raise PlanError(f"{flag} needs --recompute-granularity full; leave it out")
     if "--overlap-param-gather" in options:
-        shards_by_itself = options.text("--optimizer", "adam") == "dist_muon"
+        shards_by_itself = options.text("--optimizer", "adam") == DIST_MUON
         for flag in _OF_SHARDS[shards_by_itself:]:
             if flag not in options:
                 raise PlanError(f"--overlap-param-gather needs {flag}; give it, or leave the overlap out")

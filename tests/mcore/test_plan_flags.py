@@ -17,7 +17,7 @@ from megatron_2bw.planner.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import layout_flags, read
 from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import MODEL_SWITCHES, model_flags, read_model
 from megatron_2bw.planner.models import MODELS
@@ -84,6 +84,8 @@ SPACES: dict[str, Space] = {
     "shared experts": Space(experts=(2, 4)),
     "shared experts, not split": Space(experts=(2, 4), tensors=(2,), expert_tensors=(1,)),
     "whole experts": Space(experts=(1,), tensors=(2,), expert_tensors=(1,)),
+    "muon": Space(optimizer=Optimizer.MUON),
+    "lion": Space(optimizer=Optimizer.LION, schedules=("2bw", "megatron")),
     "experts split over replicas": Space(experts=(1,), tensors=(1,), expert_tensors=(2,)),
 }
 
@@ -165,7 +167,9 @@ def test_megatron_accepts_what_is_printed(model: str, space: str, validate: Vali
         assert (config.recompute_granularity or "none") == layout.recompute
         assert config.sequence_parallel == layout.sequence_parallel
         assert (config.fp16, config.bf16) == (layout.precision == "fp16", layout.precision == "bf16")
-        assert args.use_distributed_optimizer == layout.distributed_optimizer
+        by_layers = args.use_layer_wise_distributed_optimizer  # Of others than Adam and SGD.
+        assert (args.use_distributed_optimizer or by_layers) == layout.distributed_optimizer
+        assert args.optimizer == layout.optimizer
 
 
 LIMITS: dict[str, tuple[object, ...]] = {

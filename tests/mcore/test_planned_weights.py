@@ -140,8 +140,9 @@ def rank_of(layout: Layout, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def built(args: Any, layout: Layout, stage: int) -> tuple[int, int]:
-    """Weights of one rank of a stage: experts apart, and those of experts."""
+def built(args: Any, layout: Layout, stage: int) -> tuple[int, int, int]:
+    """Weights of one rank of a stage: experts apart, those of experts, and those that Muon leaves to Adam."""
+    from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import core_transformer_config_from_args
 
@@ -162,11 +163,12 @@ def built(args: Any, layout: Layout, stage: int) -> tuple[int, int]:
             position_embedding_type=args.position_embedding_type,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
-        counts = [0, 0]
+        counts = [0, 0, 0]
         for name, parameter in model.named_parameters():
             everywhere = layout.tensor if DUPLICATED in name else 1
             counts[".experts." in name] += everywhere * parameter.numel()
-    return counts[0], counts[1]
+            counts[2] += parameter.numel() if _is_nonlinear_or_embedding(parameter) else 0
+    return counts[0], counts[1], counts[2]
 
 
 @pytest.mark.parametrize("split", SPLIT)
@@ -178,14 +180,15 @@ def test_as_many_weights(name: str, split: str, args_of: Callable[[Model, Layout
     args, layers = args_of(model, layout), layers_of_stages(model, layout)
     for stage in range(layout.pipeline):
         where = stage, layers.of(stage, layout.pipeline), model, layout.pipeline
-        assert built(args, layout, stage) == (weights.of(*where), weights.experts_of(*where)), stage
+        expected = weights.of(*where), weights.experts_of(*where), weights.others_of(*where)
+        assert built(args, layout, stage) == expected, stage
 
 
 def test_as_many_weights_of_a_whole_model(args_of: Callable[[Model, Layout], Any]) -> None:
     """Without the padding of the vocabulary, and without what predicts further tokens."""
     model = replace(DEEPSEEK, vocab_size=1024, mtp_num_layers=0)
     layout = layout_of(model, "alone")
-    assert sum(built(args_of(model, layout), layout, 0)) == model.parameters
+    assert sum(built(args_of(model, layout), layout, 0)[:2]) == model.parameters
 
 
 @pytest.mark.parametrize("name", [*BUILT, "deepseek-v3", "deepseek-v2-lite", "mixtral-8x7b"])

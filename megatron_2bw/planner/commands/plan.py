@@ -112,6 +112,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
     add_kernels(limits, "what the GPU has")
+    limits.add_argument("--optimizer", help="adam, sgd, lion or muon (default: adam)")
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
 
@@ -217,6 +218,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         "--sequence-parallel": args.sequence_parallel,
         "--use-distributed-optimizer": args.use_distributed_optimizer,
         f"--{args.precision}": args.precision,
+        "--optimizer": args.optimizer,
         "--attention-backend": args.attention_backend,
         "--allow-fewer-microbatches": args.allow_fewer_microbatches or None,
     }
@@ -253,6 +255,8 @@ def _space(args: argparse.Namespace) -> Space:
     ):
         if value is not None:
             limits[dimension] = (value,)
+    if args.optimizer is not None:
+        (limits["optimizer"],) = listed("--optimizer", args.optimizer, layout.Optimizer)
     return Space(
         **limits,
         precision=layout.Precision(args.precision) if args.precision else None,
