@@ -197,17 +197,19 @@ def test_a_block_of_layers_begins_with_the_dense_ones(recompute_layers: int, den
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush", "gpipe"])
 @pytest.mark.parametrize("m", [4, 7, 24])
 @pytest.mark.parametrize("width", [256, 18432, 60000])
-def test_equals_the_simulator(schedule: str, m: int, width: int):
-    """With dense layers that take less time than those with experts, as long, or longer, and a last stage that takes
-    longest.
+@pytest.mark.parametrize("link_gb_s", [450, 2])
+def test_equals_the_simulator(schedule: str, m: int, width: int, link_gb_s: float):
+    """With dense layers that take less time than those with experts, as long, or longer, a last stage that takes
+    longest, and transfers that take as long as a stage.
     """
-    for mtp in (0, 1):
-        model = replace(MIXED, dense_ffn_hidden_size=width, mtp_num_layers=mtp)
+    slow = replace(DGX, intra_node_gb_s=link_gb_s)
+    for mtp, vocabulary in ((0, 1024), (0, 129280), (1, 129280)):
+        model = replace(MIXED, dense_ffn_hidden_size=width, mtp_num_layers=mtp, vocab_size=vocabulary)
         one = layout(schedule=schedule, global_batch=m)
-        pipeline = costs.times_of(model, one, DGX).pipeline
+        pipeline = costs.times_of(model, one, slow).pipeline
         assert costs.batch_s(one, pipeline) == pytest.approx(costs.simulated_s(one, pipeline), rel=1e-9)
-        assert costs.least_s(model, one, DGX) <= costs.batch_s(one, pipeline) * (1 + 1e-12)
-        assert costs.work_s(model, one, DGX) <= costs.batch_s(one, pipeline)
+        assert costs.least_s(model, one, slow) <= costs.batch_s(one, pipeline) * (1 + 1e-12)
+        assert costs.work_s(model, one, slow) <= costs.batch_s(one, pipeline)
 
 
 def test_one_more_token_on_the_last_stage():
