@@ -127,20 +127,17 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
     states, *others = (_states(model, layout, shares, one, count) for one, count in zip(hosted, counts, strict=True))
     chunks = chunks_in_flight(layout, stage)
     layers = max(counts) // layout.chunks
-    kept = chunks * _kept_by_chunk(shares.layer, layout, layers)
-    under_way = [shares.layer]
+    losses = _losses(layout, stage) if layout.pipeline - 1 in hosted else 0
+    kept, under_way = chunks * _kept_by_chunk(shares.layer, layout, layers), [shares.layer]
     if 0 in hosted:
         of_first = -(-chunks // layout.chunks)
         kept += of_first * activations.of_embedding(model, layout)
         if model.dense_layers:
-            kept += of_first * (
-                _kept_by_first(shares, model, layout, layers) - _kept_by_chunk(shares.layer, layout, layers)
-            )
-            under_way = [shares.dense_layer] if layers == model.dense_layers else [shares.layer, shares.dense_layer]
-    losses = _losses(layout, stage) if layout.pipeline - 1 in hosted else 0
+            more, under_way = _of_dense_layers(model, layout, shares, layers)
+            kept += of_first * more
     if losses and model.mtp_num_layers:
         kept += losses * model.mtp_num_layers * activations.of_prediction(model, layout)
-        under_way.append(shares.layer)
+        under_way = [*under_way, shares.layer]
     logits, working = _peak(model, layout, under_way, layers, losses)
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
     return StageMemory(
@@ -246,20 +243,16 @@ def _kept_by_chunk(layer: LayerActivations, layout: Layout, layers: int) -> floa
     return again * layer.input + (layers - again) * layer.kept
 
 
-def _kept_by_first(shares: _Shares, model: Model, layout: Layout, layers: int) -> float:
-    """The same of the first chunk, whose first layers have no experts."""
-    dense, others = model.dense_layers, layers - model.dense_layers
-    if layout.recompute != Recompute.FULL:
-        return dense * shares.dense_layer.kept + others * shares.layer.kept
-    if layout.recompute_method == RecomputeMethod.UNIFORM:
-        return _kept_by_chunk(shares.layer, layout, layers)  # Inputs, which are alike.
-    again = min(layers, layout.recompute_layers)
-    dense_kept = dense - min(dense, again)
-    return (
-        again * shares.layer.input
-        + dense_kept * shares.dense_layer.kept
-        + (layers - again - dense_kept) * shares.layer.kept
-    )
+def _of_dense_layers(
+    model: Model, layout: Layout, shares: _Shares, layers: int
+) -> tuple[float, list[LayerActivations]]:
+    """What the first layers of the first chunk leave, beyond what others would; and the kinds that the chunk has."""
+    dense, kinds = model.dense_layers, [shares.layer, shares.dense_layer]
+    if layout.recompute == Recompute.FULL:  # Inputs are alike.
+        by_block = layout.recompute_method == RecomputeMethod.BLOCK
+        dense = max(dense - layout.recompute_layers, 0) if by_block else 0
+    more = dense * (shares.dense_layer.kept - shares.layer.kept)
+    return more, kinds[1:] if layers == model.dense_layers else kinds
 
 
 def _losses(layout: Layout, stage: int) -> int:
