@@ -1,15 +1,16 @@
 """Bytes of activations that one transformer layer, the embedding and the loss keep for the backward.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4,
-generalised to grouped queries, gated MLPs and mixtures of experts. Everything is per tensor-parallel rank.
+generalised to grouped queries, latent vectors, gated MLPs and mixtures of experts. Everything is per tensor-parallel
+rank.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_2bw.planner import fp8
-from megatron_2bw.planner.layout import Fp8, Layout, Recompute
+from megatron_2bw.planner import attention, fp8
+from megatron_2bw.planner.layout import Fp8, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 
 FP32_BYTES = 4
@@ -44,17 +45,18 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     tokens = model.tokens(layout.microbatch, layout.context)
     outside = tensor if layout.sequence_parallel else 1
     masks = MASK_BYTES if model.dropout else 0
-    queries = model.query_size
-    keys = model.key_size
     # Inputs of two norms and of what follows them; two dropout masks.
     kept = fp8.operand_width(layout.fp8, width)
     after_norm = kept + (width if model.num_experts else kept)  # A router reads what its norm writes.
     between = (2 * width + after_norm + 2 * masks) * hidden / outside
     # Q, K, V and the input of the projection; into and out of the activation function.
-    # Attention keeps its output, too.
-    copied = 0 if layout.fp8 is Fp8.NONE else kept * queries
-    cast = (width - kept) * model.ffn_hidden_size * model.routed(layout.expert)
-    inside = (width * (2 * queries + 2 * keys + _mlp_numbers(model, layout)) + copied - cast) / tensor
+    inside = width * (attention.kept(model) + _mlp_numbers(model, layout)) / tensor
+    between += width * (attention.kept_latents(model) + model.gate_parameters) / outside
+    if layout.fp8 is not Fp8.NONE:  # Attention keeps its output, and the norm before shared experts what it writes.
+        out_of_mlp = model.ffn_hidden_size * model.routed(layout.expert) + model.moe_shared_expert_intermediate_size
+        inside += (kept * model.output_size - (width - kept) * out_of_mlp) / tensor
+        copied = kept * hidden if model.moe_shared_expert_intermediate_size else 0
+        between += (copied - (width - kept) * attention.cast_latents(model)) / outside
     around_mlp = hidden / outside
     if model.num_experts:  # Into the experts, gathered from the ranks that split them.
         around_mlp = model.routed(layout.expert) * hidden * layout.expert_tensor / tensor
@@ -65,7 +67,9 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     gathered = width * hidden if layout.sequence_parallel else 0
     mlp_gradients = width * (_mlp_numbers(model, layout) / tensor + 2 * around_mlp)
     # Of attention to the keys of every rank, kept until the last one's have been attended to.
-    outputs = width * queries / tensor * layout.context if layout.context > 1 else 0
+    outputs = width * model.output_size / tensor * layout.context if layout.context > 1 else 0
+    if model.multi_latent_attention:  # More than what goes into its products: queries, keys, values and what they give.
+        outputs = max(outputs, width * attention.kept(model) / tensor)
     score_gradients = 0 if layout.fused_attention else 2 * width * scores
     return LayerActivations(
         input=tokens * width * hidden / outside,
@@ -78,8 +82,23 @@ def _mlp_numbers(model: Model, layout: Layout) -> float:
     """Per token, before it is split: what goes into the activation function and what comes out; SiLU's result, or the
     experts' GELU before it is weighted.
     """
-    halves = 2 + (model.num_experts > 0) if not model.swiglu else 3 if layout.fused_swiglu else 4
-    return halves * model.ffn_hidden_size * model.routed(layout.expert)
+    gated = 3 if layout.fused_swiglu else 4
+    halves = 2 + (model.num_experts > 0) if not model.swiglu else gated
+    shared = (gated if model.swiglu else 2) * model.moe_shared_expert_intermediate_size
+    return halves * model.ffn_hidden_size * model.routed(layout.expert) + shared
+
+
+def of_prediction(model: Model, layout: Layout) -> float:
+    """Bytes that one forward keeps for each further token that is predicted, its loss apart.
+
+    Its embedding and what the layers gave, those two normed, and what its layer keeps; with uniform recomputation the
+    first two alone: ``MultiTokenPredictionLayer``, which knows no other.
+    """
+    outside = layout.tensor if layout.sequence_parallel else 1
+    vector = layout.precision.width * model.tokens(layout.microbatch, layout.context) * model.hidden_size / outside
+    if layout.recompute == Recompute.FULL and layout.recompute_method == RecomputeMethod.UNIFORM:
+        return 2 * vector
+    return 4 * vector + of_layer(model, layout).kept
 
 
 class LossActivations(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_2bw.planner.cluster import Cluster, Gpu
+from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
 
 RECOMPUTE_FACTOR = 4 / 3
@@ -59,16 +60,21 @@ def estimate(
     activations are ``s*(18*h + 4*f) + 5*a*s^2`` bytes (Korthikanti et al., arXiv 2205.05198, section 4.1),
     the last term only where scores are stored.
 
+    Raises:
+        PlanError: not all layers are alike.
+
     >>> from megatron_2bw.planner.cluster import GPUS
     >>> model = Model(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=512, vocab_size=50257)
     >>> blocks = estimate(model, GPUS["v100-16gb"])
     >>> f"{blocks.activation_bytes / blocks.count / 1e6:.1f} MB and {blocks.sample_s * 1e3:.2f} ms per sample"
     '56.6 MB and 3.58 ms per sample'
     """
+    if model.dense_layers or model.mtp_num_layers:
+        raise PlanError("layers of several kinds: the papers' planners know equal ones alone; use --cost-model default")
     tokens, hidden = model.seq_length, model.hidden_size
     experts = model.moe_router_topk if model.num_experts else 1
-    flops = 2 * tokens * (model.attention_parameters + experts * model.mlp_parameters)
-    flops += 4 * tokens**2 * model.query_size
+    flops = 2 * tokens * (model.attention_parameters + experts * model.mlp_parameters + model.shared_parameters)
+    flops += 2 * tokens**2 * (model.query_size + model.output_size)
     stored = tokens * (18 * hidden + (6 if model.swiglu else 4) * experts * model.ffn_hidden_size)
     if not fused_attention:
         stored += 5 * model.num_attention_heads * tokens**2

@@ -29,7 +29,7 @@ from megatron_2bw.planner.rules import (
     stage_problem,
     tensor_problem,
 )
-from megatron_2bw.planner.savings import Saving, distinct_group_sizes
+from megatron_2bw.planner.savings import Saving, group_sizes
 from megatron_2bw.planner.shapes import Shape, Shapes
 from megatron_2bw.planner.space import Space, field_of
 from megatron_2bw.planner.stages import layers_of_stages
@@ -240,9 +240,10 @@ class Candidates:
                 if recompute == Recompute.FULL:
                     for method in self.decisions.allowed("recompute_methods", tuple(RecomputeMethod)):
                         block = method == RecomputeMethod.BLOCK
-                        sizes = range(1, max(layers)) if block else distinct_group_sizes(layers)
+                        sizes = range(1, max(layers)) if block else group_sizes(self.model, layers)
                         if space.recompute_layers is not None:
-                            sizes = self.decisions.allowed("recompute_layers", tuple(range(1, max(layers) + 1)))
+                            most = 1 if self.model.mtp_num_layers and not block else max(layers)
+                            sizes = self.decisions.allowed("recompute_layers", tuple(range(1, most + 1)))
                         if sizes:
                             yield Saving(base, buffers, recompute, method, sizes)
                 elif recompute == Recompute.NONE or not base.fused_attention or space.recomputes is not None:

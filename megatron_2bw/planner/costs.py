@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_2bw.planner import fp8, periods
+from megatron_2bw.planner import fp8, muon, periods
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layer import Split, Work, Works, works_of
-from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Fp8, Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.layer import Split, Works, works_of
+from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Fp8, Layout, Optimizer
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.periods import Pipeline, Stage
+from megatron_2bw.planner.periods import Pipeline
+from megatron_2bw.planner.pieces import parts_of_batch, stage_pieces, time_of
 from megatron_2bw.planner.programs import programs_of, shortened
 from megatron_2bw.planner.speeds import Machine, Speed, error_bar, machine_of
-from megatron_2bw.planner.stages import layers_of_stages, weights_of
+from megatron_2bw.planner.stages import Weights, layers_of_stages, weights_of
 from megatron_2bw.schedule.action import COMPUTE
 from megatron_2bw.schedule.placement import is_paired
 from megatron_2bw.schedule.program import GradientCopy
@@ -65,6 +66,8 @@ class Held(NamedTuple):
     replicas: int
     stride: int
     """From one replica to the next, in ranks."""
+    others: int = 0
+    """Of them, those that an optimizer of matrices leaves to Adam."""
 
 
 class Times(NamedTuple):
@@ -114,7 +117,7 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
         bubble_ratio=0.0 if layout.pipeline == 1 else max(0.0, 1 - work_s / (layout.pipeline * time_s)),
         tokens_per_s=layout.global_batch * model.seq_length / time_s,
         flops_per_gpu_s=model_flops(model, layout.global_batch) / time_s / layout.gpus,
-        parts=_parts(model, layout, times, time_s, shared=_processor_share(cluster) < 1),
+        parts=parts_of_batch(model, layout, pipeline, times.works, time_s, shared=_processor_share(cluster) < 1),
         relative_error=bar.share,
         error_source=bar.source,
     )
@@ -125,7 +128,7 @@ def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
 
     In both directions, the ranks in the middle have half of all stages' forwards before them and backwards behind them.
     """
-    is_uneven = layout.schedule == "1f1b-flush" and layout.first_stage_layers
+    is_uneven = layout.schedule == "1f1b-flush" and (layout.first_stage_layers or model.dense_layers)
     if not (is_uneven or layout.schedule in MIRRORED) or _processor_share(cluster) < 1:
         return iteration(model, layout, cluster).time_s
     pipeline = times_of(model, layout, cluster).pipeline
@@ -144,8 +147,10 @@ def work_s(model: Model, layout: Layout, cluster: Cluster) -> float:
     direction shorten its way.
     """
     works = works_of(model, Split.of(layout), machine_of(cluster))
-    microbatch_s = model.num_layers * (works.layer.forward_s + works.layer.backward_s)
+    microbatch_s = (model.num_layers - model.dense_layers) * (works.layer.forward_s + works.layer.backward_s)
     microbatch_s += sum(work.forward_s + work.backward_s for work in (works.embedding, works.loss))
+    for count, work in ((model.dense_layers, works.dense), (model.mtp_num_layers, works.mtp)):
+        microbatch_s += count * (work.forward_s + work.backward_s)
     fills = layout.chunks == 1 and layout.schedule in _FILLING
     passes = layout.microbatches + (layout.pipeline - 1 if fills else 0)
     return _processor_share(cluster) * passes * microbatch_s / layout.pipeline * (1 - periods.ROUNDING)
@@ -160,29 +165,62 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
     machine, layers = machine_of(cluster, speed), layers_of_stages(model, layout)
     works = works_of(model, Split.of(layout), machine)
     alone = layout.pipeline == 1
-    first = _stage(layout, works.layer, layers.first, works.embedding, *([works.loss] if alone else []))
+    first = time_of(stage_pieces(model, layout, works, layers.first, is_first=True, is_last=alone))
+    middle = time_of(stage_pieces(model, layout, works, layers.middle, is_first=False, is_last=False))
+    last = time_of(stage_pieces(model, layout, works, layers.last, is_first=False, is_last=True))
     weights = weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
-    on_first = [Held(weights.of(0, layers.first, model, layout.pipeline), layout.replicas, layout.tensor)]
-    if model.num_experts:
-        stride = layout.expert_tensor * layout.expert
-        on_first.append(Held(layers.first * weights.experts, layout.expert_replicas, stride))
+    stage, held = _fullest(model, layout, weights)
+    of_stage = first if stage == 0 else last if stage == layout.pipeline - 1 else middle
+    is_tied = model.tied or model.mtp_num_layers > 0
+    by_muon = layout.optimizer is Optimizer.MUON and machine.profile is None
     pipeline = Pipeline(
         stages=layout.pipeline,
         microbatches=layout.microbatches,
         first=first,
-        middle=_stage(layout, works.layer, layers.middle),
-        last=_stage(layout, works.layer, layers.last, works.loss),
+        middle=middle,
+        last=last,
         send_s=0.0 if alone else _send_s(model, layout, machine),
-        update_s=_update_s(layout, machine, on_first)
-        + _cast_s(layout, machine, layers.first * (weights.layer + weights.experts))
-        + _gathered_s(layout, machine, on_first, first.forward_s),
-        gradients_s=_gradients_s(layout, machine, on_first, first.backward_s),
-        norm_s=_norm_s(layout, machine, weights.word_embedding if model.tied and not alone else 0),
+        update_s=_update_s(layout, machine, held)
+        + _cast_s(layout, machine, layers.of(stage, layout.pipeline) * (weights.layer + weights.experts))
+        + (muon.orthogonalized_s(model, layout, machine, stage, layers.of(stage, layout.pipeline)) if by_muon else 0.0)
+        + _gathered_s(layout, machine, held, of_stage.forward_s),
+        gradients_s=_gradients_s(layout, machine, held, of_stage.backward_s)
+        + _replicated_s(model, layout, machine, max(layers)),
+        norm_s=_norm_s(layout, machine, weights.word_embedding if is_tied and not alone else 0),
     )
     if layout.schedule in MIRRORED:
-        gradients_s = pipeline.gradients_s + _exchange_s(layout, machine, on_first)
+        gradients_s = pipeline.gradients_s + _exchange_s(layout, machine, held)
         pipeline = replace(pipeline, gradients_s=gradients_s)
     return Times(pipeline, works)
+
+
+def _fullest(model: Model, layout: Layout, weights: Weights) -> tuple[int, list[Held]]:
+    """The first stage and its weights; where stages have layers of several kinds, the one that holds most."""
+    layers, last = layers_of_stages(model, layout), layout.pipeline - 1
+    stages = sorted({0, min(1, last), last}) if model.dense_layers or model.mtp_num_layers else [0]
+    found = [(stage, _held(model, layout, weights, stage, layers.of(stage, layout.pipeline))) for stage in stages]
+    return max(found, key=lambda pair: sum(held.weights for held in pair[1]))
+
+
+def _held(model: Model, layout: Layout, weights: Weights, stage: int, layers: int) -> list[Held]:
+    where = stage, layers, model, layout.pipeline
+    others = weights.others_of(*where) if layout.optimizer.is_of_matrices else 0
+    held = [Held(weights.of(*where), layout.replicas, layout.tensor, others)]
+    if model.num_experts:
+        stride = layout.expert_tensor * layout.expert
+        held.append(Held(weights.experts_of(*where), layout.expert_replicas, stride))
+    return held
+
+
+def _replicated_s(model: Model, layout: Layout, machine: Machine, layers: int) -> float:
+    """Sum over tensor-parallel ranks, of gradients of weights that all of them have and use for parts of the sequence.
+
+    ``_allreduce_non_tensor_model_parallel_grads`` in ``megatron/core/distributed/finalize_model_grads.py``; those of
+    norms alone are too few to price.
+    """
+    if not (layout.sequence_parallel and model.down_parameters):
+        return 0.0
+    return machine.all_reduce_s(layout.gradient_width * layers * model.down_parameters, layout.tensor, 1)
 
 
 def _shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: float) -> float:
@@ -250,9 +288,17 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.interleaved_s(pipeline, layout.chunks)
     if layout.schedule in (*MIRRORED, "pipedream"):
         return _repeated_s(layout, pipeline)
-    if layout.first_stage_layers or layout.last_stage_layers:
+    if layout.first_stage_layers or layout.last_stage_layers or _has_lighter_ends(pipeline):
         return periods.uneven_one_f_one_b_s(pipeline)
     return periods.one_f_one_b_s(pipeline)
+
+
+def _has_lighter_ends(pipeline: Pipeline) -> bool:
+    """Whether the first or the last of several stages takes less time, as with layers of another kind."""
+    p = pipeline
+    ends = (p.first, p.last) if p.stages > 2 else ()
+    lighter = any(end[way] < p.middle[way] for end in ends for way in (0, 1))
+    return lighter or (p.stages > 1 and p.first.forward_s > p.last.pair_s)
 
 
 def _repeated_s(layout: Layout, pipeline: Pipeline) -> float:
@@ -302,23 +348,6 @@ def gradient_copy(layout: Layout) -> GradientCopy:
     if layout.gradient_buffers == 1:
         return GradientCopy.NONE
     return GradientCopy.SHARD if layout.distributed_optimizer else GradientCopy.WHOLE
-
-
-def _stage(layout: Layout, layer: Work, layers: int, *more: Work) -> Stage:
-    """So many layers, and embedding or loss."""
-    forward_s = layers * layer.forward_s
-    backward_s = layers * layer.backward_s + _computed_again(layout, layers) * layer.again_s
-    for work in more:
-        forward_s += work.forward_s
-        backward_s += work.backward_s
-    return Stage(forward_s, backward_s)
-
-
-def _computed_again(layout: Layout, layers: int) -> int:
-    """How many of a stage's layers recomputation applies to."""
-    if layout.recompute == Recompute.FULL and layout.recompute_method == RecomputeMethod.BLOCK:
-        return min(layers, layout.recompute_layers * layout.chunks)
-    return layers
 
 
 def _send_s(model: Model, layout: Layout, machine: Machine) -> float:
@@ -396,12 +425,18 @@ def _norm_s(layout: Layout, machine: Machine, shared_weights: int) -> float:
 
 
 def _update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
-    """Adam reads four fp32 numbers per weight and writes three; gradients are read for the norm and zeroed."""
+    """Adam reads four fp32 numbers per weight and writes three; gradients are read for the norm and zeroed.
+
+    With one moment in place of two, three are read and two written.
+    """
     all_of_them = sum(held.weights for held in stage)
-    own = sum(held.weights / (held.replicas if layout.distributed_optimizer else 1) for held in stage)
+    shares = [held.replicas if layout.distributed_optimizer else 1 for held in stage]
+    own = sum(held.weights / share for held, share in zip(stage, shares, strict=True))
     if machine.profile is not None:
         return machine.profile.update_s(layout.tensor, own)
-    moved_bytes = own * (7 * FP32_BYTES + layout.precision.width + layout.gradient_width)
+    moved = 3 + 2 * layout.optimizer.moments
+    moved_bytes = own * (moved * FP32_BYTES + layout.precision.width + layout.gradient_width)
+    moved_bytes += sum(2 * FP32_BYTES * held.others / share for held, share in zip(stage, shares, strict=True))
     return machine.elementwise_s(moved_bytes + all_of_them * layout.gradient_width)
 
 
@@ -409,43 +444,6 @@ def _cast_s(layout: Layout, machine: Machine, weights: int) -> float:
     """Weights of layers in 8 bits, once per batch."""
     per_weight = fp8.weight_cast_bytes(layout.fp8, layout.precision.width, parameters=layout.fp8_parameters)
     return machine.elementwise_s(weights * per_weight) if per_weight else 0.0
-
-
-def _parts(model: Model, layout: Layout, times: Times, time_s: float, *, shared: bool) -> dict[str, float]:
-    """Seconds of a batch on the slower of first and last stage; they add up to ``time_s``."""
-    pipeline, works, layers = times.pipeline, times.works, layers_of_stages(model, layout)
-    on_last = layout.pipeline > 1 and pipeline.last.pair_s >= pipeline.first.pair_s
-    if layout.schedule in MIRRORED:  # The first rank has both, each for half of the microbatches.
-        ends = [
-            _work_parts(layout, works, count, is_last=last) for last, count in ((0, layers.first), (1, layers.last))
-        ]
-        parts = {name: (ends[0][name] + ends[1][name]) / 2 for name in ends[0]}
-    else:
-        parts = _work_parts(layout, works, layers.last if on_last else layers.first, is_last=on_last)
-    parts["update"] = pipeline.update_s
-    if layout.schedule != "2bw":
-        parts["sum of gradients"] = pipeline.gradients_s + pipeline.norm_s
-    total_s = sum(parts.values())
-    if shared and total_s > time_s:  # Work is done faster while others wait.
-        return {name: part_s * time_s / total_s for name, part_s in parts.items()} | {"waiting": 0.0}
-    return parts | {"waiting": time_s - total_s}
-
-
-def _work_parts(layout: Layout, works: Works, count: int, *, is_last: bool) -> dict[str, float]:
-    """Seconds of a batch in ``count`` layers of the first or the last stage, and in what else is there."""
-    m, layer = layout.microbatches, works.layer
-    return {
-        "layers, as profiled": m * count * (layer.forward.measured_s + layer.backward.measured_s),
-        "matrix products": m * count * (layer.forward.products_s + layer.backward.products_s),
-        "elementwise kernels": m * count * (layer.forward.elementwise_s + layer.backward.elementwise_s),
-        "tensor parallel": m * count * (layer.forward.tensor_parallel_s + layer.backward.tensor_parallel_s),
-        "context parallel": m * count * (layer.forward.context_parallel_s + layer.backward.context_parallel_s),
-        "expert parallel": m * count * (layer.forward.expert_parallel_s + layer.backward.expert_parallel_s),
-        "launching kernels": m * count * (layer.forward.launch_s + layer.backward.launch_s),
-        "recompute": m * _computed_again(layout, count) * layer.again_s,
-        "embedding": 0.0 if is_last else m * (works.embedding.forward_s + works.embedding.backward_s),
-        "loss": m * (works.loss.forward_s + works.loss.backward_s) if is_last or layout.pipeline == 1 else 0.0,
-    }
 
 
 def model_flops(model: Model, samples: int) -> float:
@@ -457,9 +455,16 @@ def model_flops(model: Model, samples: int) -> float:
     >>> f"{model_flops(model, 1536) / 1e18:.2f}"
     '3.39'
     """
-    experts = model.moe_router_topk if model.num_experts else 1
-    weights = model.hidden_size * (2 * model.query_size + 2 * model.key_size)
-    weights += experts * (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
-    scores = 2 * model.query_size * model.seq_length
-    per_token = model.num_layers * (weights + scores) + model.padded_vocab_size() * model.hidden_size
+    per_token = (model.num_layers - model.dense_layers + model.mtp_num_layers) * _layer_products(model)
+    per_token += model.dense_layers * _layer_products(model.dense)
+    per_token += model.mtp_num_layers * 2 * model.hidden_size**2
+    per_token += (1 + model.mtp_num_layers) * model.padded_vocab_size() * model.hidden_size
     return 6 * samples * model.seq_length * per_token
+
+
+def _layer_products(model: Model) -> int:
+    """Multiplications per token in the products of a layer's forward."""
+    experts = model.moe_router_topk if model.num_experts else 1
+    weights = model.attention_matrices + model.shared_parameters
+    weights += experts * (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+    return weights + (model.query_size + model.output_size) * model.seq_length

@@ -1,4 +1,4 @@
-"""Megatron's flags for a Model and a Layout, and back."""
+"""Megatron's flags for a Layout, and back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.inputs import misspelled
-from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.model_flags import MODEL_FLAGS, read_model
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
@@ -18,28 +19,14 @@ from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, p
 from megatron_2bw.planner.unpriced import (
     CHECKED,
     DISPATCHER,
+    DIST_MUON,
     GROUPED,
     check_accepted,
-    check_model,
     check_pipedream,
     check_priced,
+    optimizer_of,
 )
 
-MODEL_NUMBERS: dict[str, str] = {
-    "--num-layers": "num_layers",
-    "--hidden-size": "hidden_size",
-    "--num-attention-heads": "num_attention_heads",
-    "--seq-length": "seq_length",
-    "--vocab-size": "vocab_size",
-    "--ffn-hidden-size": "ffn_hidden_size",
-    "--kv-channels": "kv_channels",
-    "--num-query-groups": "num_query_groups",
-    "--num-experts": "num_experts",
-    "--moe-router-topk": "moe_router_topk",
-    "--make-vocab-size-divisible-by": "make_vocab_size_divisible_by",
-}
-"""Flags with a number of the Model."""
-REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
 LAYOUT_NUMBERS: dict[str, str] = {
     "--pipeline-model-parallel-size": "pipeline",
     "--tensor-model-parallel-size": "tensor",
@@ -58,55 +45,11 @@ LAYOUT_NUMBERS: dict[str, str] = {
     "--pipeline-gradient-buffers": "gradient_buffers",
 }
 """Flags with a number of the Layout."""
-DROPOUT = ("--attention-dropout", "--hidden-dropout")
-"""Flags that are both 0 where nothing is dropped."""
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 _FUSED_LOSS = {"--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"}
 FP8_FORMATS = ("hybrid", "e4m3")
 _IN_BLOCKS = (Fp8.BLOCKWISE, Fp8.MXFP8)
 """Recipes whose scales are fine enough for gradients in e4m3."""
-VOCABULARIES: dict[str, int] = {
-    "GPT2BPETokenizer": 50257,
-    "Llama2Tokenizer": 32000,
-    "BertWordPieceLowerCase": 30522,
-    "BertWordPieceCase": 28996,
-}
-"""Of tokenizers with one published vocabulary: GPT-2, Llama 2, BERT uncased and cased."""
-
-
-MODEL_SWITCHES = frozenset(
-    {
-        *"--group-query-attention --swiglu --quick-geglu --squared-relu --openai-gelu --disable-bias-linear".split(),
-        *"--add-qkv-bias --apply-layernorm-1p --qk-layernorm --untie-embeddings-and-output-weights".split(),
-        *"--use-rotary-position-embeddings --rotary-interleaved --use-rope-scaling".split(),
-        *"--no-bias-gelu-fusion --moe-router-pre-softmax".split(),
-    }
-)
-"""Flags without a value that describe a model."""
-_TOKENIZER = frozenset({"--vocab-size", "--tokenizer-type"})
-_UNPRICED = {
-    "--norm-epsilon": 1e-5,
-    "--init-method-std": 0.02,
-    "--rotary-base": 10000,
-    "--rotary-percent": 1.0,
-    "--rotary-seq-len-interpolation-factor": 1,
-    "--rope-scaling-factor": 8.0,
-}
-"""Flags with a number of the model that its costs do not depend on, and an example."""
-MODEL_FLAGS = frozenset(
-    {
-        *MODEL_NUMBERS,
-        *MODEL_SWITCHES,
-        *DROPOUT,
-        *_TOKENIZER,
-        *"--encoder-seq-length --normalization --position-embedding-type --moe-ffn-hidden-size".split(),
-        *"--max-position-embeddings --padded-vocab-size".split(),
-        *_UNPRICED,
-    }
-)
-"""Flags that describe a model, whether its costs depend on them or not."""
 _SPELLED = frozenset(
     {
         *MODEL_FLAGS,
@@ -120,7 +63,7 @@ _SPELLED = frozenset(
         *"--grad-reduce-in-bf16 --tp-comm-overlap".split(),
         # Megatron's own, which look like others.
         *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
-        *"--moe-expert-rank-capacity-factor --fp4-recipe --fp4-param-gather".split(),
+        *"--moe-expert-rank-capacity-factor --moe-z-loss-coeff --fp4-recipe --fp4-param-gather".split(),
         *"--mtp-hybrid-override-pattern --expert-tensor-parallel-num-weight-shards".split(),
     }
 )
@@ -184,87 +127,6 @@ def _misspelled(options: Options) -> Iterator[str]:
             yield f"{flag}: not priced; did you mean {nearest}?"
 
 
-def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
-    """The Model that Megatron's flags describe, with Megatron's defaults.
-
-    Raises:
-        PlanError: a flag is missing, malformed or refused by Megatron.
-    """
-    check_model(options)
-    numbers = {name: options.number(flag) for flag, name in MODEL_NUMBERS.items() if flag in options}
-    if "seq_length" not in numbers and "--encoder-seq-length" in options:
-        numbers["seq_length"] = options.number("--encoder-seq-length")
-    missing = [flag for flag in REQUIRED if MODEL_NUMBERS[flag] not in numbers]
-    if missing:
-        raise PlanError(f"{missing[0]} is missing: the costs depend on it; give {missing[0]} N")
-    if "--group-query-attention" in options:
-        numbers.setdefault("num_query_groups", 1)
-    else:
-        numbers.pop("num_query_groups", None)
-    if "ffn_hidden_size" not in numbers:
-        numbers["ffn_hidden_size"] = default_ffn(numbers["hidden_size"], swiglu="--swiglu" in options)
-    if numbers.get("num_experts") and "--moe-ffn-hidden-size" in options:
-        numbers["ffn_hidden_size"] = options.number("--moe-ffn-hidden-size")
-    positions = options.choice("--position-embedding-type", POSITIONS, POSITIONS[0])
-    learned = positions == "learned_absolute" and "--use-rotary-position-embeddings" not in options
-    numbers["vocab_size"] = _vocabulary(options, kind)
-    return Model(
-        kind=kind,
-        swiglu="--swiglu" in options or "--quick-geglu" in options,
-        bias="--disable-bias-linear" not in options,
-        rmsnorm=options.choice("--normalization", NORMALIZATIONS, NORMALIZATIONS[0]) == "RMSNorm",
-        learned_positions=learned,
-        dropout=max(options.real(flag, 0.1, most=1) for flag in DROPOUT) > 0,
-        tied="--untie-embeddings-and-output-weights" not in options,
-        given_flags=_given(options, numbers["seq_length"]),
-        **numbers,
-    )
-
-
-def _given(options: Options, seq_length: int) -> str:
-    """The flags that describe the model, in the words they came in, and the number of positions that Megatron needs."""
-    positions = options.number("--max-position-embeddings", seq_length)
-    if positions < seq_length:
-        raise PlanError(
-            f"--max-position-embeddings {positions}: fewer than --seq-length {seq_length}; use {seq_length}"
-        )
-    for flag, example in _UNPRICED.items():
-        options.real(flag, example)
-    values = dict(options.values)
-    values.setdefault("--max-position-embeddings", [str(positions)])
-    words: list[str] = []
-    for flag, following in values.items():
-        if flag in MODEL_FLAGS - _TOKENIZER:
-            words += [flag, *([] if flag in MODEL_SWITCHES else map(options.explain, following[:1]))]
-    return " ".join(words)
-
-
-def default_ffn(hidden_size: int, *, swiglu: bool) -> int:
-    """Megatron's default of ``--ffn-hidden-size``.
-
-    >>> default_ffn(4096, swiglu=True), default_ffn(4096, swiglu=False)
-    (10880, 16384)
-    """
-    return int((4 * hidden_size * 2 / 3) / 64) * 64 if swiglu else 4 * hidden_size
-
-
-def _vocabulary(options: Options, kind: Kind) -> int:
-    for flag in ("--padded-vocab-size", "--vocab-size"):
-        if flag in options:
-            return options.number(flag)
-    # Scripts of Megatron's examples leave the tokenizer to the files they name.
-    by_files = "GPT2BPETokenizer" if "--merge-file" in options else "none"
-    if kind is Kind.BERT and "--vocab-file" in options:
-        by_files = "BertWordPieceLowerCase"
-    tokenizer = options.text("--tokenizer-type", by_files)
-    if tokenizer not in VOCABULARIES:
-        raise PlanError(
-            f"--vocab-size is missing, and --tokenizer-type {tokenizer} has no fixed vocabulary; give --vocab-size N "
-            "(on the command line, behind --from-script FILE)"
-        )
-    return VOCABULARIES[tokenizer]
-
-
 def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None, fused: bool | None) -> Layout:
     numbers = {
         name: options.number(flag)
@@ -284,6 +146,7 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
         numbers.pop("expert_tensor", None)  # Megatron does not look at it.
     if "--num-layers-per-virtual-pipeline-stage" in options:
         numbers["chunks"] = _chunks(options, model, numbers["pipeline"])
+    optimizer = options.text("--optimizer", Optimizer.ADAM)
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
     if fused is None:
         fused = precision is not Precision.FP32 if gpu is None else fuses_attention(gpu, precision)
@@ -296,9 +159,10 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
             options.choice("--recompute-method", RecomputeMethod, RecomputeMethod.UNIFORM)
         ),
         sequence_parallel="--sequence-parallel" in options and numbers["tensor"] > 1,
-        distributed_optimizer="--use-distributed-optimizer" in options,
+        optimizer=optimizer_of(optimizer) or Optimizer.ADAM,
+        distributed_optimizer="--use-distributed-optimizer" in options or optimizer == DIST_MUON,
         overlap_gradients="--overlap-grad-reduce" in options,
-        overlap_parameters={"--overlap-param-gather", "--use-distributed-optimizer"} <= options.values.keys(),
+        overlap_parameters="--overlap-param-gather" in options,
         gradients_in_fp32=precision is Precision.FP16 and "--accumulate-allreduce-grads-in-fp32" in options,
         gradients_in_bf16=precision is Precision.BF16 and "--grad-reduce-in-bf16" in options,
         fused_loss=_FUSED_LOSS.issubset(options.values) and options.text("--cross-entropy-fusion-impl") == "te",
@@ -356,43 +220,6 @@ def _fused(options: Options, default: bool) -> bool:
     return {"auto": default, "unfused": False, "local": False}.get(backend, True)
 
 
-def model_flags(model: Model) -> list[str]:
-    """Flags of the model as they were given, else as far as it differs from Megatron's defaults.
-
-    Those of the tokenizer are left out.
-
-    >>> " ".join(model_flags(Model(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=9)))
-    '--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32'
-    """
-    if model.given_flags:
-        return model.given_flags.split()
-    words = [
-        *f"--num-layers {model.num_layers} --hidden-size {model.hidden_size}".split(),
-        *f"--num-attention-heads {model.num_attention_heads}".split(),
-        *f"--seq-length {model.seq_length} --max-position-embeddings {model.seq_length}".split(),
-    ]
-    if model.ffn_hidden_size != default_ffn(model.hidden_size, swiglu=model.swiglu):
-        words += ["--ffn-hidden-size", str(model.ffn_hidden_size)]
-    if model.kv_channels * model.num_attention_heads != model.hidden_size:
-        words += ["--kv-channels", str(model.kv_channels)]
-    if model.num_query_groups != model.num_attention_heads:
-        words += ["--group-query-attention", "--num-query-groups", str(model.num_query_groups)]
-    if model.num_experts:
-        words += ["--num-experts", str(model.num_experts), "--moe-router-topk", str(model.moe_router_topk)]
-        words += ["--moe-router-pre-softmax"] * (model.moe_router_topk == 1)  # Megatron takes one only so.
-    if model.make_vocab_size_divisible_by != 128:
-        words += ["--make-vocab-size-divisible-by", str(model.make_vocab_size_divisible_by)]
-    switches = {
-        "--swiglu": model.swiglu,
-        "--disable-bias-linear": not model.bias,
-        "--normalization RMSNorm": model.rmsnorm,
-        "--position-embedding-type rope": not model.learned_positions,
-        " ".join(f"{flag} 0" for flag in DROPOUT): not model.dropout,
-        "--untie-embeddings-and-output-weights": not model.tied,
-    }
-    return [*words, *(word for switch, on in switches.items() if on for word in switch.split())]
-
-
 def layout_flags(model: Model, layout: Layout) -> list[str]:
     """Flags of ``layout``; the data-parallel size follows from the number of processes.
 
@@ -442,6 +269,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--grad-reduce-in-bf16": layout.gradients_in_bf16,
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te": layout.fused_loss,
         "--tp-comm-overlap": layout.overlap_tensor,
+        f"--optimizer {layout.optimizer}": layout.optimizer is not Optimizer.ADAM,
         f"--{layout.precision}": layout.precision is not Precision.FP32,
         "--fp8-param-gather": layout.fp8_parameters,
         "--attention-backend unfused": not layout.fused_attention,

@@ -11,8 +11,9 @@ from textwrap import shorten
 from megatron_2bw.planner.bash.scope import is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import MODEL_SWITCHES, Configuration
+from megatron_2bw.planner.flags import Configuration
 from megatron_2bw.planner.model import Kind
+from megatron_2bw.planner.model_flags import MODEL_SWITCHES
 
 _TELLING = frozenset({"--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length", "--num-attention-heads"})
 """Flags that a training command has."""

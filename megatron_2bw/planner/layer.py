@@ -9,17 +9,20 @@ taken to be nearly equally busy (Lepikhin et al., "GShard", arXiv 2006.16668, se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from megatron_2bw.planner import fp8
+from megatron_2bw.planner import attention, fp8
 from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.prediction import mtp_work
 from megatron_2bw.planner.speeds import Machine
+from megatron_2bw.planner.work import NO_WORK, NOTHING, Parts, Product, Work, launched
 
-_PRODUCTS = 6
-"""Kernels of a forward with matrix products: four with weights, two with scores; the backward has twice as many."""
+_CORE_PRODUCTS = 2
+"""Kernels of a forward with scores in matrix products; the backward has twice as many, and of those with weights."""
 _FORWARD, _UNFUSED_FORWARD = 5, 3
 """Elementwise kernels: two norms, two residual sums, the activation function; around scores, three permutations."""
 _BACKWARD, _UNFUSED_BACKWARD = 12, 5
@@ -31,49 +34,10 @@ _SORTING = 2
 """To the experts' order and back."""
 _SCORES = 2
 """Softmax and dropout."""
-
-
-class Parts(NamedTuple):
-    """Seconds by what they are spent on."""
-
-    products_s: float = 0.0
-    """Matrix products and fused attention."""
-    elementwise_s: float = 0.0
-    """Norms, activation functions, softmax, dropout, residuals, sums of gradients."""
-    tensor_parallel_s: float = 0.0
-    """Collectives of tensor-parallel ranks."""
-    context_parallel_s: float = 0.0
-    """Keys and values of other ranks, where they take longer than the attention to those at hand."""
-    expert_parallel_s: float = 0.0
-    """Tokens to the ranks of their experts, and back."""
-    launch_s: float = 0.0
-    """Waiting for the host, where it needs longer to launch the kernels than the GPU to run them."""
-    measured_s: float = 0.0
-    """All of it, where a profile knows no parts."""
-
-    @property
-    def total_s(self) -> float:
-        return sum(self)
-
-
-NOTHING = Parts()
-
-
-class Work(NamedTuple):
-    """Forward and backward of some part of the model."""
-
-    forward: Parts
-    backward: Parts
-    again: Parts
-    """What the backward computes again first, where recomputation applies."""
-    forward_s: float
-    backward_s: float
-    again_s: float
-
-    @classmethod
-    def of(cls, forward: Parts, backward: Parts, again: Parts = NOTHING) -> Work:
-        """With the sums, which are needed often."""
-        return cls(forward, backward, again, forward.total_s, backward.total_s, again.total_s)
+_SHARED_FORWARD, _SHARED_BACKWARD = 2, 2
+"""Of shared experts: the activation function and the sum with the others; that of gradients of their input."""
+_GATE = 3
+"""A product with one column, a sigmoid, a product; half of what a backward has."""
 
 
 class Split(NamedTuple):
@@ -109,8 +73,13 @@ class Works(NamedTuple):
     """For one microbatch."""
 
     layer: Work
+    """Of most layers: with experts, if the model has them."""
     embedding: Work
     loss: Work
+    dense: Work = NO_WORK
+    """Of a layer without experts, if a model with them has some."""
+    mtp: Work = NO_WORK
+    """Of one more predicted token, its embedding and loss included."""
 
 
 @lru_cache(maxsize=4096)
@@ -133,7 +102,15 @@ def works_of(model: Model, split: Split, machine: Machine) -> Works:
     """
     if machine.profile is not None:
         return machine.profile.works(model, split)
-    return Works(_layer(model, split, machine), _embedding(model, split, machine), _loss(model, split, machine))
+    layer, loss = _layer(model, split, machine), _loss(model, split, machine)
+    embedding = _embedding(model, split, machine)
+    return Works(
+        layer,
+        embedding,
+        loss,
+        dense=_layer(model.dense, split._replace(expert=1), machine) if model.dense_layers else NO_WORK,
+        mtp=mtp_work(model, split, machine, (embedding, layer, loss)) if model.mtp_num_layers else NO_WORK,
+    )
 
 
 def _layer(model: Model, split: Split, machine: Machine) -> Work:
@@ -151,8 +128,7 @@ class _Sizes:
         self.width, self.tensor = split.precision.width, split.tensor
         self.tokens = model.tokens(split.microbatch, split.context)
         self.hidden = model.hidden_size
-        self.queries = model.query_size / self.tensor
-        self.keys = model.key_size / self.tensor
+        self.outputs = model.output_size / self.tensor
         self.routed = model.routed(split.expert)
         self.experts = max(model.num_experts, 1) // split.expert
         # Ranks that split no expert each have a share of the tokens in its place.
@@ -160,36 +136,79 @@ class _Sizes:
         self.routed_tokens = self.tokens * self.routed * self.of_mlp / self.tensor
         self.into_mlp = (2 if model.swiglu else 1) * model.ffn_hidden_size / self.of_mlp
         self.out_of_mlp = model.ffn_hidden_size / self.of_mlp
+        self.out_of_shared = model.moe_shared_expert_intermediate_size / self.tensor
+        self.into_shared = (2 if model.swiglu else 1) * self.out_of_shared
         self.outside = self.tensor if split.sequence_parallel else 1
         self.mask = 1 if model.dropout else 0
+        self.shares = model.moe_shared_expert_intermediate_size > 0
         self.collectives = (split.tensor > 1) + (self.of_mlp > 1) + 2 * (split.expert > 1)
+        self.collectives += (self.shares and split.tensor > 1) + len(self.gathered(backward=False))
         # Every head has a score per pair of tokens.
         self.scores = self.tokens * model.seq_length * model.num_attention_heads / self.tensor
         self.fused = split.fused_attention
         self.unfused_swiglu = model.swiglu and not split.fused_swiglu
         self.product_width = fp8.operand_width(split.fp8, self.width)
         self.products = (
-            (self.tokens, self.queries + 2 * self.keys, self.hidden, 1),
-            (self.tokens, self.hidden, self.queries, 1),
-            *self._mlp_products(),
+            *attention.products(model, self.tokens, self.tensor, self.outside),
+            *self.mlp_products(),
         )
-        weights = self.hidden * (2 * self.queries + 2 * self.keys)
+        weights = attention.weights(model, self.tensor)
         weights += self.experts * self.hidden * (self.into_mlp + self.out_of_mlp)
-        self.weights = weights
+        self.weights = weights + self.hidden * (self.into_shared + self.out_of_shared)
 
-    def _mlp_products(self) -> tuple[tuple[float, float, float, int], ...]:
-        rows, experts = self.routed_tokens / self.experts, self.experts
-        return (rows, self.into_mlp, self.hidden, experts), (rows, self.hidden, self.out_of_mlp, experts)
+    def mlp_products(self) -> tuple[Product, ...]:
+        """Of the MLP or the experts, and of shared experts."""
+        rows, count, whole = self.routed_tokens / self.experts, self.experts, self.model.num_experts == 0
+        mlp = (
+            Product(rows, self.into_mlp, self.hidden, count, gathers=whole, after_norm=whole),
+            Product(rows, self.hidden, self.out_of_mlp, count, scatters=whole),
+        )
+        if not self.shares:
+            return mlp
+        return (
+            *mlp,
+            Product(self.tokens, self.into_shared, self.hidden, gathers=True),
+            Product(self.tokens, self.hidden, self.out_of_shared, scatters=True),
+        )
+
+    def gathered(self, *, backward: bool) -> tuple[int, ...]:
+        """Numbers per token of each half all-reduce before attention, in place of one of what goes into it."""
+        sequence = self.split.sequence_parallel
+        return attention.gathered(self.model, self.tensor, sequence_parallel=sequence, backward=backward)
+
+    def shared(self, *, backward: bool) -> attention.Elementwise:
+        """Kernels that are no products, of shared experts: the activation function, a sum, and a gate."""
+        if not self.shares:
+            return attention.Elementwise()
+        activated, summed = self.into_shared + self.out_of_shared, 3 * self.hidden / self.outside
+        kernels = _SHARED_BACKWARD if backward else _SHARED_FORWARD
+        gate = self.model.moe_shared_expert_gate * (2 if backward else 1)
+        moved = (1.5 if backward else 1) * activated + (1 + gate) * summed
+        if self.unfused_swiglu:
+            moved += (8 if backward else 2) * self.out_of_shared
+            kernels += _UNFUSED_SWIGLU_BACKWARD if backward else _UNFUSED_SWIGLU_FORWARD
+        return attention.Elementwise(self.tokens * moved, kernels + gate * _GATE)
+
+    def more(self, *, backward: bool) -> attention.Elementwise:
+        """Kernels that are no products, of latent vectors and shared experts."""
+        of_latents = attention.elementwise(self.model, self.tokens, self.tensor, self.outside, backward=backward)
+        of_shared = self.shared(backward=backward)
+        return attention.Elementwise(of_latents.moved + of_shared.moved, of_latents.kernels + of_shared.kernels)
 
     def attention_s(self, machine: Machine, passes: int) -> float:
         """Products with scores; ``passes``: 1 forward, 2 backward. Ranks that share sequences have equal shares."""
-        channels = self.model.kv_channels
+        of_keys, of_values = attention.core_channels(self.model)
         if not self.fused:
             heads = self.split.microbatch * self.model.num_attention_heads / self.tensor
             length = self.model.seq_length
-            return 2 * passes * machine.product_s(length, length, channels, width=self.width, count=heads)
-        # A fused backward computes the scores again; causal attention skips half.
-        flops = 4 * self.scores * channels * (1 if passes == 1 else 2.5)
+            both = (machine.product_s(length, length, c, width=self.width, count=heads) for c in (of_keys, of_values))
+            return passes * sum(both)
+        # A fused backward computes the scores again, three of its five products have keys' channels; causal attention
+        # skips half.
+        if passes == 1:
+            flops = 4 * self.scores * ((of_keys + of_values) / 2)
+        else:
+            flops = 4 * self.scores * ((3 * of_keys + 2 * of_values) / 5) * 2.5
         causal = 0.5 if self.model.kind is Kind.GPT else 1.0
         return self.split.context * machine.kernel_s + causal * flops / machine.flash_flops_per_s
 
@@ -198,7 +217,8 @@ class _Sizes:
         ranks = self.split.context
         if ranks == 1:
             return 0.0
-        size_bytes = passes * 2 * self.keys * self.tokens * self.width
+        keys_and_values = (self.model.key_size + self.model.value_size) / self.tensor
+        size_bytes = passes * keys_and_values * self.tokens * self.width
         send_s = machine.pass_on_s(size_bytes, ranks, self.tensor)
         return (ranks - 1) * max(0.0, send_s - self.attention_s(machine, passes) / ranks)
 
@@ -216,22 +236,28 @@ class _Sizes:
             return 4 * self.width * numbers * self.of_mlp
         return 4 * self.width * numbers * (1 + (self.of_mlp if self.experts > 1 else 0))
 
-    def all_reduces_s(self, machine: Machine, products_s: float) -> float:
+    def all_reduces_s(self, machine: Machine, products_s: float, *, backward: bool) -> float:
         """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each.
 
-        That of the MLP is of the tokens of the ranks that split it; behind an exchange, of routed ones.
+        That of the MLP is of the tokens of the ranks that split it; behind an exchange, of routed ones. Shared experts
+        have one of all tokens.
 
         Args:
             machine: that runs it.
             products_s: of products with weights, beside which collectives may run: see `_hidden_s`.
+            backward: whether it is of the backward.
         """
         tokens = self.routed_tokens if self.split.expert > 1 else self.tokens * self.of_mlp / self.tensor
-        of_attention, of_mlp = (count * self.hidden * self.width for count in (self.tokens, tokens))
         share = fp8.gathered_share(self.split.fp8, self.width) if self.split.sequence_parallel else 1
-        attention_s = machine.all_reduce_s(share * of_attention, self.tensor, 1)
-        mlp_s = machine.all_reduce_s(share * of_mlp, self.of_mlp, 1)
-        beside_products_s = attention_s + (0.0 if self.model.num_experts else mlp_s)
-        return attention_s + mlp_s - self._hidden_s(beside_products_s, products_s)
+        of_all, of_mlp = (share * count * self.hidden * self.width for count in (self.tokens, tokens))
+        attention_s = machine.all_reduce_s(of_all, self.tensor, 1)
+        if self.model.multi_latent_attention:
+            attention_s = self._around_latents_s(machine, self.tokens * self.hidden * self.width, backward=backward)
+        mlp_s, shared_s = machine.all_reduce_s(of_mlp, self.of_mlp, 1), 0.0
+        if self.shares:
+            shared_s = machine.all_reduce_s(of_all, self.tensor, 1)
+        beside_products_s = attention_s + shared_s + (0.0 if self.model.num_experts else mlp_s)
+        return attention_s + shared_s + mlp_s - self._hidden_s(beside_products_s, products_s)
 
     def _hidden_s(self, collectives_s: float, products_s: float) -> float:
         """Of collectives that are cut into a part per rank: all parts but the first come while one is multiplied.
@@ -243,30 +269,52 @@ class _Sizes:
             return 0.0
         return min(collectives_s * (self.tensor - 1) / self.tensor, products_s)
 
+    def _around_latents_s(self, machine: Machine, out_bytes: float, *, backward: bool) -> float:
+        """Latent vectors where queries, keys and values come out of them, and what attention gives."""
+        counts = self.gathered(backward=backward)
+        in_s = sum(machine.reduce_scatter_s(self.tokens * n * self.width, self.tensor, 1) for n in counts)
+        if self.split.sequence_parallel:
+            return in_s + machine.reduce_scatter_s(out_bytes, self.tensor, 1)
+        return in_s if backward else machine.all_reduce_s(out_bytes, self.tensor, 1)
+
     def casts(self) -> tuple[float, int]:
-        """Bytes moved and kernels of the inputs' casts to 8 bits in a forward; experts' inputs come out of no norm."""
-        after_norm = fp8.cast_bytes(self.split.fp8, self.width, in_norm=True)
-        other = fp8.cast_bytes(self.split.fp8, self.width)
-        into_experts = self.routed_tokens * self.hidden if self.model.num_experts else 0.0
-        normed = (1 if self.model.num_experts else 2) * self.tokens * self.hidden / self.outside
-        inside = self.tokens * self.queries + self.routed_tokens * self.out_of_mlp
-        fused = 1 if self.model.num_experts else 2
-        kernels = fused * fp8.cast_kernels(self.split.fp8, in_norm=True)
-        kernels += (len(self.products) - fused) * fp8.cast_kernels(self.split.fp8)
-        return after_norm * normed + other * (inside + into_experts), kernels
+        """Bytes moved and kernels of the inputs' casts to 8 bits in a forward."""
+        recipe, moved = self.split.fp8, 0.0
+        for product in self.products:
+            numbers = product.count * product.rows * product.inner / (self.outside if product.gathers else 1)
+            moved += numbers * fp8.cast_bytes(recipe, self.width, in_norm=product.after_norm)
+        return moved, sum(fp8.cast_kernels(recipe, in_norm=product.after_norm) for product in self.products)
 
     def gradient_casts(self) -> tuple[float, int]:
         """The same of the outputs' gradients in a backward; the kernels that sum a bias' gradient cast, too."""
-        whole = (self.tokens + self.routed_tokens) * self.hidden / self.outside
-        inside = self.tokens * (self.queries + 2 * self.keys) + self.routed_tokens * self.into_mlp
+        numbers = sum(
+            product.count * product.rows * product.columns / (self.outside if product.scatters else 1)
+            for product in self.products
+        )
         kernels = len(self.products) * max(0, fp8.cast_kernels(self.split.fp8) - 1)
-        return fp8.cast_bytes(self.split.fp8, self.width) * (whole + inside), kernels
+        return numbers * fp8.cast_bytes(self.split.fp8, self.width), kernels
+
+
+def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bool]]:
+    """(rows, columns, how many, they are of experts) of a layer's weights on one rank; Q, K and V apart."""
+    sizes = _Sizes(model, split)
+    of_attention = len(sizes.products) - len(sizes.mlp_products())
+    for i, (_, columns, inner, count, *_) in enumerate(sizes.products):
+        is_of_expert = model.num_experts > 0 and of_attention <= i < of_attention + 2
+        if i == 0 and not model.multi_latent_attention:
+            for size in (model.query_size, model.key_size, model.value_size):
+                yield size / split.tensor, inner, 1, False
+        else:
+            yield columns, inner, count, is_of_expert
 
 
 def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
     """The layer, and of it the attention's core, which selective recomputation computes again."""
     width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
-    products_s = sum(machine.product_s(r, c, k, width=sizes.product_width, count=n) for r, c, k, n in sizes.products)
+    products_s = sum(
+        machine.product_s(one.rows, one.columns, one.inner, width=sizes.product_width, count=one.count)
+        for one in sizes.products
+    )
     core_s = sizes.attention_s(machine, 1)
     # Two norms read and write; two residual sums read two, write one, and a mask.
     outside = (4 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
@@ -279,34 +327,31 @@ def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
         kernels += _UNFUSED_SWIGLU_FORWARD
     if not sizes.fused:
         scores = sizes.scores * (2 * width + sizes.mask * (2 * width + 1))
-        inside += 2 * width * tokens * sizes.queries
+        inside += 2 * width * tokens * sizes.outputs
         kernels += _UNFUSED_FORWARD
-    elementwise_s = machine.elementwise_s(outside + inside, kernels)
+    more = sizes.more(backward=False)
+    elementwise_s = machine.elementwise_s(outside + inside + width * more.moved, kernels + more.kernels)
     scores_s = machine.elementwise_s(scores, _SCORES) if scores else 0.0
     waits_s = sizes.waits_for_keys_s(machine, 1)
     whole = Parts(
         products_s + core_s,
         elementwise_s + scores_s,
-        sizes.all_reduces_s(machine, products_s),
+        sizes.all_reduces_s(machine, products_s, backward=False),
         waits_s,
         sizes.exchanges_s(machine),
     )
     core = Parts(core_s, scores_s, context_parallel_s=waits_s)
     core_launches = 1 if sizes.fused else 2 * _SCORES
-    return _launched(whole, machine, kernels + _PRODUCTS + sizes.collectives), _launched(core, machine, core_launches)
-
-
-def _launched(parts: Parts, machine: Machine, launches: int) -> Parts:
-    """With the wait for the host, where its launches take longer than the kernels."""
-    return parts._replace(launch_s=max(0.0, launches * machine.launch_s - parts.total_s))
+    launches = kernels + more.kernels + len(sizes.products) + _CORE_PRODUCTS + sizes.collectives
+    return launched(whole, machine, launches), launched(core, machine, core_launches)
 
 
 def _backward(sizes: _Sizes, machine: Machine) -> Parts:
     width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
     products_s = sum(
-        machine.product_s(rows, inner, columns, width=sizes.product_width, count=n)
-        + machine.product_s(inner, columns, rows, width=sizes.product_width, count=n)
-        for rows, columns, inner, n in sizes.products
+        machine.product_s(one.rows, one.inner, one.columns, width=sizes.product_width, count=one.count)
+        + machine.product_s(one.inner, one.columns, one.rows, width=sizes.product_width, count=one.count)
+        for one in sizes.products
     )
     # Norms read gradient and input, write a gradient; residual sums likewise, and a mask.
     outside = (6 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
@@ -320,17 +365,19 @@ def _backward(sizes: _Sizes, machine: Machine) -> Parts:
         kernels += _UNFUSED_SWIGLU_BACKWARD
     if not sizes.fused:
         scores = sizes.scores * (3 * width + sizes.mask * (2 * width + 1))
-        inside += 2 * width * tokens * sizes.queries
+        inside += 2 * width * tokens * sizes.outputs
         kernels += _UNFUSED_BACKWARD
-    elementwise_s = machine.elementwise_s(outside + inside + scores, kernels)
+    more = sizes.more(backward=True)
+    elementwise_s = machine.elementwise_s(outside + inside + scores + width * more.moved, kernels + more.kernels)
     whole = Parts(
         products_s + sizes.attention_s(machine, 2),
         elementwise_s,
-        sizes.all_reduces_s(machine, products_s),
+        sizes.all_reduces_s(machine, products_s, backward=True),
         sizes.waits_for_keys_s(machine, 2),
         sizes.exchanges_s(machine),
     )
-    return _launched(whole, machine, kernels + 2 * _PRODUCTS + sizes.collectives)
+    launches = kernels + more.kernels + 2 * (len(sizes.products) + _CORE_PRODUCTS) + sizes.collectives
+    return launched(whole, machine, launches)
 
 
 def _embedding(model: Model, split: Split, machine: Machine) -> Work:

@@ -57,6 +57,30 @@ class Fp8(StrEnum):
     """Of 32 numbers."""
 
 
+class Optimizer(StrEnum):
+    """Of those that Megatron trains with, the ones with a state that is known: ``--optimizer``."""
+
+    ADAM = "adam"
+    SGD = "sgd"
+    """With a momentum."""
+    LION = "lion"
+    MUON = "muon"
+
+    @property
+    def moments(self) -> int:
+        """fp32 numbers per weight, beside the weight."""
+        return 2 if self is Optimizer.ADAM else 1
+
+    @property
+    def is_of_matrices(self) -> bool:
+        """Whether word embeddings, output layer, biases and norms are left to Adam.
+
+        ``_is_nonlinear_or_embedding`` and ``EmergingOptimizerEntry`` in
+        ``megatron/core/optimizer/emerging_optimizers.py``.
+        """
+        return self in (Optimizer.LION, Optimizer.MUON)
+
+
 WITHOUT_OVERLAP = MIRRORED | {"2bw", "pipedream"}
 """Schedules that switch ``--overlap-grad-reduce`` and ``--overlap-param-gather`` off."""
 _COUNTS = {
@@ -131,6 +155,7 @@ class Layout:
     """bf16: ``--grad-reduce-in-bf16``."""
     chunks: int = 1
     """Virtual stages per rank."""
+    optimizer: Optimizer = Optimizer.ADAM
     precision: Precision = Precision.BF16
     fp8: Fp8 = Fp8.NONE
     """Of the products of layers; attention, logits and all else stay in ``precision``."""

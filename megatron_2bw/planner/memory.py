@@ -41,7 +41,7 @@ class StageMemory:
     mirrored_bytes: float
     """gems, chimera, mixpipe: weights and gradients of the rank's other stage, and gradients to receive."""
     optimizer_bytes: float
-    """Adam: two moments, and fp32 weights where weights are in 16 bits."""
+    """One or two moments, and fp32 weights where weights are in 16 bits."""
     activations_bytes: float
     """Of the layers, for all forwards whose backward has not run."""
     logits_bytes: float
@@ -105,7 +105,11 @@ class _Shares(NamedTuple):
     expert_states: WeightStates
     fp8_copy: float
     """Bytes per weight of a layer."""
+    other_bytes: float
+    """More per weight that is not for an optimizer of matrices."""
     layer: LayerActivations
+    dense_layer: LayerActivations
+    """The same, where all layers are alike."""
 
 
 def _shares(model: Model, layout: Layout) -> _Shares:
@@ -115,7 +119,9 @@ def _shares(model: Model, layout: Layout) -> _Shares:
         state_bytes_per_weight(layout, layout.replicas),
         state_bytes_per_weight(layout, layout.expert_replicas),
         fp8.weight_copy_bytes(layout.fp8, layout.precision.width, parameters=layout.fp8_parameters),
+        _shared(FP32_BYTES, _shards(layout, layout.replicas)) if layout.optimizer.is_of_matrices else 0,
         activations.of_layer(model, layout),
+        activations.of_layer(model.dense, layout),
     )
 
 
@@ -126,11 +132,18 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
     states, *others = (_states(model, layout, shares, one, count) for one, count in zip(hosted, counts, strict=True))
     chunks = chunks_in_flight(layout, stage)
     layers = max(counts) // layout.chunks
-    kept = chunks * _kept_by_chunk(shares.layer, layout, layers)
-    if 0 in hosted:
-        kept += -(-chunks // layout.chunks) * activations.of_embedding(model, layout)
     losses = _losses(layout, stage) if layout.pipeline - 1 in hosted else 0
-    logits, working = _peak(model, layout, shares.layer, layers, losses)
+    kept, under_way = chunks * _kept_by_chunk(shares.layer, layout, layers), [shares.layer]
+    if 0 in hosted:
+        of_first = -(-chunks // layout.chunks)
+        kept += of_first * activations.of_embedding(model, layout)
+        if model.dense_layers:
+            more, under_way = _of_dense_layers(model, layout, shares, layers)
+            kept += of_first * more
+    if losses and model.mtp_num_layers:
+        kept += losses * model.mtp_num_layers * activations.of_prediction(model, layout)
+        under_way = [*under_way, shares.layer]
+    logits, working = _peak(model, layout, under_way, layers, losses)
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
     return StageMemory(
         stage=stage,
@@ -169,11 +182,17 @@ class WeightStates(NamedTuple):
 
 def _states(model: Model, layout: Layout, shares: _Shares, stage: int, layers: int) -> WeightStates:
     """Bytes of a stage's weights; experts have other replicas, and so other shards."""
-    weights, experts = shares.weights.of(stage, layers, model, layout.pipeline), layers * shares.weights.experts
-    if not experts:
-        return WeightStates(*[weights * one for one in shares.states])
-    pairs = zip(shares.states, shares.expert_states, strict=True)
-    return WeightStates(*[weights * one + experts * other for one, other in pairs])
+    weights = shares.weights.of(stage, layers, model, layout.pipeline)
+    experts = shares.weights.experts_of(stage, layers, model, layout.pipeline)
+    if experts:
+        pairs = zip(shares.states, shares.expert_states, strict=True)
+        states = WeightStates(*[weights * one + experts * other for one, other in pairs])
+    else:
+        states = WeightStates(*[weights * one for one in shares.states])
+    if not shares.other_bytes:
+        return states
+    others = shares.weights.others_of(stage, layers, model, layout.pipeline)
+    return states._replace(optimizer=states.optimizer + others * shares.other_bytes)
 
 
 def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
@@ -197,7 +216,7 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
     2bw 12.0
     """
     delayed = layout.schedule == "2bw"
-    width, shards = layout.precision.width, replicas if layout.distributed_optimizer else 1
+    width, shards = layout.precision.width, _shards(layout, replicas)
     in_16_bits = layout.gradient_width < FP32_BYTES
     main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES
     captures = delayed and layout.gradient_buffers > 1
@@ -207,9 +226,13 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
         older_weight=width if delayed or layout.schedule == "pipedream" else 0,
         gradient=layout.gradient_width,
         captured_gradient=_shared(FP32_BYTES, shards) if captures else 0,
-        optimizer=_shared(main_weight + 2 * FP32_BYTES + kept * FP32_BYTES, shards),
+        optimizer=_shared(main_weight + layout.optimizer.moments * FP32_BYTES + kept * FP32_BYTES, shards),
         update=_shared(FP32_BYTES, shards) if in_16_bits and not kept else 0,
     )
+
+
+def _shards(layout: Layout, replicas: int) -> int:
+    return replicas if layout.distributed_optimizer else 1
 
 
 def _shared(size: int, shards: int) -> float:
@@ -226,6 +249,18 @@ def _kept_by_chunk(layer: LayerActivations, layout: Layout, layers: int) -> floa
     return again * layer.input + (layers - again) * layer.kept
 
 
+def _of_dense_layers(
+    model: Model, layout: Layout, shares: _Shares, layers: int
+) -> tuple[float, list[LayerActivations]]:
+    """What the first layers of the first chunk leave, beyond what others would; and the kinds that the chunk has."""
+    dense, kinds = model.dense_layers, [shares.layer, shares.dense_layer]
+    if layout.recompute == Recompute.FULL:  # Inputs are alike.
+        by_block = layout.recompute_method == RecomputeMethod.BLOCK
+        dense = max(dense - layout.recompute_layers, 0) if by_block else 0
+    more = dense * (shares.dense_layer.kept - shares.layer.kept)
+    return more, kinds[1:] if layers == model.dense_layers else kinds
+
+
 def _losses(layout: Layout, stage: int) -> int:
     """Forwards of the last stage at once, on a rank that has it."""
     if layout.schedule in MIRRORED:
@@ -233,15 +268,18 @@ def _losses(layout: Layout, stage: int) -> int:
     return layout.microbatches if layout.schedule == "gpipe" else 1
 
 
-def _peak(model: Model, layout: Layout, layer: LayerActivations, layers: int, losses: int) -> tuple[float, float]:
+def _peak(
+    model: Model, layout: Layout, under_way: list[LayerActivations], layers: int, losses: int
+) -> tuple[float, float]:
     """Bytes of so many losses, and of what is under way in a chunk's layers, at the moment that takes more."""
-    working = layer.working
+    at_once = 0
     if layout.recompute == Recompute.FULL:
         at_once = min(layers, layout.recompute_layers) if layout.recompute_method == RecomputeMethod.UNIFORM else 1
-        working += at_once * layer.kept
+    working = max(layer.working + at_once * layer.kept for layer in under_way)
     if not losses:
         return 0.0, working
     loss = activations.of_loss(model, layout)
-    in_layer = (losses - 1) * loss.kept
-    at_loss = losses * loss.kept + loss.working
+    kept = (1 + model.mtp_num_layers) * loss.kept  # Of all tokens that are predicted, before the first backward.
+    in_layer = (losses - 1) * kept
+    at_loss = losses * kept + loss.working
     return (at_loss, 0.0) if at_loss > in_layer + working else (in_layer, working)

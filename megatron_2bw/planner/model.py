@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 
 from megatron_2bw.planner.errors import MOST, PlanError, wrong_count
 from megatron_2bw.planner.multiples import nearest_divisor
@@ -20,6 +21,18 @@ class Kind(StrEnum):
 BUSIEST = 1.1
 """Tokens of the busiest of the ranks that share experts, over the mean; with one digit, from how much memory Mixtral's
 four runs with trained routers took (NVIDIA/Megatron-LM, core_v0.19.0, tests/functional_tests/test_cases/mixtral)."""
+
+
+LATENT_SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+"""Sizes that only multi-latent attention has, and what Megatron's arguments set them to."""
+_OF_EXPERTS = (
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "dense_layers",
+    "dense_ffn_hidden_size",
+)
+"""Fields that only a model with experts has."""
+_MAY_BE_ZERO = {"num_experts", "mtp_num_layers", "q_lora_rank", *LATENT_SIZES, *_OF_EXPERTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +79,31 @@ class Model:
     num_experts: int = 0
     """0: no mixture of experts."""
     moe_router_topk: int = 2
+    moe_shared_expert_intermediate_size: int = 0
+    """Width of the experts that every token passes, together; 0: there are none."""
+    moe_shared_expert_gate: bool = False
+    """A weight per token for what they give."""
+    dense_layers: int = 0
+    """The first so many have an MLP in place of experts: ``--moe-layer-freq ([0]*N+[1]*M)``."""
+    dense_ffn_hidden_size: int = 0
+    """Width of that MLP; 0: as one expert."""
+    multi_latent_attention: bool = False
+    """Queries, keys and values come out of latent vectors; DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.1.
+    The sizes below are those of Megatron's arguments, and 0 without it."""
+    q_lora_rank: int = 0
+    """0: queries have no latent vector."""
+    kv_lora_rank: int = 0
+    """0: 32."""
+    qk_head_dim: int = 0
+    """Without the channels of the position; 0: 128."""
+    qk_pos_emb_head_dim: int = 0
+    """0: 64."""
+    v_head_dim: int = 0
+    """0: 128."""
+    qk_layernorm: bool = False
+    """Norms of the latent vectors; those of other queries and keys are not priced, and False here."""
+    mtp_num_layers: int = 0
+    """So many more tokens are predicted, by a layer each; DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437, section 2.2."""
     make_vocab_size_divisible_by: int = 128
     given_flags: str = field(default="", compare=False)
     """Megatron's flags that described it, as given; empty where something else did."""
@@ -76,12 +114,18 @@ class Model:
             "kv_channels": self.hidden_size // max(self.num_attention_heads, 1),
             "ffn_hidden_size": 4 * self.hidden_size,
         }
+        if self.multi_latent_attention:
+            defaults |= LATENT_SIZES
+        if self.dense_layers:
+            defaults["dense_ffn_hidden_size"] = self.ffn_hidden_size or defaults["ffn_hidden_size"]
         for name, value in defaults.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
+        for name, value in _unused(self).items():
+            object.__setattr__(self, name, value)
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            least = 0 if f.name == "num_experts" else 1
+            least = 0 if f.name in _MAY_BE_ZERO else 1
             if f.type == "int" and (not isinstance(value, int) or not least <= value <= MOST):
                 raise PlanError(wrong_count(f.name, value, least))
         if self.kv_channels * self.num_attention_heads != self.hidden_size and defaults["kv_channels"] == (
@@ -103,22 +147,88 @@ class Model:
                 f"moe_router_topk {self.moe_router_topk} is more than num_experts {self.num_experts}: use "
                 f"{self.num_experts} or less"
             )
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        """Whether Megatron builds such layers: ``validate_args``, and ``get_gpt_decoder_layer_specs``."""
+        for name in ("multi_latent_attention", "dense_layers", "mtp_num_layers"):
+            if self.kind is not Kind.GPT and getattr(self, name):
+                raise PlanError(f"{name} {getattr(self, name)}: Megatron has it for gpt alone, not {self.kind}")
+        if self.multi_latent_attention and self.num_query_groups != self.num_attention_heads:
+            raise PlanError(
+                f"num_query_groups {self.num_query_groups}: multi_latent_attention has keys for each of "
+                f"{self.num_attention_heads} heads; leave it out"
+            )
+        if self.dense_layers >= self.num_layers:
+            raise PlanError(
+                f"dense_layers {self.dense_layers} leave none of num_layers {self.num_layers} for experts: use fewer, "
+                "or num_experts 0"
+            )
+        if self.mtp_num_layers and self.learned_positions:
+            raise PlanError(
+                f"mtp_num_layers {self.mtp_num_layers}: Megatron predicts no further tokens with learned positions; "
+                "give --position-embedding-type rope"
+            )
 
     @property
     def query_size(self) -> int:
         """Channels of all queries of one token."""
+        if self.multi_latent_attention:
+            return self.num_attention_heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
         return self.num_attention_heads * self.kv_channels
 
     @property
     def key_size(self) -> int:
-        """Channels of all keys of one token, and of all values."""
-        return self.num_query_groups * self.kv_channels
+        """Channels of all keys of one token."""
+        return self.query_size if self.multi_latent_attention else self.num_query_groups * self.kv_channels
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all values of one token."""
+        return self.output_size if self.multi_latent_attention else self.key_size
+
+    @property
+    def output_size(self) -> int:
+        """Channels of one token between attention and its output projection."""
+        return self.num_attention_heads * self.v_head_dim if self.multi_latent_attention else self.query_size
+
+    @property
+    def attention_matrices(self) -> int:
+        """Weights of one layer's attention that tokens are multiplied with: a sum over its products."""
+        return self.down_parameters + self._up_parameters + self.hidden_size * self.output_size
+
+    @property
+    def down_parameters(self) -> int:
+        """Of those, the ones of products that give latent vectors, and the channels of keys that tell positions."""
+        if not self.multi_latent_attention:
+            return 0
+        return self.hidden_size * (self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim)
+
+    @property
+    def _up_parameters(self) -> int:
+        """Of those, the ones of products that give queries, keys and values."""
+        if not self.multi_latent_attention:
+            return self.hidden_size * (self.query_size + self.key_size + self.value_size)
+        of_keys = self.kv_lora_rank * (self.num_attention_heads * self.qk_head_dim + self.value_size)
+        return (self.q_lora_rank or self.hidden_size) * self.query_size + of_keys
+
+    @property
+    def latent_norm_parameters(self) -> int:
+        """Weights of the norms in front of products that give queries, keys and values."""
+        if not self.qk_layernorm:
+            return 0
+        return ((self.q_lora_rank or self.hidden_size) + self.kv_lora_rank) * (1 if self.rmsnorm else 2)
+
+    @property
+    def attention_bias(self) -> int:
+        """Numbers added to queries, keys and values; latent vectors have none."""
+        return 0 if self.multi_latent_attention else self.bias * (self.query_size + 2 * self.key_size)
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of one layer's attention: query, key, value and output projections."""
-        weights = self.hidden_size * (2 * self.query_size + 2 * self.key_size)
-        return weights + self.bias * (self.query_size + 2 * self.key_size + self.hidden_size)
+        """Weights of one layer's attention: query, key, value and output projections, and norms between them."""
+        biases = self.attention_bias + self.bias * self.hidden_size
+        return self.attention_matrices + self.latent_norm_parameters + biases
 
     @property
     def mlp_parameters(self) -> int:
@@ -127,17 +237,32 @@ class Model:
         return self.hidden_size * (into + self.ffn_hidden_size) + self.bias * (into + self.hidden_size)
 
     @property
+    def shared_parameters(self) -> int:
+        """Weights of one layer's shared experts, without their gate."""
+        return (3 if self.swiglu else 2) * self.hidden_size * self.moe_shared_expert_intermediate_size
+
+    @property
+    def gate_parameters(self) -> int:
+        """Weights of their gate."""
+        return self.moe_shared_expert_gate * self.hidden_size
+
+    @property
     def norm_parameters(self) -> int:
         """Weights of one norm."""
         return self.hidden_size * (1 if self.rmsnorm else 2)
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer, all experts included."""
+        """Weights of one layer with experts, if the model has them: of all experts."""
         mlp = self.mlp_parameters
         if self.num_experts:
-            mlp = self.num_experts * (mlp + self.hidden_size)
+            mlp = self.num_experts * (mlp + self.hidden_size) + self.shared_parameters + self.gate_parameters
         return self.attention_parameters + mlp + 2 * self.norm_parameters
+
+    @property
+    def dense(self) -> Model:
+        """A model all of whose layers are as the first ``dense_layers``; the same one if it has none."""
+        return _dense(self) if self.dense_layers else self
 
     def routed(self, expert: int) -> float:
         """Experts per token, on the busiest of ``expert`` ranks that share them; 1 without any."""
@@ -156,7 +281,21 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Weights of the whole model, the tied weight once, without padding."""
+        """Weights of the whole model, the tied weight once, without padding; further predicted tokens are left out."""
         positions = self.seq_length * self.hidden_size if self.learned_positions else 0
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + positions
-        return self.num_layers * self.layer_parameters + embeddings + self.norm_parameters
+        layers = (self.num_layers - self.dense_layers) * self.layer_parameters
+        return layers + self.dense_layers * self.dense.layer_parameters + embeddings + self.norm_parameters
+
+
+@cache
+def _dense(model: Model) -> Model:
+    return dataclasses.replace(model, num_experts=0, ffn_hidden_size=model.dense_ffn_hidden_size)
+
+
+def _unused(model: Model) -> dict[str, int]:
+    """What fields are set to that nothing looks at, so that models that are the same are equal."""
+    names = [] if model.num_experts else _OF_EXPERTS
+    names = [*names, *([] if model.multi_latent_attention else (*LATENT_SIZES, "q_lora_rank", "qk_layernorm"))]
+    names += [] if model.moe_shared_expert_intermediate_size else ["moe_shared_expert_gate"]
+    return {name: type(getattr(model, name))() for name in names}

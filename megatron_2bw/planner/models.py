@@ -59,6 +59,27 @@ def _llama(
     )
 
 
+def _deepseek(name: str, layers: int, hidden: int, heads: int, ffn: int, **sizes: int) -> Model:
+    """Latent vectors, experts of a width of their own, one of them or more for every token, and dense first layers."""
+    return Model(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        dense_ffn_hidden_size=ffn,
+        multi_latent_attention=True,
+        kv_lora_rank=512,
+        qk_layernorm=True,
+        swiglu=True,
+        bias=False,
+        rmsnorm=True,
+        learned_positions=False,
+        dropout=False,
+        tied=False,
+        **sizes,
+    )
+
+
 _2BW = {"length": 512, "vocabulary": 50257}
 """Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021; its released ``driver_sweep.py``."""
 _SC21 = {"length": 2048, "vocabulary": 51200}
@@ -97,6 +118,32 @@ MODELS: dict[str, Model] = {
         _llama("llama3-405b", 126, 16384, 128, 53248, groups=8, **_LLAMA3),
         # Jiang et al., arXiv 2401.04088, table 1; trained here with sequences as long as Llama 2's.
         _llama("mixtral-8x7b", 32, 4096, 32, 14336, groups=8, experts=8, **_LLAMA2),
+        # DeepSeek-AI, arXiv 2412.19437, section 4.2.
+        _deepseek(
+            "deepseek-v3",
+            *(61, 7168, 128, 18432),
+            dense_layers=3,
+            q_lora_rank=1536,
+            ffn_hidden_size=2048,
+            moe_shared_expert_intermediate_size=2048,
+            num_experts=256,
+            moe_router_topk=8,
+            mtp_num_layers=1,
+            seq_length=4096,
+            vocab_size=129280,
+        ),
+        # DeepSeek-AI, arXiv 2405.04434, appendix B, and the published configuration: queries have no latent vector.
+        _deepseek(
+            "deepseek-v2-lite",
+            *(27, 2048, 16, 10944),
+            dense_layers=1,
+            ffn_hidden_size=1408,
+            moe_shared_expert_intermediate_size=2816,
+            num_experts=64,
+            moe_router_topk=6,
+            seq_length=4096,
+            vocab_size=102400,
+        ),
     )
 }
 """Without the padding of the vocabulary."""

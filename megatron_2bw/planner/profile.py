@@ -18,7 +18,7 @@ from megatron_2bw.planner.cluster import Cluster, Gpu
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.inputs import build, checked, read_json, saved_model
 from megatron_2bw.planner.layer import NOTHING, Parts, Split, Work, Works
-from megatron_2bw.planner.layout import Fp8, Precision, Recompute
+from megatron_2bw.planner.layout import Fp8, Optimizer, Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.space import Space
 
@@ -251,6 +251,10 @@ class Profile:
             asked, mine = getattr(space, name), getattr(self.setting, name)
             if asked not in (None, mine):
                 raise PlanError(f"{name} {asked}: the profile was measured with {mine}; profile again")
+        if space.optimizer is not Optimizer.ADAM:
+            raise PlanError(
+                f"optimizer {space.optimizer}: a profile times Adam; leave it out, or plan without a profile"
+            )
         measured = tuple(choice for choice in Recompute if any(block.recompute is choice for block in self.blocks))
         return dataclasses.replace(
             space,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from megatron_2bw.planner import activations
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import layout_flags, model_flags
+from megatron_2bw.planner.flags import layout_flags
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.model_flags import model_flags
 from megatron_2bw.planner.multiples import nearest_divisor
 from megatron_2bw.planner.profile import DONE, LAYERS, Block, Profile, Setting
 from megatron_2bw.planner.rules import tensor_problem
@@ -39,6 +40,9 @@ class Request:
         ranks = self.setting.ranks
         if self.model.kind is not Kind.GPT:
             raise PlanError(f"model kind {self.model.kind}: profile times GPT layers; use gpt")
+        for name in ("dense_layers", "mtp_num_layers"):
+            if count := getattr(self.model, name):
+                raise PlanError(f"{name} {count}: profile times layers of one kind; profile a model without them")
         if ranks < 1:
             raise PlanError(f"gpus {ranks}: give a whole number of at least 1")
         for tensor in self.tensors:

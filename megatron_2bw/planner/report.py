@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -13,10 +14,11 @@ from megatron_2bw.planner.advice import advice
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.decisions import Rejection
 from megatron_2bw.planner.efficiency import EXACT
-from megatron_2bw.planner.flags import layout_flags, model_flags
+from megatron_2bw.planner.flags import layout_flags
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.model_flags import model_flags
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import MEGATRON, delay_of
 from megatron_2bw.planner.search import Choice, Plan, parts_of
@@ -136,7 +138,7 @@ def launch_lines(model: Model, layout: Layout, cluster: Cluster) -> Iterator[str
     nodes = next(count for count in range(enough, layout.gpus + 1) if layout.gpus % count == 0)
     several = f"--nnodes {nodes} " if nodes > 1 else ""
     yield f"    torchrun {several}--nproc-per-node {layout.gpus // nodes}{module} pretrain_{model.kind}.py \\"
-    yield from wrapped(flags_of(model, layout), indent=" " * 8)
+    yield from wrapped([shlex.quote(word) for word in flags_of(model, layout)], indent=" " * 8)
 
 
 def choice_json(model: Model, choice: Choice) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def choice_json(model: Model, choice: Choice) -> dict[str, Any]:
         "name": name(choice.layout),
         "layout": dataclasses.asdict(choice.layout),
         **prediction_json(model, choice),
-        "flags": " ".join(flags_of(model, choice.layout)),
+        "flags": shlex.join(flags_of(model, choice.layout)),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import FP8_FORMATS, LAYOUT_NUMBERS, MODEL_NUMBERS
+from megatron_2bw.planner.flags import FP8_FORMATS, LAYOUT_NUMBERS
 from megatron_2bw.planner.inputs import (
     build,
     checked,
@@ -25,11 +25,13 @@ from megatron_2bw.planner.inputs import (
 )
 from megatron_2bw.planner.layout import Fp8, Layout, Precision
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.model_flags import MODEL_NUMBERS
 from megatron_2bw.planner.naming import schedule_name
+from megatron_2bw.planner.patterns import dense_first
 from megatron_2bw.planner.report import prediction_json
 from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
 from megatron_2bw.planner.search import price
-from megatron_2bw.planner.unpriced import uncovered
+from megatron_2bw.planner.unpriced import DIST_MUON, uncovered
 
 _OF_MEGATRON = {
     "global_batch_size": "global_batch",
@@ -137,9 +139,22 @@ def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
         name = _OF_MEGATRON.get(key)
         if name is not None and value is not None and named.setdefault(name, value) != value:
             raise PlanError(f"{key} {value!r} and {name} {named[name]!r} disagree; leave out one of them")
-    if named.get("num_experts") and row.get("moe_ffn_hidden_size") is not None:
-        named["ffn_hidden_size"] = row["moe_ffn_hidden_size"]
+    if named.get("optimizer") == DIST_MUON:
+        named |= {"optimizer": "muon", "distributed_optimizer": True}
+    if named.get("num_experts"):
+        _set_widths(named, row)
     return named
+
+
+def _set_widths(named: dict[str, Any], row: dict[str, Any]) -> None:
+    """Of experts and, where the first layers have none, of their MLP; Megatron's words are other ones than ours."""
+    pattern = row.get("moe_layer_freq")
+    if pattern is not None:
+        named["dense_layers"] = dense_first(str(pattern), where="moe_layer_freq")
+        if named["dense_layers"] and named.get("ffn_hidden_size"):
+            named.setdefault("dense_ffn_hidden_size", named["ffn_hidden_size"])
+    if row.get("moe_ffn_hidden_size") is not None:
+        named["ffn_hidden_size"] = row["moe_ffn_hidden_size"]
 
 
 def _model(row: dict[str, Any]) -> Model:

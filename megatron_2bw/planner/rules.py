@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import Problem
-from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
+from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.programs import refusal
@@ -53,6 +53,7 @@ def problem(model: Model, layout: Layout) -> Problem | None:
         or schedule_problem(layout)
         or overlap_problem(layout)
         or fp8_problem(layout)
+        or optimizer_problem(layout.optimizer, layout.precision)
         or model_problem(model, layout)
         or stage_problem(model, layout)
         or microbatch_problem(layout, needed)
@@ -76,6 +77,11 @@ def tensor_problem(
     experts_apart = model.num_experts and expert_tensor not in (None, tensor)
     if not experts_apart:
         sizes["ffn_hidden_size"] = model.ffn_hidden_size
+    if model.mtp_num_layers:
+        sizes["hidden_size"] = model.hidden_size
+    for name in ("dense_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if getattr(model, name):
+            sizes[name] = getattr(model, name)
     if sequence_parallel:
         sizes["seq_length" if context == 1 else "seq_length / context"] = model.seq_length // context
     groups = model.num_query_groups
@@ -221,6 +227,16 @@ def fp8_problem(layout: Layout) -> Problem | None:
     return None
 
 
+def optimizer_problem(optimizer: Optimizer, precision: Precision) -> Problem | None:
+    """Why the optimizer does not train in that precision: ``_get_megatron_emerging_optimizer``."""
+    if optimizer.is_of_matrices and precision is Precision.FP16:
+        return Problem(
+            f"optimizer {optimizer}: Megatron has it in {Precision.BF16} and {Precision.FP32} alone",
+            f"use {Precision.BF16}, or optimizer adam",
+        )
+    return None
+
+
 def model_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the schedule cannot train this model like that: see ``mcore.refused``."""
     if refused := _fp8_size_problem(model, layout):
@@ -228,6 +244,18 @@ def model_problem(model: Model, layout: Layout) -> Problem | None:
     if layout.schedule in MIRRORED and model.num_experts:
         return Problem(
             f"num_experts {model.num_experts}: {layout.schedule} trains no experts", "use schedule 1f1b-flush"
+        )
+    if layout.schedule in _BY_PROGRAMS and model.mtp_num_layers:
+        return Problem(
+            f"mtp_num_layers {model.mtp_num_layers}: {layout.schedule} predicts no further tokens",
+            "use schedule 1f1b-flush, or mtp_num_layers 0",
+        )
+    in_groups = layout.recompute is Recompute.FULL and layout.recompute_method is RecomputeMethod.UNIFORM
+    if in_groups and layout.recompute_layers > 1 and model.mtp_num_layers:
+        return Problem(
+            f"recompute_layers {layout.recompute_layers}: with mtp_num_layers {model.mtp_num_layers} Megatron has "
+            "groups of one layer alone",
+            "use 1",
         )
     if layout.schedule == "pipedream" and model.tied:
         return Problem(
@@ -271,10 +299,20 @@ def stage_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the layers do not split into stages.
 
     Rules: validate_args, "Number of layers should be divisible by the pipeline-model-parallel size";
-    TransformerConfig.__post_init__ for uneven stages.
+    TransformerConfig.__post_init__ for uneven stages. Layers without experts are priced on the first stage alone.
     """
     layers = spread(model, layout)
-    return layers if isinstance(layers, Problem) else None
+    if isinstance(layers, Problem):
+        return layers
+    first = layers.first // layout.chunks
+    if model.dense_layers > first:
+        where = "stage" if layout.chunks == 1 else "chunk"
+        return Problem(
+            f"dense_layers {model.dense_layers}: the cost model covers them on the first {where} alone, which has "
+            f"{first} layers",
+            "use fewer stages or chunks, or more first_stage_layers",
+        )
+    return None
 
 
 def gpu_problem(

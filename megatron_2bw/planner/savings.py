@@ -8,6 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.model import Model
 
 
 class Saving(NamedTuple):
@@ -50,6 +51,11 @@ def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tup
         if pair[0] <= enough:
             return pair
     return best
+
+
+def group_sizes(model: Model, stages: tuple[int, ...]) -> tuple[int, ...]:
+    """Of layers that are computed again together: those of further predicted tokens know groups of one alone."""
+    return (1,) if model.mtp_num_layers else distinct_group_sizes(stages)
 
 
 @cache

@@ -330,9 +330,8 @@ class _Search:
         if nearest is not None:
             value, layout = nearest
             return f"{self._rule_broken(layout, field, value)}; use {field} {getattr(layout, field)}"
-        lifted = Space(
-            precision=space.precision, fp8=space.fp8, fused_attention=space.fused_attention, tight=space.tight
-        )
+        kept = {name: getattr(space, name) for name in ("optimizer", "precision", "fp8", "fused_attention", "tight")}
+        lifted = Space(**kept)
         found = self._with(space=lifted)._any()
         given = ", ".join(map(str, limit))
         return (

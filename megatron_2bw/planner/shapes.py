@@ -16,7 +16,7 @@ from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import MEGATRON, context_problem, expert_problem, stage_problem, tensor_problem
-from megatron_2bw.planner.savings import distinct_group_sizes, min_until
+from megatron_2bw.planner.savings import group_sizes, min_until
 from megatron_2bw.planner.space import LEAST_TOKENS
 from megatron_2bw.planner.stages import layers_of_stages, shorter_ends
 
@@ -151,8 +151,8 @@ class Shapes:
         lasting_bytes = fullest.weights_bytes + fullest.gradients_bytes + fullest.optimizer_bytes
         # Another shape that does not fit needs less than these alone: how much less recomputing needs is of no use.
         if self.leanest is None or lasting_bytes <= max(self.leanest[0], self.cluster.memory_bytes):
-            sizes = ({"recompute_layers": size} for size in distinct_group_sizes(layers_of_stages(self.model, plain)))
-            layouts = (self.layout(shape, lean | full | size) for size in sizes)
+            sizes = group_sizes(self.model, layers_of_stages(self.model, plain))
+            layouts = (self.layout(shape, lean | full | {"recompute_layers": size}) for size in sizes)
             sized = ((memory.largest(self.model, layout).total_bytes, layout) for layout in layouts)
             needed, layout = min_until(chain([(needed, plain)], sized), self.cluster.memory_bytes)
         if needed <= self.cluster.memory_bytes:
@@ -177,6 +177,7 @@ class Shapes:
             "first_stage_layers": shape.first_stage_layers,
             "last_stage_layers": shape.last_stage_layers,
             "global_batch": self.global_batch,
+            "optimizer": self.decisions.space.optimizer,
             "precision": self.decisions.space.precision,
             "fp8": self.decisions.space.fp8,
             "fused_attention": self.decisions.space.fused_attention,

@@ -145,21 +145,47 @@ class Weights(NamedTuple):
     """Numbers of weights that one tensor-parallel rank holds."""
 
     layer: int
-    """Experts apart. Norms and the biases of row-parallel products are on every rank, the rest is shared out."""
+    """Experts apart. Norms, the biases of row-parallel products and what gives latent vectors are on every rank, the
+    rest is shared out."""
     experts: int
     """Of one layer, on one expert-parallel rank."""
     word_embedding: int
     position_embedding: int
     final_norm: int
+    dense_layer: int = 0
+    """Of the first layers, where they have an MLP in place of experts."""
+    prediction: int = 0
+    """Of each further token that is predicted, its layer apart."""
+    vectors: int = 0
+    """Biases and norms of a layer; of experts there are none."""
 
     def of(self, stage: int, layers: int, model: Model, stages: int) -> int:
-        """Weights of a stage, experts apart. A tied embedding is on the first and on the last stage."""
+        """Weights of a stage, experts apart. A tied embedding is on the first and on the last stage.
+
+        Where further tokens are predicted, the last stage has an embedding and, tied or not, an output layer.
+        """
         total = layers * self.layer
         if stage == 0:
             total += self.word_embedding + self.position_embedding
+            total += model.dense_layers * (self.dense_layer - self.layer)
         if stage == stages - 1:
             total += self.final_norm + (self.word_embedding if stages > 1 or not model.tied else 0)
+            total += model.mtp_num_layers * (self.layer + self.prediction)
+            total += self.word_embedding if stages > 1 and model.mtp_num_layers else 0
         return total
+
+    def others_of(self, stage: int, layers: int, model: Model, stages: int) -> int:
+        """Of the weights of a stage, those that are no matrix, and word embeddings and output layer."""
+        is_last = stage == stages - 1
+        copies = (stage == 0) + is_last * ((stages > 1 or not model.tied) + (stages > 1 and model.mtp_num_layers > 0))
+        of_layers = (layers + is_last * model.mtp_num_layers) * self.vectors
+        norms = is_last * (1 + 3 * model.mtp_num_layers) * self.final_norm
+        return copies * self.word_embedding + of_layers + norms
+
+    def experts_of(self, stage: int, layers: int, model: Model, stages: int) -> int:
+        """Weights of a stage's experts."""
+        with_experts = layers - (model.dense_layers if stage == 0 else 0)
+        return (with_experts + (model.mtp_num_layers if stage == stages - 1 else 0)) * self.experts
 
 
 @lru_cache(maxsize=256)
@@ -169,19 +195,37 @@ def weights_of(model: Model, tensor: int, *, expert: int = 1, expert_tensor: int
     ``expert_tensor`` 0 is ``tensor``.
 
     >>> model = Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200)
-    >>> weights_of(model, 8)
-    Weights(layer=226576896, experts=0, word_embedding=78643200, position_embedding=25165824, final_norm=24576)
+    >>> weights_of(model, 8)[:5]
+    (226576896, 0, 78643200, 25165824, 24576)
     """
     hidden, row_bias = model.hidden_size, model.bias * model.hidden_size
-    attention = (model.attention_parameters - row_bias) // tensor + row_bias
-    shared, router = model.mlp_parameters - row_bias, model.num_experts * hidden
+    mlp, router = model.mlp_parameters - row_bias, model.num_experts * hidden
+    of_experts = model.shared_parameters // tensor + model.gate_parameters + router
     return Weights(
-        layer=attention
-        + (0 if model.num_experts else shared // tensor + row_bias)
-        + 2 * model.norm_parameters
-        + router,
-        experts=model.num_experts // expert * (shared // (expert_tensor or tensor) + row_bias),
+        layer=_attention(model, tensor)
+        + (of_experts if model.num_experts else mlp // tensor + row_bias)
+        + 2 * model.norm_parameters,
+        experts=model.num_experts // expert * (mlp // (expert_tensor or tensor) + row_bias),
         word_embedding=model.padded_vocab_size(tensor) // tensor * hidden,
         position_embedding=model.seq_length * hidden if model.learned_positions else 0,
         final_norm=model.norm_parameters,
+        dense_layer=weights_of(model.dense, tensor).layer if model.dense_layers else 0,
+        prediction=2 * hidden**2 // tensor + 3 * model.norm_parameters,
+        vectors=_vectors(model, tensor),
     )
+
+
+def _attention(model: Model, tensor: int) -> int:
+    """Weights of one layer's attention on one of ``tensor`` ranks."""
+    row_bias = model.bias * model.hidden_size
+    split = model.attention_matrices - model.down_parameters + model.attention_bias
+    return split // tensor + model.down_parameters + model.latent_norm_parameters + row_bias
+
+
+def _vectors(model: Model, tensor: int) -> int:
+    """Biases and norms of one layer on one of ``tensor`` ranks."""
+    row_bias = model.bias * model.hidden_size
+    biases = model.attention_bias // tensor + row_bias
+    if not model.num_experts:
+        biases += model.bias * (1 + model.swiglu) * model.ffn_hidden_size // tensor + row_bias
+    return biases + model.latent_norm_parameters + 2 * model.norm_parameters

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Optimizer
+from megatron_2bw.planner.multiples import nearest_divisor
 from megatron_2bw.planner.options import Options
 
+DIST_MUON = "dist_muon"
+"""Muon with the distributed optimizer, as it was called."""
 DISPATCHER = "alltoall"
 """How tokens get to experts of other ranks: sent to those alone. Megatron's default gathers all of them everywhere."""
 GROUPED = "--moe-grouped-gemm"
@@ -38,6 +42,24 @@ def _loops_over_experts(options: Options, flag: str) -> bool:
     return _above_one(options, "--num-experts") and GROUPED not in options
 
 
+def _is_local(options: Options, flag: str) -> bool:
+    return flag in options and options.text("--transformer-impl", "transformer_engine") == "local"
+
+
+def _has_unknown_state(options: Options, flag: str) -> bool:
+    return optimizer_of(options.text(flag, Optimizer.ADAM)) is None
+
+
+def optimizer_of(text: str) -> Optimizer | None:
+    """The optimizer that Megatron calls so, today or before; None for one whose state is not known.
+
+    >>> optimizer_of("dist_muon"), optimizer_of("soap")
+    (<Optimizer.MUON: 'muon'>, None)
+    """
+    text = "muon" if text == DIST_MUON else text
+    return Optimizer(text) if text in Optimizer else None
+
+
 def _stages(options: Options) -> int:
     return options.number("--pipeline-model-parallel-size", 1)
 
@@ -62,16 +84,13 @@ def _scales_by_own_rule(options: Options, flag: str) -> bool:
 _ZERO_BUBBLE = ("--enable-zero-bubble", "--enable-zb-runtime", "--enable-zbh1-pipeline", "--zero-bubble-v-schedule")
 """Of forks of Megatron."""
 _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
-    "--multi-latent-attention": (_given, "multi-latent attention"),
     "--hybrid-layer-pattern": (_given, "layers of several kinds"),
     "--hybrid-override-pattern": (_given, "layers of several kinds"),
     "--heterogeneous-layers-config-path": (_given, "layers of several kinds"),
-    "--moe-layer-freq": (lambda options, flag: options.text(flag, "1") != "1", "layers of several kinds"),
-    "--moe-shared-expert-intermediate-size": (_given, "shared experts"),
     "--moe-latent-size": (_given, "experts of another width"),
     "--moe-expert-capacity-factor": (_given, "a capacity of experts"),
     "--hybrid-context-parallel": (_given, "sequences shared by numbers of ranks of their own"),
-    "--mtp-num-layers": (_given, "multi-token prediction"),
+    "--mtp-use-repeated-layer": (_given, "one layer that predicts several tokens"),
     "--fp8-recipe": (_scales_by_own_rule, "a recipe of 8-bit products of your own"),
     "--te-precision-config-file": (_given, "precisions of single layers"),
     "--kitchen-config-file": (_given, "precisions of single layers"),
@@ -96,7 +115,11 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     _GROUP: (_has_other_groups, "groups of more microbatches than there are stages"),
 }
 _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
-    "--optimizer": (lambda options, flag: options.text(flag, "adam") != "adam", "priced with Adam's state"),
+    "--optimizer": (_has_unknown_state, "priced with Adam's state"),
+    "--muon-scalar-optimizer": (
+        lambda options, flag: options.text(flag, "adam") != "adam",
+        "priced with Adam for what is no matrix",
+    ),
     "--use-precision-aware-optimizer": (_given, "priced with Adam's state in fp32"),
     "--first-last-layers-bf16": (_given, "priced with all layers in 8 bits"),
     **dict.fromkeys(
@@ -112,6 +135,9 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         "priced with experts that are nearly equally busy; before they are, the busiest takes more",
     ),
     GROUPED: (_loops_over_experts, "priced as if it were given"),
+    "--multi-latent-attention": (_is_local, "priced with Transformer Engine's layers"),
+    "--mla-down-proj-fusion": (_given, "priced without that fusion"),
+    "--moe-shared-expert-overlap": (_given, "priced without that overlap"),
     "--moe-token-dispatcher-type": (_gathers_in_price, "priced as allgather, where no ranks share the experts"),
     "--use-tp-pp-dp-mapping": (_given, "priced with Megatron's usual order of ranks"),
     "--cp-comm-type": (lambda options, flag: options.text(flag, "p2p") != "p2p", "priced as p2p"),
@@ -167,7 +193,7 @@ _PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-
 CHECKED = frozenset(
     {
         *(*_REFUSED, *_NOTED, *_PIPEDREAM, "--overlap-param-gather", "--clip-grad"),
-        *("--mrope-section", "--moe-router-score-function", "--moe-router-load-balancing-type"),
+        *("--mrope-section", "--rotary-interleaved"),
     }
 )
 """Flags that are looked at here."""
@@ -200,7 +226,7 @@ def check_accepted(options: Options) -> None:
         if granularity == "selective" and flag in options:
             raise PlanError(f"{flag} needs --recompute-granularity full; leave it out")
     if "--overlap-param-gather" in options:
-        shards_by_itself = options.text("--optimizer", "adam") == "dist_muon"
+        shards_by_itself = options.text("--optimizer", "adam") == DIST_MUON
         for flag in _OF_SHARDS[shards_by_itself:]:
             if flag not in options:
                 raise PlanError(f"--overlap-param-gather needs {flag}; give it, or leave the overlap out")
@@ -236,14 +262,59 @@ def check_model(options: Options) -> None:
         raise PlanError(f"--squared-relu has no kernel that is fused with the bias; give {_UNFUSED[0]}")
     if options.text("--position-embedding-type") == "mrope" and "--mrope-section" not in options:
         raise PlanError("--position-embedding-type mrope needs --mrope-section; use --position-embedding-type rope")
+    _check_latents(options)
+    positions = options.text("--position-embedding-type", "learned_absolute")
+    if options.number("--mtp-num-layers", 0) and positions not in ("rope", "none"):
+        raise PlanError(
+            f"--mtp-num-layers goes with --position-embedding-type rope and none, not {positions}: Megatron predicts "
+            "no further tokens with others; use rope"
+        )
+    _check_groups(options)
     _check_router(options)
+
+
+def _check_latents(options: Options) -> None:
+    """Whether attention to latent vectors goes with what else there is, and its positions with their kernel."""
+    has_latents, positions = "--multi-latent-attention" in options, options.text("--rope-type", "yarn")
+    if "--rope-type" in options and positions == "yarn" and not has_latents:
+        raise PlanError("--rope-type yarn needs --multi-latent-attention; use rope, or leave it out")
+    if not has_latents:
+        return
+    for flag in ("--group-query-attention", "--rotary-interleaved"):
+        if flag in options:
+            raise PlanError(f"--multi-latent-attention and {flag} exclude each other; leave one out")
+    if positions == "rope" and "--no-rope-fusion" not in options:
+        raise PlanError("--rope-type rope has no kernel that is fused with latent vectors; give --no-rope-fusion")
+
+
+def _check_groups(options: Options) -> None:
+    """Whether a router can choose groups of experts first, and be led by biases."""
+    groups, chosen, experts = (
+        options.number(flag, 0) for flag in ("--moe-router-num-groups", "--moe-router-group-topk", "--num-experts")
+    )
+    needed = {"--moe-router-num-groups": groups, "--num-experts": experts}
+    for flag in (flag for flag, count in needed.items() if chosen and not count):
+        raise PlanError(f"--moe-router-group-topk {chosen} needs {flag}; give it")
+    if chosen and experts % groups:
+        raise PlanError(
+            f"--moe-router-num-groups {groups} does not divide --num-experts {experts}; use "
+            f"{nearest_divisor(experts, groups)}"
+        )
+    if chosen > groups:
+        raise PlanError(f"--moe-router-group-topk {chosen}: there are {groups} groups; use {groups} or less")
 
 
 def _check_router(options: Options) -> None:
     """Whether the router can learn which expert to take."""
+    score = options.text("--moe-router-score-function", "softmax")
+    if "--moe-router-enable-expert-bias" in options and score not in ("sigmoid", "sqrtsoftplus"):
+        raise PlanError(
+            f"--moe-router-enable-expert-bias: Megatron adds no biases to a {score}; give --moe-router-score-function "
+            "sigmoid"
+        )
     if options.number("--moe-router-topk", 2) != 1:
         return  # Megatron looks at it without experts, too.
-    is_softmax = options.text("--moe-router-score-function", "softmax") == "softmax"
+    is_softmax = score == "softmax"
     is_sinkhorn = options.text("--moe-router-load-balancing-type", "aux_loss") == "sinkhorn"
     if is_softmax and not is_sinkhorn and "--moe-router-pre-softmax" not in options:
         raise PlanError(
@@ -282,8 +353,8 @@ def check_priced(options: Options) -> tuple[str, ...]:
 def uncovered(flag: str, value: object) -> str | None:
     """What ``flag`` with that value asks for, if the cost model does not cover it; a switch has the value True.
 
-    >>> uncovered("--multi-latent-attention", True), uncovered("--multi-latent-attention", False)
-    ('multi-latent attention', None)
+    >>> uncovered("--use-megatron-fsdp", True), uncovered("--use-megatron-fsdp", False)
+    ('sharded parameters', None)
     """
     if flag not in _REFUSED or value in (None, False, "", "none"):
         return None

@@ -15,10 +15,11 @@ from megatron_2bw.mcore.arguments import add_arguments, validated
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import MODEL_SWITCHES, layout_flags, model_flags, read, read_model
+from megatron_2bw.planner.flags import layout_flags, read
 from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.model_flags import MODEL_SWITCHES, model_flags, read_model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.options import Options
@@ -47,6 +48,23 @@ MODEL_CASES: dict[str, Model] = {
     "experts": dataclasses.replace(SMALL, num_experts=4, tied=False, bias=False),
     "one expert of four": dataclasses.replace(SMALL, num_experts=4, moe_router_topk=1, bias=False),
     "odd layers": dataclasses.replace(SMALL, num_layers=15),
+    "several tokens": dataclasses.replace(SMALL, mtp_num_layers=2, learned_positions=False, tied=False),
+    "deepseek": dataclasses.replace(
+        MODELS["deepseek-v3"],
+        num_layers=16,
+        hidden_size=512,
+        num_attention_heads=8,
+        kv_channels=64,
+        num_query_groups=8,
+        num_experts=4,
+        moe_router_topk=2,
+        dense_layers=2,
+        dense_ffn_hidden_size=1536,
+        ffn_hidden_size=256,
+        moe_shared_expert_intermediate_size=512,
+        q_lora_rank=96,
+        kv_lora_rank=64,
+    ),
 }
 SPACES: dict[str, Space] = {
     "any": Space(),
@@ -67,14 +85,16 @@ SPACES: dict[str, Space] = {
     "shared experts": Space(experts=(2, 4)),
     "shared experts, not split": Space(experts=(2, 4), tensors=(2,), expert_tensors=(1,)),
     "whole experts": Space(experts=(1,), tensors=(2,), expert_tensors=(1,)),
+    "muon": Space(optimizer=Optimizer.MUON),
+    "lion": Space(optimizer=Optimizer.LION, schedules=("2bw", "megatron")),
     "experts split over replicas": Space(experts=(1,), tensors=(1,), expert_tensors=(2,)),
 }
 
 
 NOTHING = {
     *((model, "without sequence parallelism") for model, made in MODEL_CASES.items() if made.num_experts),
-    *((model, "both ways") for model, made in MODEL_CASES.items() if made.num_experts),
-    *((model, "pipedream") for model, made in MODEL_CASES.items() if made.tied),
+    *((model, "both ways") for model, made in MODEL_CASES.items() if made.num_experts or made.mtp_num_layers),
+    *((model, "pipedream") for model, made in MODEL_CASES.items() if made.tied or made.mtp_num_layers),
     *(
         (model, space)
         for model, made in MODEL_CASES.items()
@@ -150,7 +170,9 @@ def test_megatron_accepts_what_is_printed(model: str, space: str, validate: Vali
         assert (config.recompute_granularity or "none") == layout.recompute
         assert config.sequence_parallel == layout.sequence_parallel
         assert (config.fp16, config.bf16) == (layout.precision == "fp16", layout.precision == "bf16")
-        assert args.use_distributed_optimizer == layout.distributed_optimizer
+        by_layers = args.use_layer_wise_distributed_optimizer  # Of others than Adam and SGD.
+        assert (args.use_distributed_optimizer or by_layers) == layout.distributed_optimizer
+        assert args.optimizer == layout.optimizer
 
 
 LIMITS: dict[str, tuple[object, ...]] = {
@@ -204,9 +226,19 @@ def test_megatron_builds_the_same_model(model: str, validate: Validate):
     assert (config.num_layers, config.hidden_size, config.ffn_hidden_size, config.kv_channels) == (
         expected.num_layers,
         expected.hidden_size,
-        expected.ffn_hidden_size,
+        expected.dense_ffn_hidden_size or expected.ffn_hidden_size,
         expected.kv_channels,
     )
+    if expected.num_experts:
+        assert config.moe_ffn_hidden_size == expected.ffn_hidden_size
+    assert (config.moe_shared_expert_intermediate_size or 0) == expected.moe_shared_expert_intermediate_size
+    assert (config.mtp_num_layers or 0) == expected.mtp_num_layers
+    if expected.dense_layers:
+        assert config.moe_layer_freq == [0] * expected.dense_layers + [1] * (16 - expected.dense_layers)
+    assert config.multi_latent_attention == expected.multi_latent_attention
+    if expected.multi_latent_attention:
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm"):
+            assert getattr(config, name) == getattr(expected, name), name
     assert (config.num_attention_heads, config.num_query_groups) == (
         expected.num_attention_heads,
         expected.num_query_groups,
@@ -222,7 +254,18 @@ def test_megatron_builds_the_same_model(model: str, validate: Validate):
 
 GIVEN = "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 128"
 ALONE = Layout(schedule="megatron", pipeline=1, data=1, global_batch=1, precision="bf16")
-SWITCHES = (*sorted(MODEL_SWITCHES), "--num-experts 4", "--moe-router-topk 1", "--position-embedding-type rope")
+SWITCHES = (
+    *sorted(MODEL_SWITCHES),
+    *(
+        "--num-experts 4",
+        "--moe-router-topk 1",
+        "--position-embedding-type rope",
+        "--rope-type rope",
+        "--rope-type yarn",
+    ),
+    *("--mtp-num-layers 1", "--moe-router-score-function sigmoid", "--moe-router-num-groups 3"),
+    *("--moe-router-group-topk 2", "--moe-shared-expert-intermediate-size 64", "--moe-layer-freq [0]*2+[1]*14"),
+)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
@@ -243,12 +286,21 @@ def test_model_flags_as_given_are_accepted_here_too(switch: str, validate: Valid
         ("--seq-length 128 --num-experts 4 --moe-router-topk 1", "use --moe-router-pre-softmax when topk is 1"),
         ("--seq-length 128 --encoder-seq-length 128", ""),
         ("--seq-length 128 --position-embedding-type mrope", "--mrope-section should be set"),
+        ("--seq-length 128 --mtp-num-layers 1", "not supported with learned_absolute position embedding"),
+        ("--seq-length 128 --multi-latent-attention --group-query-attention", "mutually exclusive with multi latent"),
+        ("--seq-length 128 --multi-latent-attention --rotary-interleaved", "rotary_interleaved does not work with"),
+        ("--seq-length 128 --rope-type yarn", 'Common attention only support rope_type="rope"'),
+        ("--seq-length 128 --moe-router-enable-expert-bias", "only supports 'sigmoid'"),
+        ("--seq-length 128 --moe-router-group-topk 2", "moe_router_num_groups must be specified"),
+        ("--seq-length 128 --moe-router-group-topk 2 --moe-router-num-groups 2", "unsupported operand"),
+        ("--seq-length 128 --num-experts 4 --moe-router-group-topk 3 --moe-router-num-groups 2", "should be smaller"),
+        ("--seq-length 128 --num-experts 4 --moe-router-group-topk 2 --moe-router-num-groups 3", "be divisible by"),
     ],
 )
 def test_model_flags_that_are_refused_are_refused_here_too(more: str, refused: str, validate: Validate):
     with pytest.raises(PlanError):
         read_model(Options.parse(f"{GIVEN} --vocab-size 1000 {more}".split()))
-    with pytest.raises((AssertionError, ValueError), match=refused):
+    with pytest.raises((AssertionError, TypeError, ValueError), match=refused):
         validate(dataclasses.replace(SMALL, given_flags=f"{GIVEN} {more}"), ALONE)
 
 

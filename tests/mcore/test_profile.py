@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.cli import main
-from megatron_2bw.planner.flags import read_model
 from megatron_2bw.planner.layout import Precision, Recompute
+from megatron_2bw.planner.model_flags import read_model
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.profile import Profile, Setting
 

@@ -14,8 +14,9 @@ import pytest
 import megatron_2bw
 from megatron_2bw.cli import main
 from megatron_2bw.planner import efficiency
-from megatron_2bw.planner.flags import model_flags, read
+from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.model import Kind
+from megatron_2bw.planner.model_flags import model_flags
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
 

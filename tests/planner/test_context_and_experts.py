@@ -13,12 +13,13 @@ from megatron_2bw.planner import activations, costs, memory
 from megatron_2bw.planner.candidates import Candidates
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import layout_flags, read_model
+from megatron_2bw.planner.flags import layout_flags
 from megatron_2bw.planner.flags import read as read_flags
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layer import Split, works_of
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.model_flags import read_model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import chosen, name
@@ -283,7 +284,24 @@ def every_layout(model: Model, gpus: int, batch: int) -> Iterator[Layout]:
 
 
 @pytest.mark.parametrize("memory_gb", [80, 7])
-@pytest.mark.parametrize("model", [replace(GPT, num_layers=4, dropout=False), replace(EXPERTS, num_layers=4)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        replace(GPT, num_layers=4, dropout=False),
+        replace(EXPERTS, num_layers=4),
+        replace(
+            EXPERTS,
+            num_layers=4,
+            dense_layers=2,
+            dense_ffn_hidden_size=1024,
+            mtp_num_layers=1,
+            learned_positions=False,
+            multi_latent_attention=True,
+            moe_shared_expert_intermediate_size=512,
+        ),
+    ],
+    ids=["gpt", "experts", "layers of several kinds"],
+)
 def test_nothing_beats_the_best(model: Model, memory_gb: float):
     machine = sized(DGX, gpus=4)
     machine = replace(machine, gpu=replace(machine.gpu, memory_gb=memory_gb))

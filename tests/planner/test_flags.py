@@ -9,9 +9,10 @@ import pytest
 
 from megatron_2bw.planner.cluster import GPUS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import Configuration, layout_flags, model_flags, read, read_model
-from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.flags import Configuration, layout_flags, read
+from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.model_flags import model_flags, read_model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import problem
@@ -92,6 +93,9 @@ LAYOUTS = {
         recompute_method=RecomputeMethod.BLOCK,
         recompute_layers=5,
     ),
+    "muon": Layout(
+        schedule="2bw", pipeline=2, data=2, global_batch=8, optimizer=Optimizer.MUON, distributed_optimizer=True
+    ),
     "uniform": Layout(
         schedule="megatron", pipeline=2, data=1, global_batch=4, recompute=Recompute.FULL, recompute_layers=2
     ),
@@ -166,7 +170,11 @@ def test_flags_that_were_given_are_printed_as_given():
         ),
         ("--lr 1e-4 --seed 3 --overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer", ()),
         (
-            "--overlap-param-gather --overlap-grad-reduce --optimizer dist_muon",
+            "--overlap-param-gather --overlap-grad-reduce --optimizer dist_muon --muon-scalar-optimizer lion",
+            ("--muon-scalar-optimizer: priced with Adam for what is no matrix",),
+        ),
+        (
+            "--optimizer soap",
             ("--optimizer: priced with Adam's state",),
         ),
     ],
@@ -244,6 +252,10 @@ def test_megatrons_defaults(more: str, field: str, value: object):
         ("--no-bias-swiglu-fusion", "fused_swiglu", True),
         ("--no-bias-swiglu-fusion --swiglu", "fused_swiglu", False),
         ("--global-batch-size 16 --global-batch-size=32", "global_batch", 32),
+        ("--optimizer lion", "optimizer", Optimizer.LION),
+        ("--optimizer dist_muon", "optimizer", Optimizer.MUON),
+        ("--optimizer dist_muon", "distributed_optimizer", True),
+        ("--optimizer soap", "optimizer", Optimizer.ADAM),
     ],
 )
 def test_what_flags_mean(more: str, field: str, value: object):

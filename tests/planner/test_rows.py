@@ -53,7 +53,13 @@ def test_experts_in_megatrons_names() -> None:
         ({"etp": 0}, "expert_tensor 0: give a whole number of at least 1"),
         ({"ep": 4}, "expert 4: the model has no experts; leave it out"),
         ({"cp": 2, "data": 2, "fused_attention": False}, "context 2 needs fused attention"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers 1: the cost model does not cover multi-token prediction"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers 1: the model has 0; leave out one of them"),
+        ({"moe_latent_size": 64}, "moe_latent_size 64: the cost model does not cover experts of another width"),
+        (
+            {"num_experts": 8, "moe_layer_freq": [1, 0, 1]},
+            "moe_layer_freq [1, 0, 1]: the cost model covers dense layers only in front of all experts; give "
+            "([0]*1+[1]*2)",
+        ),
         ({"tp": 2}, "tp 2 and tensor 4 disagree; leave out one of them"),
         ({"micro_batch_size": "2"}, "microbatch '2': give a whole number"),
         ({"recompute_granularity": "some"}, "recompute 'some': choose one of none, selective, full"),

@@ -78,8 +78,8 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
     Raises:
         PlanError: by both, or there are other words.
     """
-    from megatron_2bw.planner.flags import MODEL_FLAGS, MODEL_SWITCHES, read_model
     from megatron_2bw.planner.model import Kind
+    from megatron_2bw.planner.model_flags import MODEL_FLAGS, MODEL_SWITCHES, read_model
     from megatron_2bw.planner.options import Options
 
     options = Options.parse(words)
@@ -99,8 +99,8 @@ def named_model(args: argparse.Namespace, options: Options) -> Model | None:
     Raises:
         PlanError: ``options`` describe a model as well.
     """
-    from megatron_2bw.planner.flags import MODEL_FLAGS
     from megatron_2bw.planner.inputs import load_model
+    from megatron_2bw.planner.model_flags import MODEL_FLAGS
 
     if args.model is None:
         return None

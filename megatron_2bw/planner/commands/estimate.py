@@ -81,10 +81,11 @@ def _configured(
     args: argparse.Namespace, words: Sequence[str], cluster: Cluster
 ) -> tuple[Configuration, tuple[str, ...]]:
     """What the flags of the script, those of the command line behind them, describe; and notes."""
-    from megatron_2bw.planner.flags import model_flags, read
+    from megatron_2bw.planner.flags import read
     from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.launch import agreed
     from megatron_2bw.planner.model import Kind
+    from megatron_2bw.planner.model_flags import model_flags
     from megatron_2bw.planner.options import Options
 
     if args.model and args.from_script:

@@ -114,6 +114,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
     add_kernels(limits, "what the GPU has")
     limits.add_argument("--fp8-recipe", choices=FP8_RECIPES, help="matrix products of layers in 8 bits (default: none)")
+    limits.add_argument("--optimizer", help="adam, sgd, lion or muon (default: adam)")
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
 
@@ -219,6 +220,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         "--sequence-parallel": args.sequence_parallel,
         "--use-distributed-optimizer": args.use_distributed_optimizer,
         f"--{args.precision}": args.precision,
+        "--optimizer": args.optimizer,
         "--attention-backend": args.attention_backend,
         "--fp8-recipe": args.fp8_recipe,
         "--allow-fewer-microbatches": args.allow_fewer_microbatches or None,
@@ -256,6 +258,8 @@ def _space(args: argparse.Namespace) -> Space:
     ):
         if value is not None:
             limits[dimension] = (value,)
+    if args.optimizer is not None:
+        (limits["optimizer"],) = listed("--optimizer", args.optimizer, layout.Optimizer)
     return Space(
         **limits,
         precision=layout.Precision(args.precision) if args.precision else None,

@@ -1,0 +1,107 @@
+"""Kernels and activations of one layer's attention, per tensor-parallel rank.
+
+With multi-latent attention (DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.1), products give latent vectors
+first. Their weights are on all tensor-parallel ranks, and each multiplies tokens that it has: ``MLASelfAttention`` in
+``megatron/core/transformer/multi_latent_attention.py``, with the ``duplicated`` ``TELinear`` of Transformer Engine.
+Products that are split over the ranks then give queries, keys and values; two kernels turn them by their positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.work import Product
+
+
+class Elementwise(NamedTuple):
+    """Kernels that are no products, beyond those of attention without latent vectors."""
+
+    moved: float = 0.0
+    """Numbers read or written."""
+    kernels: int = 0
+
+
+def products(model: Model, tokens: float, tensor: int, outside: int) -> tuple[Product, ...]:
+    """Those with weights; ``outside``: ranks that share the tokens where no rank has a part of the heads."""
+    hidden, queries, outputs = model.hidden_size, model.query_size / tensor, model.output_size / tensor
+    out = Product(tokens, hidden, outputs, scatters=True)
+    if not model.multi_latent_attention:
+        return Product(tokens, queries + 2 * (model.key_size / tensor), hidden, gathers=True, after_norm=True), out
+    rank, of_keys, normed = model.q_lora_rank, model.kv_lora_rank, model.qk_layernorm
+    content = model.num_attention_heads * model.qk_head_dim / tensor + model.value_size / tensor
+    down = [
+        Product(tokens / outside, columns, hidden) for columns in (rank, of_keys + model.qk_pos_emb_head_dim) if columns
+    ]
+    up = (
+        Product(tokens, queries, rank or hidden, gathers=True, after_norm=normed and rank > 0),
+        Product(tokens, content, of_keys, gathers=True, after_norm=normed),
+    )
+    return *down, *up, out
+
+
+def weights(model: Model, tensor: int) -> float:
+    """Of these products, on one rank."""
+    if not model.multi_latent_attention:
+        return model.hidden_size * (2 * (model.query_size / tensor) + 2 * (model.key_size / tensor))
+    return model.down_parameters + (model.attention_matrices - model.down_parameters) / tensor
+
+
+def gathered(model: Model, tensor: int, *, sequence_parallel: bool, backward: bool) -> tuple[int, ...]:
+    """Numbers per token of each collective around what gives queries, keys and values; each half an all-reduce.
+
+    With sequence parallelism, latent vectors are gathered in the forward and their gradients summed in the backward;
+    without, the gradients are summed everywhere.
+    """
+    if tensor == 1 or not model.multi_latent_attention:
+        return ()
+    latents = model.q_lora_rank or model.hidden_size, model.kv_lora_rank
+    if sequence_parallel:
+        return *latents, model.qk_pos_emb_head_dim
+    return (*latents, *latents) if backward else ()
+
+
+def elementwise(model: Model, tokens: float, tensor: int, outside: int, *, backward: bool = False) -> Elementwise:
+    """Norms of latent vectors, positions, and in the backward the sum of both latent vectors' gradients.
+
+    Of queries the channels of the position are read and written in place; keys and values are written anew:
+    ``fused_apply_mla_rope_for_q`` and ``fused_apply_mla_rope_for_kv``.
+    """
+    if not model.multi_latent_attention:
+        return Elementwise()
+    turned = model.num_attention_heads * model.qk_pos_emb_head_dim / tensor
+    content = model.num_attention_heads * model.qk_head_dim / tensor + model.value_size / tensor
+    moved = 2 * turned + content + model.qk_pos_emb_head_dim + (model.key_size + model.value_size) / tensor
+    kernels = 2
+    sizes = [size for size in (model.q_lora_rank or model.hidden_size, model.kv_lora_rank) if model.qk_layernorm]
+    moved += (3 if backward else 2) * sum(sizes) / outside
+    kernels += (2 if backward else 1) * len(sizes)
+    if backward:
+        moved, kernels = moved + 3 * model.hidden_size / outside, kernels + 1
+    return Elementwise(tokens * moved, kernels)
+
+
+def core_channels(model: Model) -> tuple[int, int]:
+    """Per head: of queries and keys, and of values and outputs."""
+    return model.query_size // model.num_attention_heads, model.output_size // model.num_attention_heads
+
+
+def kept(model: Model) -> int:
+    """Numbers per token, before they are split: queries, keys, values, and the input of the output projection."""
+    return model.query_size + model.key_size + model.value_size + model.output_size
+
+
+def cast_latents(model: Model) -> int:
+    """Of these, what goes into products."""
+    return model.q_lora_rank + model.kv_lora_rank if model.multi_latent_attention else 0
+
+
+def kept_latents(model: Model) -> int:
+    """Numbers per token that no tensor-parallel rank has a part of: inputs of what gives queries, keys and values."""
+    if not model.multi_latent_attention:
+        return 0
+    latents = model.q_lora_rank + model.kv_lora_rank
+    if not model.qk_layernorm:
+        return latents
+    # What norms read and what they write; without latent queries, one reads what the layer's own norm writes.
+    return 2 * latents + (0 if model.q_lora_rank else model.hidden_size)

@@ -1,0 +1,114 @@
+"""Which layers have experts, in the notation of ``--moe-layer-freq``."""
+
+from __future__ import annotations
+
+import re
+from itertools import takewhile
+
+from megatron_2bw.planner.errors import PlanError
+
+_MOST = 10_000
+"""Layers of a pattern."""
+_TOKEN = re.compile(r"\d+|[\[\](),+*]")
+
+
+def pattern_of(dense: int, layers: int) -> str:
+    """So many layers without experts, the others with.
+
+    >>> pattern_of(3, 61)
+    '([0]*3+[1]*58)'
+    """
+    return f"([0]*{dense}+[1]*{layers - dense})"
+
+
+def dense_first(text: str, layers: int | None = None, *, where: str = "--moe-layer-freq") -> int:
+    """How many layers have no experts, if those are the first ones.
+
+    Args:
+        text: N, where every N-th layer has experts, or sums and products of lists: Megatron's ``moe_freq_type``.
+        layers: that the pattern has to have; None: any number.
+        where: what has the value, for messages.
+
+    >>> dense_first("([0]*3+[1]*58)", 61), dense_first("1", 61)
+    (3, 0)
+
+    Raises:
+        PlanError: the pattern is malformed, has another number of layers, or other layers are dense.
+    """
+    kinds = _kinds(text, where)
+    if isinstance(kinds, int):
+        if kinds == 1:
+            return 0
+        raise PlanError(
+            f"{where} {text}: the cost model covers dense layers only in front of all experts; give such a pattern, "
+            "such as ([0]*1+[1]*23), or 1"
+        )
+    if layers is not None and len(kinds) != layers:
+        raise PlanError(f"{where} {text}: a pattern of {len(kinds)} layers, and there are {layers}; give {layers}")
+    dense = sum(1 for _ in takewhile(lambda kind: kind == 0, kinds))
+    if dense == len(kinds):
+        raise PlanError(f"{where} {text}: no layer has experts; leave out the experts")
+    if any(kind != 1 for kind in kinds[dense:]):
+        raise PlanError(
+            f"{where} {text}: the cost model covers dense layers only in front of all experts; give "
+            f"{pattern_of(kinds.count(0), len(kinds))} in its place"
+        )
+    return dense
+
+
+def _kinds(text: str, where: str) -> int | list[int]:
+    words = text.replace(" ", "")
+    tokens = _TOKEN.findall(words)
+    problem = PlanError(f"{where} {text}: give a whole number, or a pattern such as ([0]*3+[1]*58)")
+    if not tokens or "".join(tokens) != words:
+        raise problem
+    try:
+        value = _sum(tokens)
+    except (IndexError, RecursionError, TypeError, ValueError) as error:
+        raise problem from error
+    if tokens or isinstance(value, list) != ("[" in words):
+        raise problem
+    return value
+
+
+def _sum(tokens: list[str]) -> int | list[int]:
+    """Of products, up to what is no part of it; takes its tokens away."""
+    value = _product(tokens)
+    while tokens and tokens[0] == "+":
+        tokens.pop(0)
+        value = value + _product(tokens)
+    return value
+
+
+def _product(tokens: list[str]) -> int | list[int]:
+    value = _one(tokens)
+    while tokens and tokens[0] == "*":
+        tokens.pop(0)
+        other = _one(tokens)
+        size = max(len(one) if isinstance(one, list) else 1 for one in (value, other))
+        times = min((one for one in (value, other) if isinstance(one, int)), default=1)
+        if size * times > _MOST:
+            raise ValueError("too many layers")
+        value = value * other
+    return value
+
+
+def _one(tokens: list[str]) -> int | list[int]:
+    token = tokens.pop(0)
+    if token.isdecimal():
+        return int(token)
+    if token not in "([":
+        raise ValueError(token)
+    values = []
+    closing = ")" if token == "(" else "]"
+    while tokens[0] != closing:
+        values.append(_sum(tokens))
+        if tokens[0] == ",":
+            tokens.pop(0)
+    tokens.pop(0)
+    if token == "[":
+        if not all(isinstance(value, int) for value in values):
+            raise TypeError("a list of lists")
+        return values
+    (value,) = values
+    return value

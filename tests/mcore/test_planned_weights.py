@@ -1,0 +1,204 @@
+"""Megatron builds as many weights on every stage and rank as the planner counts, and as many operations."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_2bw.planner.costs import model_flops
+from megatron_2bw.planner.flags import layout_flags
+from megatron_2bw.planner.layout import Layout, Precision
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.model_flags import model_flags
+from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.stages import layers_of_stages, weights_of
+
+TRAINING = (
+    "--train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --no-rope-fusion "
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+).split()
+DUPLICATED = "_down_proj."
+"""In names of weights that Transformer Engine has on every tensor-parallel rank; Megatron's own layers split them."""
+
+PLAIN = Model(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=1000)
+LATENT = replace(
+    PLAIN,
+    multi_latent_attention=True,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_head_dim=24,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=20,
+    qk_layernorm=True,
+    rmsnorm=True,
+    learned_positions=False,
+)
+EXPERTS = replace(PLAIN, num_experts=4, bias=False, ffn_hidden_size=48, swiglu=True, tied=False)
+DEEPSEEK = replace(
+    LATENT,
+    num_layers=5,
+    num_experts=4,
+    bias=False,
+    swiglu=True,
+    tied=False,
+    ffn_hidden_size=32,
+    moe_shared_expert_intermediate_size=64,
+    dense_layers=2,
+    dense_ffn_hidden_size=144,
+    mtp_num_layers=1,
+)
+BUILT: dict[str, Model] = {
+    "gpt": PLAIN,
+    "llama": replace(PLAIN, num_query_groups=2, swiglu=True, bias=False, rmsnorm=True, learned_positions=False),
+    "latent vectors": LATENT,
+    "latent vectors, biases": replace(LATENT, rmsnorm=False, learned_positions=True),
+    "no norms of latent vectors": replace(LATENT, qk_layernorm=False, tied=False, bias=False),
+    "no latent vector of queries": replace(LATENT, q_lora_rank=0, qk_layernorm=False),
+    "experts": EXPERTS,
+    "shared experts": replace(EXPERTS, moe_shared_expert_intermediate_size=80),
+    "a gate of shared experts": replace(EXPERTS, moe_shared_expert_intermediate_size=80, moe_shared_expert_gate=True),
+    "dense first layers": replace(EXPERTS, dense_layers=1, dense_ffn_hidden_size=96),
+    "two more tokens": replace(PLAIN, mtp_num_layers=2, learned_positions=False, tied=False),
+    "one more token, tied": replace(PLAIN, mtp_num_layers=1, learned_positions=False),
+    "deepseek": DEEPSEEK,
+}
+SPLIT: dict[str, dict[str, Any]] = {
+    "alone": {"pipeline": 1, "data": 1},
+    "tensor": {"pipeline": 1, "data": 1, "tensor": 2, "sequence_parallel": True},
+    "stages": {"pipeline": 2, "data": 1},
+    "all": {"pipeline": 2, "data": 2, "tensor": 2, "sequence_parallel": True, "expert": 4, "expert_tensor": 1},
+}
+
+
+def layout_of(model: Model, split: str) -> Layout:
+    """What ``split`` says, with the experts and the ends that the model has."""
+    sizes = dict(SPLIT[split])
+    if not model.num_experts:
+        sizes = {name: size for name, size in sizes.items() if not name.startswith("expert")}
+    ends = {"first_stage_layers": 3, "last_stage_layers": 2} if model.num_layers % sizes["pipeline"] else {}
+    layout = Layout(
+        schedule="megatron", global_batch=2, precision=Precision.FP32, fused_attention=False, **sizes, **ends
+    )
+    assert problem(model, layout) is None
+    return layout
+
+
+@pytest.fixture
+def args_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model, Layout], Any]:
+    """Megatron's arguments, validated, and on the way what only a GPU has is replaced."""
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.training import arguments
+
+    from .stand_ins import _sequence_parallel_norm, _told_head_sizes
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
+    monkeypatch.setattr(WrappedTorchNorm, "__new__", _sequence_parallel_norm)
+    monkeypatch.setattr(DotProductAttention, "__init__", _told_head_sizes(DotProductAttention.__init__))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+    def validated(model: Model, layout: Layout) -> Any:
+        words = [*layout_flags(model, layout), *model_flags(model), *TRAINING]
+        args = parser.parse_args([word for word in words if word != "--moe-grouped-gemm"])
+        args.world_size, args.rank = layout.gpus, 1  # Rank 0 prints.
+        arguments.validate_args(args)
+        args.padded_vocab_size = model.padded_vocab_size(layout.tensor)
+        return args
+
+    return validated
+
+
+@contextmanager
+def rank_of(layout: Layout, rank: int) -> Iterator[None]:
+    """Megatron's process groups of one of many ranks, which nobody else has to be there for."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=layout.gpus, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def built(args: Any, layout: Layout, stage: int) -> tuple[int, int, int]:
+    """Weights of one rank of a stage: experts apart, those of experts, and those that Muon leaves to Adam."""
+    from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    from . import gpt
+
+    with rank_of(layout, stage * layout.gpus // layout.pipeline):
+        config = core_transformer_config_from_args(args)
+        config.use_cpu_initialization = config.init_model_with_meta_device = True
+        config.perform_initialization = False
+        model = gpt.build(
+            args,
+            config,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=stage == 0,
+            post_process=stage == layout.pipeline - 1,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        counts = [0, 0, 0]
+        for name, parameter in model.named_parameters():
+            everywhere = layout.tensor if DUPLICATED in name else 1
+            counts[".experts." in name] += everywhere * parameter.numel()
+            counts[2] += parameter.numel() if _is_nonlinear_or_embedding(parameter) else 0
+    return counts[0], counts[1], counts[2]
+
+
+@pytest.mark.parametrize("split", SPLIT)
+@pytest.mark.parametrize("name", BUILT)
+def test_as_many_weights(name: str, split: str, args_of: Callable[[Model, Layout], Any]) -> None:
+    model = BUILT[name]
+    layout = layout_of(model, split)
+    weights = weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
+    args, layers = args_of(model, layout), layers_of_stages(model, layout)
+    for stage in range(layout.pipeline):
+        where = stage, layers.of(stage, layout.pipeline), model, layout.pipeline
+        expected = weights.of(*where), weights.experts_of(*where), weights.others_of(*where)
+        assert built(args, layout, stage) == expected, stage
+
+
+def test_as_many_weights_of_a_whole_model(args_of: Callable[[Model, Layout], Any]) -> None:
+    """Without the padding of the vocabulary, and without what predicts further tokens."""
+    model = replace(DEEPSEEK, vocab_size=1024, mtp_num_layers=0)
+    layout = layout_of(model, "alone")
+    assert sum(built(args_of(model, layout), layout, 0)[:2]) == model.parameters
+
+
+@pytest.mark.parametrize("name", [*BUILT, "deepseek-v3", "deepseek-v2-lite", "mixtral-8x7b"])
+def test_as_many_operations(name: str, args_of: Callable[[Model, Layout], Any]) -> None:
+    """Megatron counts half of the scores, as causal attention needs them, and norms as products."""
+    from megatron.training.training import num_floating_point_operations
+
+    model = BUILT[name] if name in BUILT else MODELS[name]
+    args = args_of(model, Layout(schedule="megatron", pipeline=1, data=1, global_batch=2, fused_attention=False))
+    counted = num_floating_point_operations(args, 2, seqlen_squared_sum_in_batch=2 * 2 * args.seq_length**2)
+    latents = model.q_lora_rank + model.kv_lora_rank
+    norms = (model.num_layers + model.mtp_num_layers) * latents + model.mtp_num_layers * 3 * model.hidden_size
+    assert counted - 6 * 2 * model.seq_length * norms == pytest.approx(model_flops(model, 2), rel=1e-12)

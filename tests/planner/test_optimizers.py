@@ -1,0 +1,110 @@
+"""What other optimizers than Adam keep, and how long their updates take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_2bw.planner import costs, memory
+from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags import layout_flags
+from megatron_2bw.planner.inputs import sized
+from megatron_2bw.planner.layout import Layout, Optimizer, Precision
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.muon import newton_schulz_s
+from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.search import search
+from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.speeds import machine_of
+from megatron_2bw.planner.stages import weights_of
+
+DGX = CLUSTERS["dgx-h100"]
+MACHINE = machine_of(DGX)
+GPT = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=1024, num_query_groups=4)
+EXPERTS = replace(GPT, num_experts=8, ffn_hidden_size=512, bias=False, tied=False)
+
+
+def layout(**changes) -> Layout:
+    """Two stages."""
+    return Layout(**({"schedule": "2bw", "pipeline": 2, "data": 1, "global_batch": 8} | changes))
+
+
+def test_bytes_per_weight():
+    """fp32 weights and one moment; of Muon and Lion two, for embeddings, norms and biases."""
+    adam, sgd, lion, muon = (memory.stages(GPT, layout(optimizer=one)) for one in Optimizer)
+    held = weights_of(GPT, 1)
+    for stage in range(2):
+        weights = held.of(stage, 4, GPT, 2)
+        biases = 1024 + 2 * 256 + 1024 + 4096 + 1024
+        others = 1024 * 1024 + 4 * (biases + 4 * 1024) + (2 * 1024 if stage else 0)
+        assert adam[stage].optimizer_bytes == 12 * weights
+        assert sgd[stage].optimizer_bytes == 8 * weights
+        assert lion[stage].optimizer_bytes == muon[stage].optimizer_bytes == 8 * weights + 4 * others
+        assert adam[stage].gradients_bytes == muon[stage].gradients_bytes
+    shards = layout(data=4, distributed_optimizer=True, global_batch=32)
+    shared, whole = (
+        memory.stages(EXPERTS, replace(shards, optimizer=Optimizer.MUON, distributed_optimizer=shares))[0]
+        for shares in (True, False)
+    )
+    assert shared.optimizer_bytes == whole.optimizer_bytes / 4
+
+
+def test_an_update_with_one_moment_moves_five_numbers_in_place_of_seven():
+    weights = weights_of(GPT, 1).of(0, 4, GPT, 2)
+    adam, sgd, lion = (
+        costs.times_of(GPT, layout(optimizer=one), DGX).pipeline.update_s
+        for one in (Optimizer.ADAM, Optimizer.SGD, Optimizer.LION)
+    )
+    assert adam - sgd == pytest.approx(8 * weights / MACHINE.memory_bytes_per_s)
+    others = weights_of(GPT, 1).others_of(0, 4, GPT, 2)
+    assert lion - sgd == pytest.approx(8 * others / MACHINE.memory_bytes_per_s)
+
+
+def test_newton_schulz():
+    """``5*(4*m^2*n + 2*m^3)`` operations, whichever side is longer."""
+    flops = 5 * (4 * 4096**2 * 16384 + 2 * 4096**3)
+    assert newton_schulz_s(4096, 16384, MACHINE) == pytest.approx(flops / MACHINE.flops_per_s, rel=0.05)
+    assert newton_schulz_s(16384, 4096, MACHINE) == newton_schulz_s(4096, 16384, MACHINE)
+
+
+@pytest.mark.parametrize("data", [1, 4])
+def test_muon_orthogonalizes_every_matrix(data: int):
+    """Queries, keys and values apart; of 8 experts, those of one rank; replicas share them out."""
+    sizes = {"data": data, "tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
+    one = layout(**sizes, distributed_optimizer=data > 1, global_batch=8 * data)
+    muon, lion = (
+        costs.times_of(EXPERTS, replace(one, optimizer=kind), sized(DGX, gpus=one.gpus)).pipeline.update_s
+        for kind in (Optimizer.MUON, Optimizer.LION)
+    )
+    rest_s = sum(newton_schulz_s(*shape, MACHINE) for shape in [(512, 1024), (128, 1024), (128, 1024), (1024, 512)])
+    experts_s = 4 * sum(newton_schulz_s(*shape, MACHINE) for shape in [(512, 1024), (1024, 512)])
+    assert muon - lion == pytest.approx(4 * (rest_s / data + experts_s / data))
+
+
+def test_flags_and_rows():
+    one = layout(optimizer=Optimizer.MUON)
+    assert "--optimizer muon" in " ".join(layout_flags(GPT, one))
+    assert "--optimizer" not in layout_flags(GPT, layout())
+    row = {"model": "gpt-1.3b", "cluster": "dgx-h100", "gpus": 8, "pp": 2, "mbs": 1, "gbs": 16}
+    adam, muon, older = (predicted({**row, "optimizer": kind}) for kind in ("adam", "muon", "dist_muon"))
+    needed = [one["stages"][0]["optimizer_bytes"] for one in (adam, muon, older)]
+    assert needed[0] > needed[1] > needed[2]
+    with pytest.raises(PlanError, match="optimizer 'soap': choose one of adam, sgd, lion, muon"):
+        predicted({**row, "optimizer": "soap"})
+
+
+def test_no_muon_in_fp16():
+    message = "optimizer muon: Megatron has it in bf16 and fp32 alone; use bf16, or optimizer adam"
+    assert str(problem(GPT, layout(optimizer=Optimizer.MUON, precision=Precision.FP16))) == message
+    with pytest.raises(PlanError, match=message):
+        search(GPT, CLUSTERS["p3.16xlarge"], 16, Space(optimizer=Optimizer.MUON))
+
+
+def test_a_plan_for_muon():
+    plan = search(GPT, sized(DGX, gpus=4), 16, Space(optimizer=Optimizer.MUON))
+    assert {choice.layout.optimizer for choice in plan.choices} == {Optimizer.MUON}
+    by_adam = search(GPT, sized(DGX, gpus=4), 16)
+    assert plan.best.iteration.time_s > by_adam.best.iteration.time_s
