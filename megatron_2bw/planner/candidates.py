@@ -23,6 +23,7 @@ from megatron_2bw.planner.rules import (
     least_microbatches,
     microbatch_problem,
     model_problem,
+    optimizer_problem,
     problem,
     recompute_problem,
     schedule_problem,
@@ -226,7 +227,9 @@ class Candidates:
         return tuple(valid[:1])
 
     def _distributed(self, shape: Shape) -> tuple[bool, ...]:
-        return self.decisions.allowed("distributed_optimizer", (True, False) if shape.replicas > 1 else (False,))
+        choices = self.decisions.allowed("distributed_optimizer", (True, False) if shape.replicas > 1 else (False,))
+        used = self.space.optimizer, self.space.precision
+        return tuple(on for on in choices if not optimizer_problem(*used, distributed=on))
 
     def savings(self, base: Layout) -> Iterator[Saving]:
         """The ways to save memory."""

@@ -53,7 +53,7 @@ def problem(model: Model, layout: Layout) -> Problem | None:
         or schedule_problem(layout)
         or overlap_problem(layout)
         or fp8_problem(layout)
-        or optimizer_problem(layout.optimizer, layout.precision)
+        or optimizer_problem(layout.optimizer, layout.precision, distributed=layout.distributed_optimizer)
         or model_problem(model, layout)
         or stage_problem(model, layout)
         or microbatch_problem(layout, needed)
@@ -227,12 +227,20 @@ def fp8_problem(layout: Layout) -> Problem | None:
     return None
 
 
-def optimizer_problem(optimizer: Optimizer, precision: Precision) -> Problem | None:
-    """Why the optimizer does not train in that precision: ``_get_megatron_emerging_optimizer``."""
+def optimizer_problem(optimizer: Optimizer, precision: Precision, *, distributed: bool = False) -> Problem | None:
+    """Why the optimizer does not train in that precision.
+
+    Rules: ``_get_megatron_emerging_optimizer``; LayerWiseDistributedOptimizer, which wraps optimizers of 16 bits alone.
+    """
     if optimizer.is_of_matrices and precision is Precision.FP16:
         return Problem(
             f"optimizer {optimizer}: Megatron has it in {Precision.BF16} and {Precision.FP32} alone",
             f"use {Precision.BF16}, or optimizer adam",
+        )
+    if optimizer.is_of_matrices and precision is Precision.FP32 and distributed:
+        return Problem(
+            f"distributed_optimizer with optimizer {optimizer}: Megatron has it in {Precision.BF16} alone",
+            f"switch it off, or use {Precision.BF16}",
         )
     return None
 

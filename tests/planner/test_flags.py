@@ -170,7 +170,7 @@ def test_flags_that_were_given_are_printed_as_given():
         ),
         ("--lr 1e-4 --seed 3 --overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer", ()),
         (
-            "--overlap-param-gather --overlap-grad-reduce --optimizer dist_muon --muon-scalar-optimizer lion",
+            "--overlap-param-gather --overlap-grad-reduce --optimizer dist_muon --muon-scalar-optimizer lion --bf16",
             ("--muon-scalar-optimizer: priced with Adam for what is no matrix",),
         ),
         (
@@ -253,8 +253,8 @@ def test_megatrons_defaults(more: str, field: str, value: object):
         ("--no-bias-swiglu-fusion --swiglu", "fused_swiglu", False),
         ("--global-batch-size 16 --global-batch-size=32", "global_batch", 32),
         ("--optimizer lion", "optimizer", Optimizer.LION),
-        ("--optimizer dist_muon", "optimizer", Optimizer.MUON),
-        ("--optimizer dist_muon", "distributed_optimizer", True),
+        ("--optimizer dist_muon --bf16", "optimizer", Optimizer.MUON),
+        ("--optimizer dist_muon --bf16", "distributed_optimizer", True),
         ("--optimizer soap", "optimizer", Optimizer.ADAM),
     ],
 )

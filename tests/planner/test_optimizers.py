@@ -103,6 +103,18 @@ def test_no_muon_in_fp16():
         search(GPT, CLUSTERS["p3.16xlarge"], 16, Space(optimizer=Optimizer.MUON))
 
 
+def test_no_shards_of_muon_in_fp32():
+    alone = layout(optimizer=Optimizer.MUON, precision=Precision.FP32, fused_attention=False, data=2, global_batch=16)
+    assert problem(GPT, alone) is None
+    assert str(problem(GPT, replace(alone, distributed_optimizer=True))) == (
+        "distributed_optimizer with optimizer muon: Megatron has it in bf16 alone; switch it off, or use bf16"
+    )
+    space = Space(optimizer=Optimizer.MUON, precision=Precision.FP32)
+    choices = search(GPT, sized(DGX, gpus=4), 16, space).choices
+    assert choices
+    assert not any(choice.layout.distributed_optimizer for choice in choices)
+
+
 def test_a_plan_for_muon():
     plan = search(GPT, sized(DGX, gpus=4), 16, Space(optimizer=Optimizer.MUON))
     assert {choice.layout.optimizer for choice in plan.choices} == {Optimizer.MUON}
