@@ -127,7 +127,10 @@ def error_bar(
     if cluster.profile is not None:
         return ErrorBar(0.20, "the most that two CPU cores were off; --verify-top measures how far this machine is")
     if model.multi_latent_attention or model.moe_shared_expert_intermediate_size or model.mtp_num_layers:
-        return ErrorBar(0.50, "assumed: the one published run of such a model took half as long, with other exchanges")
+        return ErrorBar(
+            0.50,
+            "of two published runs, one took 6% longer, and one over many nodes, with other exchanges, half as long",
+        )
     if model.num_experts:
         return ErrorBar(0.30, "three runs of Mixtral on H100, which took up to 19% longer")
     if _family(gpu) == "h100" and in_8_bits:

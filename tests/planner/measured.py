@@ -220,7 +220,7 @@ def _llama(row: dict[str, str]) -> Row:
 
 def _goldens(folder: Path) -> list[dict[str, str]]:
     """Test cases of Megatron's of a realistic size that say all of it: its others are of a hidden size up to 1024, of
-    images, of latent attention, or leave out the vocabulary.
+    images, or leave out the vocabulary.
     """
     rows = read("megatron_core_v0.19_golden_values.csv", folder)
     return [row for row in rows if row["vocab-size"] and int(row["hidden-size"] or 0) >= 2304]

@@ -12,7 +12,7 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layer import Split, works_of
-from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Fp8, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import model_flags, read_model
 from megatron_2bw.planner.models import MODELS
@@ -22,6 +22,7 @@ from megatron_2bw.planner.rows import predicted
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.speeds import machine_of
 from megatron_2bw.planner.stages import weights_of
+from tests.planner import measured_deepseek
 
 V3 = MODELS["deepseek-v3"]
 DGX = CLUSTERS["dgx-h100"]
@@ -409,3 +410,91 @@ def test_a_plan_of_deepseek_v3():
     for choice in plan.choices:
         assert choice.layout.first_stage_layers >= V3.dense_layers
         assert choice.layout.recompute_method is RecomputeMethod.BLOCK or choice.layout.recompute_layers == 1
+
+
+def test_megatrons_own_deepseek():
+    """Nothing was fitted on it; half or twice as many GPUs would have left another number of bytes between batches."""
+    row = measured_deepseek.time()
+    assert costs.iteration(row.model, row.layout, row.cluster).time_s == pytest.approx(row.measured, rel=0.06)
+    lasting = []
+    for data in (row.layout.data, 2 * row.layout.data):
+        last = memory.stages(row.model, replace(row.layout, data=data))[-1]
+        lasting.append(last.weights_bytes + last.gradients_bytes + last.optimizer_bytes)
+    assert lasting[0] == pytest.approx(measured_deepseek.lasting_bytes(), rel=0.06)
+    assert lasting[1] < 0.8 * measured_deepseek.lasting_bytes()
+    needed = memory.stages(row.model, row.layout)[-1].allocated_bytes
+    assert needed == pytest.approx(measured_deepseek.memory().measured, rel=0.08)
+
+
+LATENT = replace(
+    MIXED,
+    dense_layers=0,
+    mtp_num_layers=0,
+    num_experts=0,
+    moe_shared_expert_intermediate_size=0,
+    ffn_hidden_size=4096,
+    multi_latent_attention=True,
+    q_lora_rank=256,
+    kv_lora_rank=128,
+    qk_head_dim=64,
+    qk_pos_emb_head_dim=32,
+    v_head_dim=64,
+)
+
+
+def in_8_bits(tensor: int = 1) -> tuple[Layout, Layout]:
+    """One layout without and with products in 8 bits."""
+    plain = Layout(
+        schedule="megatron",
+        pipeline=1,
+        data=1,
+        tensor=tensor,
+        microbatch=2,
+        global_batch=2,
+        sequence_parallel=tensor > 1,
+    )
+    return plain, replace(plain, fp8=Fp8.DELAYED)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("normed", [True, False])
+def test_latent_vectors_in_8_bits(normed: bool, tensor: int):
+    """Twice the hidden size and, without norms of their own, latent vectors are cast; what norms write is not cast
+    again. Heads and MLP are split, all else is where sequence-parallel ranks have it."""
+    model = replace(LATENT, qk_layernorm=normed)
+    machine = replace(MACHINE, kernel_s=0.0, launch_s=0.0)
+    plain, cast = (works_of(model, Split.of(one), machine).layer for one in in_8_bits(tensor))
+    heads, tokens = 16, 2 * model.seq_length
+    inputs = 2 * 1024 + (0 if normed else 256 + 128) + heads * 64 + model.ffn_hidden_size
+    outputs = 256 + (128 + 32) + heads * (64 + 32) + heads * (64 + 64) + 2 * 1024
+    outputs += (2 if model.swiglu else 1) * model.ffn_hidden_size
+    for numbers, first, second in (
+        (inputs, plain.forward, cast.forward),
+        (outputs, plain.backward, cast.backward),
+    ):
+        moved = (second.elementwise_s - first.elementwise_s) * machine.memory_bytes_per_s
+        assert moved == pytest.approx(4 * tokens * numbers / tensor)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_latent_attention_keeps_in_8_bits(tensor: int):
+    """Two norms' outputs, latent vectors and what goes into the MLP's second product have one byte less, attention's
+    output one more."""
+    in_16, in_8 = (activations.of_layer(LATENT, one).kept for one in in_8_bits(tensor))
+    less = 2 * 1024 + 256 + 128 + LATENT.ffn_hidden_size - 16 * 64
+    assert in_16 - in_8 == pytest.approx(2 * LATENT.seq_length * less / tensor)
+
+
+def test_shared_experts_in_8_bits():
+    """Their input is cast once more than the router's, and kept; so is what goes into their second product."""
+    shared = replace(LATENT, num_experts=8, moe_router_topk=2, moe_shared_expert_intermediate_size=512)
+    routed = replace(shared, moe_shared_expert_intermediate_size=0)
+    machine = replace(MACHINE, kernel_s=0.0, launch_s=0.0)
+    tokens, moved, kept = 2 * LATENT.seq_length, [], []
+    for model in (shared, routed):
+        plain, cast = (works_of(model, Split.of(one), machine).layer.forward for one in in_8_bits())
+        moved.append((cast.elementwise_s - plain.elementwise_s) * machine.memory_bytes_per_s)
+        in_16, in_8 = (activations.of_layer(model, one).kept for one in in_8_bits())
+        kept.append(in_8 - in_16)
+    assert moved[0] - moved[1] == pytest.approx(4 * tokens * (1024 + 512))
+    assert kept[0] - kept[1] == pytest.approx(tokens * (1024 - 512))
