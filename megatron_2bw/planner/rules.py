@@ -157,8 +157,13 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
 
 
 def schedule_problem(layout: Layout) -> Problem | None:
-    """Why the schedule cannot run at this depth, or with products in 8 bits: see ``mcore.refused``."""
+    """Why the schedule cannot run with products in 8 bits, or at this depth: see ``mcore.refused``."""
     ours = layout.schedule != MEGATRON
+    if layout.fp8 is not Fp8.NONE and layout.schedule in _CACHES_NO_FP8:
+        return Problem(
+            f"fp8 {layout.fp8}: {layout.schedule} changes weights whose copies in 8 bits would stay old",
+            "use schedule 1f1b-flush",
+        )
     if ours and layout.pipeline < 2:
         return Problem(f"pipeline {layout.pipeline}: {layout.schedule} needs at least 2", f"use schedule {MEGATRON}")
     if ours and layout.chunks > 1:
@@ -197,11 +202,6 @@ def schedule_problem(layout: Layout) -> Problem | None:
         return Problem(f"mixpipe_gamma {layout.mixpipe_gamma}: at most (d - k)/2 = {most}", f"use {most}")
     if layout.gradients_in_bf16 and layout.schedule in _GRADIENTS_IN_FP32:
         return Problem(f"gradients_in_bf16: {layout.schedule} sums gradients in fp32", "switch it off")
-    if layout.fp8 is not Fp8.NONE and layout.schedule in _CACHES_NO_FP8:
-        return Problem(
-            f"fp8 {layout.fp8}: {layout.schedule} changes weights whose copies in 8 bits would stay old",
-            "use schedule 1f1b-flush",
-        )
     if layout.gradient_buffers not in (1, 2):
         return Problem(f"gradient_buffers {layout.gradient_buffers}: there are 1 or 2", "use 2")
     return None
@@ -210,20 +210,26 @@ def schedule_problem(layout: Layout) -> Problem | None:
 def overlap_problem(layout: Layout) -> Problem | None:
     """Why collectives cannot run beside products: validate_args, ``tp_comm_overlap`` and ``overlap_param_gather``."""
     if layout.overlap_tensor and not layout.sequence_parallel:
-        return Problem("overlap_tensor needs sequence_parallel", "switch it on")
+        remedy = "switch it on" if layout.tensor > 1 else "leave it out"  # Megatron drops it where tensor is 1.
+        return Problem(f"overlap_tensor needs sequence_parallel{' and tensor above 1' * (layout.tensor == 1)}", remedy)
     if layout.overlap_parameters and not (layout.distributed_optimizer and layout.overlap_gradients):
         return Problem("overlap_parameters needs distributed_optimizer and overlap_gradients", "switch both on")
     return None
 
 
 def fp8_problem(layout: Layout) -> Problem | None:
-    """Why products cannot be in 8 bits: validate_args, ``fp8_param_gather``; fp32 beside 8 bits is not priced."""
+    """Why products cannot be in 8 bits: validate_args, ``fp8_param_gather``."""
     if layout.fp8_parameters and layout.fp8 is Fp8.NONE:
         return Problem("fp8_parameters needs fp8", f"use fp8 {Fp8.DELAYED}")
     if layout.fp8_parameters and not layout.distributed_optimizer:
         return Problem("fp8_parameters needs distributed_optimizer", "switch it on")
-    if layout.fp8 is not Fp8.NONE and layout.precision is Precision.FP32:
-        return Problem(f"fp8 {layout.fp8} beside {layout.precision}", f"use precision {Precision.BF16}")
+    return fp8_precision_problem(layout.fp8, layout.precision)
+
+
+def fp8_precision_problem(fp8: Fp8, precision: Precision) -> Problem | None:
+    """Why the rest of the model cannot be in that precision: fp32 beside 8 bits is not priced."""
+    if fp8 is not Fp8.NONE and precision is Precision.FP32:
+        return Problem(f"fp8 {fp8} beside {precision}", f"use precision {Precision.BF16}")
     return None
 
 

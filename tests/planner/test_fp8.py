@@ -187,7 +187,11 @@ def test_gradients_in_bf16():
             "fp8_parameters needs distributed_optimizer; switch it on",
         ),
         ({"fp8": Fp8.DELAYED, "precision": Precision.FP32}, "fp8 delayed beside fp32; use precision bf16"),
-        ({"overlap_tensor": True, "sequence_parallel": False}, "overlap_tensor needs sequence_parallel"),
+        ({"overlap_tensor": True, "sequence_parallel": False}, "overlap_tensor needs sequence_parallel; switch it on"),
+        (
+            {"overlap_tensor": True, "sequence_parallel": False, "tensor": 1, "data": 4},
+            "overlap_tensor needs sequence_parallel and tensor above 1; leave it out",
+        ),
     ],
 )
 def test_what_is_refused(changes: dict, message: str):
@@ -232,6 +236,10 @@ def test_a_plan_in_8_bits():
     assert plan.best.iteration.time_s < without.best.iteration.time_s
     with pytest.raises(PlanError, match="fp8 delayed: 2bw changes weights whose copies in 8 bits would stay old"):
         search(MODELS["llama3-70b"], cluster, 128, Space(fp8=Fp8.DELAYED, schedules=("2bw",)))
+    with pytest.raises(PlanError, match="fp8 delayed: 2bw changes weights"):
+        search(MODELS["llama3-8b"], sized(DGX, gpus=8), 64, Space(fp8=Fp8.DELAYED, schedules=("2bw",)))
+    with pytest.raises(PlanError, match="fp8 delayed beside fp32; use precision bf16"):
+        search(MODELS["llama3-8b"], sized(DGX, gpus=8), 64, Space(fp8=Fp8.DELAYED, precision=Precision.FP32))
     with pytest.raises(PlanError, match="a100-80gb has no products in 8 bits"):
         search(MODELS["llama3-70b"], sized(CLUSTERS["dgx-a100"], gpus=64), 128, Space(fp8=Fp8.DELAYED))
 
