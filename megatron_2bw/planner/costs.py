@@ -66,6 +66,8 @@ class Held(NamedTuple):
     replicas: int
     stride: int
     """From one replica to the next, in ranks."""
+    of_layers: int
+    """Of them, those that products in 8 bits would multiply with."""
     others: int = 0
     """Of them, those that an optimizer of matrices leaves to Adam."""
 
@@ -181,7 +183,7 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
         last=last,
         send_s=0.0 if alone else _send_s(model, layout, machine),
         update_s=_update_s(layout, machine, held)
-        + _cast_s(layout, machine, layers.of(stage, layout.pipeline) * (weights.layer + weights.experts))
+        + _cast_s(layout, machine, sum(one.of_layers for one in held))
         + (muon.orthogonalized_s(model, layout, machine, stage, layers.of(stage, layout.pipeline)) if by_muon else 0.0)
         + _gathered_s(layout, machine, held, of_stage.forward_s),
         gradients_s=_gradients_s(layout, machine, held, of_stage.backward_s)
@@ -205,10 +207,10 @@ def _fullest(model: Model, layout: Layout, weights: Weights) -> tuple[int, list[
 def _held(model: Model, layout: Layout, weights: Weights, stage: int, layers: int) -> list[Held]:
     where = stage, layers, model, layout.pipeline
     others = weights.others_of(*where) if layout.optimizer.is_of_matrices else 0
-    held = [Held(weights.of(*where), layout.replicas, layout.tensor, others)]
+    held = [Held(weights.of(*where), layout.replicas, layout.tensor, weights.of_layers(*where), others)]
     if model.num_experts:
-        stride = layout.expert_tensor * layout.expert
-        held.append(Held(weights.experts_of(*where), layout.expert_replicas, stride))
+        stride, experts = layout.expert_tensor * layout.expert, weights.experts_of(*where)
+        held.append(Held(experts, layout.expert_replicas, stride, experts))
     return held
 
 
@@ -388,9 +390,12 @@ def _gathered_s(layout: Layout, machine: Machine, stage: Sequence[Held], forward
     """
     if not layout.distributed_optimizer:
         return 0.0
-    chunks = layout.chunks
-    width = fp8.gathered_width(layout.fp8, layout.precision.width, parameters=layout.fp8_parameters)
-    gather_s = sum(machine.reduce_scatter_s(width * held.weights, held.replicas, held.stride) for held in stage)
+    chunks, width = layout.chunks, layout.precision.width
+    saved = width - fp8.gathered_width(layout.fp8, width, parameters=layout.fp8_parameters)  # Not of embeddings.
+    gather_s = sum(
+        machine.reduce_scatter_s(width * held.weights - saved * held.of_layers, held.replicas, held.stride)
+        for held in stage
+    )
     if layout.schedule in WITHOUT_OVERLAP or not layout.overlap_parameters:
         return gather_s
     if chunks > 1:

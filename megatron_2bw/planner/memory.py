@@ -150,7 +150,7 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
         weights_bytes=states.weight,
         older_weights_bytes=states.older_weight * (versions - 1),
         gradients_bytes=states.gradient,
-        fp8_weights_bytes=counts[0] * (shares.weights.layer + shares.weights.experts) * shares.fp8_copy,
+        fp8_weights_bytes=_of_layers(model, layout, shares.weights, stage, counts[0]) * shares.fp8_copy,
         captured_gradients_bytes=states.captured_gradient,
         mirrored_bytes=sum(other.weight + other.gradient + states.gradient for other in others),
         optimizer_bytes=states.optimizer,
@@ -160,6 +160,12 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
         working_bytes=max(working, states.update - kept - logits),
         reserve_bytes=CONTEXT_BYTES + FRAGMENTED_SHARE * (kept + logits + working),
     )
+
+
+def _of_layers(model: Model, layout: Layout, weights: Weights, stage: int, layers: int) -> int:
+    """Weights of a stage's layers, experts among them."""
+    where = stage, layers, model, layout.pipeline
+    return weights.of_layers(*where) + weights.experts_of(*where)
 
 
 class WeightStates(NamedTuple):

@@ -164,14 +164,21 @@ class Weights(NamedTuple):
 
         Where further tokens are predicted, the last stage has an embedding and, tied or not, an output layer.
         """
-        total = layers * self.layer
+        total = self.of_layers(stage, layers, model, stages)
         if stage == 0:
             total += self.word_embedding + self.position_embedding
-            total += model.dense_layers * (self.dense_layer - self.layer)
         if stage == stages - 1:
             total += self.final_norm + (self.word_embedding if stages > 1 or not model.tied else 0)
-            total += model.mtp_num_layers * (self.layer + self.prediction)
             total += self.word_embedding if stages > 1 and model.mtp_num_layers else 0
+        return total
+
+    def of_layers(self, stage: int, layers: int, model: Model, stages: int) -> int:
+        """Weights of a stage's layers, experts apart, and of what is before those that predict further tokens."""
+        total = layers * self.layer
+        if stage == 0:
+            total += model.dense_layers * (self.dense_layer - self.layer)
+        if stage == stages - 1:
+            total += model.mtp_num_layers * (self.layer + self.prediction)
         return total
 
     def others_of(self, stage: int, layers: int, model: Model, stages: int) -> int:

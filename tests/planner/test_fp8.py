@@ -19,6 +19,7 @@ from megatron_2bw.planner.rules import gpu_problem, problem
 from megatron_2bw.planner.search import search
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.speeds import machine_of
+from megatron_2bw.planner.stages import weights_of
 from tests.planner import measured_fp8
 from tests.planner.measured import Row
 
@@ -123,6 +124,34 @@ def test_weights_are_cast_once_per_batch_and_gathered_in_8_bits():
     b200 = CLUSTERS["dgx-b200"]
     gathered = [costs.times_of(MODEL, replace(blocks, fp8=fp8), b200).pipeline.update_s for fp8 in RECIPES]
     assert gathered[RECIPES.index(Fp8.MXFP8)] == max(gathered)
+
+
+def test_embeddings_are_gathered_in_16_bits():
+    machine, alone = machine_of(DGX), layout(pipeline=1, data=4)
+    plain, cast = (
+        costs.times_of(MODEL, replace(alone, fp8=fp8, fp8_parameters=fp8 is not Fp8.NONE), DGX).pipeline.update_s
+        for fp8 in (Fp8.NONE, Fp8.DELAYED)
+    )
+    held = weights_of(MODEL, 2)
+    both = (held.of(0, 24, MODEL, 1), 2), (held.of_layers(0, 24, MODEL, 1), 1)
+    assert held.of_layers(0, 24, MODEL, 1) == 24 * held.layer
+    whole_s, of_layers_s = (machine.reduce_scatter_s(width * weights, 4, 2) for weights, width in both)
+    saved_s = of_layers_s - machine.reduce_scatter_s(0, 4, 2)
+    gathered_s = cast - (plain - whole_s) - machine.elementwise_s(2 * 24 * held.layer)
+    assert gathered_s == pytest.approx(whole_s - saved_s)
+
+
+def test_weights_of_several_kinds_of_layers_in_8_bits():
+    """Two copies of each, of dense layers in place of experts, and of layers that predict further tokens."""
+    model = replace(EXPERTS, dense_layers=2, dense_ffn_hidden_size=2048, mtp_num_layers=1, learned_positions=False)
+    held = weights_of(model, 2)
+    of_layer = held.layer + held.experts
+    needed = memory.stages(model, layout(fp8=Fp8.DELAYED))
+    assert needed[0].fp8_weights_bytes == 2 * (2 * weights_of(model.dense, 2).layer + 10 * of_layer)
+    assert needed[1].fp8_weights_bytes == 2 * (13 * of_layer + held.prediction)
+    plain, cast = (costs.times_of(model, layout(fp8=fp8), DGX).pipeline.update_s for fp8 in (Fp8.NONE, Fp8.DELAYED))
+    moved = 4 * (13 * of_layer + held.prediction)
+    assert cast - plain == pytest.approx(machine_of(DGX).elementwise_s(moved))
 
 
 def test_sequence_parallel_ranks_gather_in_8_bits():
