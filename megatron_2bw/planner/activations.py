@@ -52,10 +52,13 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     # Q, K, V and the input of the projection; into and out of the activation function.
     inside = width * (attention.kept(model) + _mlp_numbers(model, layout)) / tensor
     between += width * (attention.kept_latents(model) + model.gate_parameters) / outside
-    if layout.fp8 is not Fp8.NONE:  # Attention keeps its output, and the norm before shared experts what it writes.
+    if layout.fp8 is not Fp8.NONE:
+        copies = fp8.kept_copies(layout.fp8)
         out_of_mlp = model.ffn_hidden_size * model.routed(layout.expert) + model.moe_shared_expert_intermediate_size
-        inside += (kept * model.output_size - (width - kept) * out_of_mlp) / tensor
-        copied = kept * hidden if model.moe_shared_expert_intermediate_size else 0
+        inside += (copies * model.output_size - (width - kept) * out_of_mlp) / tensor
+        copied = copies * hidden if model.moe_shared_expert_intermediate_size else 0
+        # Two products read what the first norm writes, each with a cast of its own.
+        copied += kept * hidden if model.multi_latent_attention else 0
         between += (copied - (width - kept) * attention.cast_latents(model)) / outside
     around_mlp = hidden / outside
     if model.num_experts:  # Into the experts, gathered from the ranks that split them.

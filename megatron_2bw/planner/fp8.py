@@ -82,6 +82,19 @@ def weight_copy_bytes(recipe: Fp8, width: int, *, parameters: bool) -> float:
     return COPIES * FP8_BYTES - (width if parameters else 0)
 
 
+def kept_copies(recipe: Fp8) -> int:
+    """Bytes per number that a product keeps of an input that another module keeps in 16 bits anyway.
+
+    Outputs of attention, and what a router and shared experts read. But with delayed scaling, Megatron has products
+    keep that very input and cast it again: ``set_save_original_input`` in ``megatron/core/transformer/attention.py``
+    and ``moe/shared_experts.py``.
+
+    >>> kept_copies(Fp8.DELAYED), kept_copies(Fp8.TENSORWISE), kept_copies(Fp8.NONE)
+    (1, 0, 0)
+    """
+    return FP8_BYTES if recipe is Fp8.DELAYED else 0
+
+
 def gathered_width(recipe: Fp8, width: int, *, parameters: bool) -> int:
     """Bytes per weight that replicas gather after an update.
 

@@ -93,6 +93,27 @@ def test_activations_in_8_bits():
     assert kept / (2 * 2048 * 4096) == pytest.approx((8 + 6 + 3 + 8 + 4) / 2)
 
 
+@pytest.mark.parametrize("recipe", [Fp8.TENSORWISE, Fp8.BLOCKWISE, Fp8.MXFP8])
+def test_without_delay_outputs_of_attention_are_kept_once(recipe: Fp8):
+    """And so is what a router and shared experts read."""
+    shared = replace(EXPERTS, moe_shared_expert_intermediate_size=1024)
+    for model, more in ((MODEL, 4096 / 2), (shared, 2 * 4096 / 2)):
+        delayed, other = (activations.of_layer(model, layout(fp8=one)).kept for one in (Fp8.DELAYED, recipe))
+        assert delayed - other == 2 * 2048 * more
+
+
+def test_activations_of_latent_attention_in_8_bits():
+    """Per token: two casts of what the first norm writes, in place of 2 bytes; latent vectors out of their norms and
+    what goes into the MLP and out of its activation function have one byte less; attention's output one more."""
+    latent = {"multi_latent_attention": True, "kv_lora_rank": 512, "qk_layernorm": True}
+    alone = layout(tensor=1, data=4, sequence_parallel=False)
+    for rank in (1536, 0):
+        model = replace(MODEL, **latent, q_lora_rank=rank)
+        in_16, in_8 = (activations.of_layer(model, replace(alone, fp8=fp8)).kept for fp8 in (Fp8.NONE, Fp8.DELAYED))
+        per_token = 512 + rank + 4096 + model.ffn_hidden_size - model.output_size
+        assert in_16 - in_8 == 2 * 2048 * per_token
+
+
 def test_activations_of_experts_in_8_bits():
     """One norm's output, what goes into the experts, and what goes into their second product have one byte less;
     attention's output has one more."""
