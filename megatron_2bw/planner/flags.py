@@ -107,6 +107,7 @@ def read(
     if options.text("--pipeline-schedule") == "pipedream":
         check_pipedream(options)
     model = model or read_model(options, kind=kind)
+    notes += tuple(_without_effect(options, model))
     layout = _layout(options, model, gpus, gpu=gpu, fused=fused)
     if options.text("--mixpipe-k", "0") == AUTO and has_choice(layout):
         if gpu is None:
@@ -125,6 +126,14 @@ def _misspelled(options: Options) -> Iterator[str]:
     for flag in options.values:
         if nearest := misspelled(flag, _SPELLED):
             yield f"{flag}: not priced; did you mean {nearest}?"
+
+
+def _without_effect(options: Options, model: Model) -> Iterator[str]:
+    """A note per flag that Megatron drops."""
+    if "--tp-comm-overlap" in options and model.multi_latent_attention:
+        yield "--tp-comm-overlap: priced without, as Megatron switches it off beside latent attention"
+    if "--fp8-format" in options and options.text("--transformer-impl", "") == "local":
+        yield "--fp8-format: priced without, as Megatron's own layers have no products in 8 bits"
 
 
 def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None, fused: bool | None) -> Layout:

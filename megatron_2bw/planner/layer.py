@@ -28,6 +28,8 @@ _FORWARD, _UNFUSED_FORWARD = 5, 3
 _BACKWARD, _UNFUSED_BACKWARD = 12, 5
 """Two per norm, one per residual sum and activation function, four bias gradients, one sum of gradients; around
 scores, softmax, dropout and three permutations."""
+_BIASES = 4
+"""Of these, the bias gradients."""
 _UNFUSED_SWIGLU_FORWARD, _UNFUSED_SWIGLU_BACKWARD = 2, 3
 """More than the fused one: a sum with the bias, SiLU and a product; in the backward two products, SiLU's and a copy."""
 _SORTING = 2
@@ -252,7 +254,7 @@ class _Sizes:
         of_all, of_mlp = (share * count * self.hidden * self.width for count in (self.tokens, tokens))
         attention_s = machine.all_reduce_s(of_all, self.tensor, 1)
         if self.model.multi_latent_attention:
-            attention_s = self._around_latents_s(machine, self.tokens * self.hidden * self.width, backward=backward)
+            attention_s = self._around_latents_s(machine, share, backward=backward)
         mlp_s, shared_s = machine.all_reduce_s(of_mlp, self.of_mlp, 1), 0.0
         if self.shares:
             shared_s = machine.all_reduce_s(of_all, self.tensor, 1)
@@ -263,16 +265,21 @@ class _Sizes:
         """Of collectives that are cut into a part per rank: all parts but the first come while one is multiplied.
 
         Rule: ``--tp-comm-overlap``, Transformer Engine's userbuffers (``CommOverlapP2P`` in
-        ``transformer_engine/common/comm_gemm_overlap``).
+        ``transformer_engine/common/comm_gemm_overlap``). Where a product has a name that these do not know, as those of
+        latent vectors have, Megatron's ``TELinear`` switches the flag off for all that are made after it.
         """
-        if not self.split.overlap_tensor:
+        if not self.split.overlap_tensor or self.model.multi_latent_attention:
             return 0.0
         return min(collectives_s * (self.tensor - 1) / self.tensor, products_s)
 
-    def _around_latents_s(self, machine: Machine, out_bytes: float, *, backward: bool) -> float:
-        """Latent vectors where queries, keys and values come out of them, and what attention gives."""
-        counts = self.gathered(backward=backward)
-        in_s = sum(machine.reduce_scatter_s(self.tokens * n * self.width, self.tensor, 1) for n in counts)
+    def _around_latents_s(self, machine: Machine, share: float, *, backward: bool) -> float:
+        """Latent vectors where queries, keys and values come out of them, and what attention gives.
+
+        ``share``: of their bytes, what is left with products in 8 bits.
+        """
+        counts, per_number = self.gathered(backward=backward), share * self.tokens * self.width
+        in_s = sum(machine.reduce_scatter_s(n * per_number, self.tensor, 1) for n in counts)
+        out_bytes = self.hidden * per_number
         if self.split.sequence_parallel:
             return in_s + machine.reduce_scatter_s(out_bytes, self.tensor, 1)
         return in_s if backward else machine.all_reduce_s(out_bytes, self.tensor, 1)
@@ -286,12 +293,15 @@ class _Sizes:
         return moved, sum(fp8.cast_kernels(recipe, in_norm=product.after_norm) for product in self.products)
 
     def gradient_casts(self) -> tuple[float, int]:
-        """The same of the outputs' gradients in a backward; the kernels that sum a bias' gradient cast, too."""
+        """The same of the outputs' gradients in a backward; the kernels that sum a bias' gradient cast, too.
+
+        ``_BACKWARD`` has four of those, however many products there are.
+        """
         numbers = sum(
             product.count * product.rows * product.columns / (self.outside if product.scatters else 1)
             for product in self.products
         )
-        kernels = len(self.products) * max(0, fp8.cast_kernels(self.split.fp8) - 1)
+        kernels = max(0, len(self.products) * fp8.cast_kernels(self.split.fp8) - _BIASES)
         return numbers * fp8.cast_bytes(self.split.fp8, self.width), kernels
 
 

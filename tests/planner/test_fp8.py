@@ -9,11 +9,13 @@ import pytest
 from megatron_2bw.planner import activations, costs, memory
 from megatron_2bw.planner.cluster import CLUSTERS, GPUS
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layer import Split, works_of
 from megatron_2bw.planner.layout import Fp8, Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rows import predicted
 from megatron_2bw.planner.rules import gpu_problem, problem
 from megatron_2bw.planner.search import search
@@ -82,6 +84,19 @@ def test_kernels_that_cast(recipe: Fp8, forward: tuple[int, int], backward: int)
         plain, cast = (works_of(model, Split.of(layout(fp8=fp8)), machine).layer for fp8 in (Fp8.NONE, recipe))
         more = cast.forward.elementwise_s - plain.forward.elementwise_s
         assert more == pytest.approx(of_inputs * machine.kernel_s)
+        more = cast.backward.elementwise_s - plain.backward.elementwise_s
+        assert more == pytest.approx(backward * machine.kernel_s)
+
+
+def test_kernels_that_cast_latent_vectors_and_shared_experts():
+    """Nine inputs, two of which norms write; nine gradients, four of which the kernels of bias gradients cast."""
+    latent = {"multi_latent_attention": True, "q_lora_rank": 512, "kv_lora_rank": 512, "qk_layernorm": True}
+    model = replace(EXPERTS, **latent, moe_shared_expert_intermediate_size=1024)
+    machine = replace(machine_of(DGX), memory_bytes_per_s=float("inf"), launch_s=0.0)
+    for recipe, forward, backward in ((Fp8.DELAYED, 7, 5), (Fp8.TENSORWISE, 18, 14)):
+        plain, cast = (works_of(model, Split.of(layout(fp8=fp8)), machine).layer for fp8 in (Fp8.NONE, recipe))
+        more = cast.forward.elementwise_s - plain.forward.elementwise_s
+        assert more == pytest.approx(forward * machine.kernel_s)
         more = cast.backward.elementwise_s - plain.backward.elementwise_s
         assert more == pytest.approx(backward * machine.kernel_s)
 
@@ -177,11 +192,12 @@ def test_weights_of_several_kinds_of_layers_in_8_bits():
 
 def test_sequence_parallel_ranks_gather_in_8_bits():
     machine = replace(machine_of(DGX), collective_s=0.0)
-    plain, cast = (
-        works_of(MODEL, Split.of(layout(fp8=fp8)), machine).layer.forward.tensor_parallel_s
-        for fp8 in (Fp8.NONE, Fp8.DELAYED)
-    )
-    assert cast == pytest.approx(0.75 * plain)
+    for model in (MODEL, replace(MODEL, multi_latent_attention=True, q_lora_rank=512)):
+        plain, cast = (
+            works_of(model, Split.of(layout(fp8=fp8)), machine).layer.forward.tensor_parallel_s
+            for fp8 in (Fp8.NONE, Fp8.DELAYED)
+        )
+        assert cast == pytest.approx(0.75 * plain)
 
 
 def test_collectives_beside_products():
@@ -203,6 +219,9 @@ def test_collectives_beside_products():
     experts = [works_of(EXPERTS, Split.of(layout(overlap_tensor=on)), machine).layer.forward for on in (False, True)]
     hidden_s = experts[0].tensor_parallel_s - experts[1].tensor_parallel_s
     assert 0 < hidden_s < 0.5 * experts[0].tensor_parallel_s, "what experts exchange is beside no product"
+    latent = replace(MODEL, multi_latent_attention=True)
+    never, asked = (works_of(latent, Split.of(layout(overlap_tensor=on)), machine).layer for on in (False, True))
+    assert never == asked, "Megatron switches it off"
 
 
 def test_a_fused_loss():
@@ -292,6 +311,17 @@ def test_a_plan_in_8_bits():
         search(MODELS["llama3-8b"], sized(DGX, gpus=8), 64, Space(fp8=Fp8.DELAYED, precision=Precision.FP32))
     with pytest.raises(PlanError, match="a100-80gb has no products in 8 bits"):
         search(MODELS["llama3-70b"], sized(CLUSTERS["dgx-a100"], gpus=64), 128, Space(fp8=Fp8.DELAYED))
+
+
+def test_flags_that_megatron_drops():
+    words = "--micro-batch-size 1 --bf16 --tensor-model-parallel-size 2 --sequence-parallel".split()
+    local = ["--fp8-format", "hybrid", "--transformer-impl", "local"]
+    given = Options.parse([*words, "--tp-comm-overlap", *local])
+    latent = replace(MODEL, multi_latent_attention=True)
+    (note,) = read(given, gpus=2, model=MODEL).notes
+    assert note == "--fp8-format: priced without, as Megatron's own layers have no products in 8 bits"
+    notes = read(given, gpus=2, model=latent).notes
+    assert notes[0] == "--tp-comm-overlap: priced without, as Megatron switches it off beside latent attention"
 
 
 def test_rows():
