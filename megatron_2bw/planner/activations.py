@@ -94,14 +94,15 @@ def _mlp_numbers(model: Model, layout: Layout) -> float:
 def of_prediction(model: Model, layout: Layout) -> float:
     """Bytes that one forward keeps for each further token that is predicted, its loss apart.
 
-    Its embedding and what the layers gave, those two normed, and what its layer keeps; with uniform recomputation the
-    first two alone: ``MultiTokenPredictionLayer``, which knows no other.
+    Its embedding and what the layers gave, those two normed, which a product reads, and what its layer keeps; with
+    uniform recomputation the first two alone: ``MultiTokenPredictionLayer``, which knows no other.
     """
     outside = layout.tensor if layout.sequence_parallel else 1
     vector = layout.precision.width * model.tokens(layout.microbatch, layout.context) * model.hidden_size / outside
     if layout.recompute == Recompute.FULL and layout.recompute_method == RecomputeMethod.UNIFORM:
         return 2 * vector
-    return 4 * vector + of_layer(model, layout).kept
+    normed = vector * fp8.operand_width(layout.fp8, layout.precision.width) / layout.precision.width
+    return 2 * vector + 2 * normed + of_layer(model, layout).kept
 
 
 class LossActivations(NamedTuple):

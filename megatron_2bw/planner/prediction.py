@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_2bw.planner import fp8
 from megatron_2bw.planner.layout import Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.speeds import Machine
@@ -35,31 +36,38 @@ def mtp_work(model: Model, split: Split, machine: Machine, usual: tuple[Work, Wo
 
 
 def _projection(model: Model, split: Split, machine: Machine) -> Work:
-    """What is before the layer. Its product is split by columns and put together again on every rank."""
+    """What is before the layer. Its product is split by columns and put together again on every rank.
+
+    In 8 bits if those of layers are: ``fp8_context`` in ``MultiTokenPredictionLayer``.
+    """
     width, tensor, hidden = split.precision.width, split.tensor, model.hidden_size
     tokens, sequence = model.tokens(split.microbatch, split.context), split.sequence_parallel
     here, columns = tokens * hidden / (tensor if sequence else 1), hidden / tensor
     size_bytes = width * tokens * hidden
-    gather_s, double_s = (machine.reduce_scatter_s(n * size_bytes, tensor, 1) for n in (1, 2))
+    narrow = fp8.operand_width(split.fp8, width)
+    gather_s, summed_s = (machine.reduce_scatter_s(n * size_bytes, tensor, 1) for n in (1, 2))
+    gathered_s = machine.reduce_scatter_s(2 * narrow * tokens * hidden, tensor, 1)
+    cast, casts = fp8.cast_bytes(split.fp8, width), fp8.cast_kernels(split.fp8)
     logits = tokens * model.padded_vocab_size(tensor) / tensor
     # Read and written: two norms, side by side, one behind the other; which logit is largest.
     forward = Parts(
-        machine.product_s(tokens, columns, 2 * hidden, width=width),
-        machine.elementwise_s(width * ((4 + 4 + 4) * here + logits), _FORWARD),
-        gather_s + (double_s if sequence else 0.0),
+        machine.product_s(tokens, columns, 2 * hidden, width=narrow),
+        machine.elementwise_s(width * ((4 + 4 + 4) * here + logits) + cast * 2 * here, _FORWARD + casts),
+        gather_s + (gathered_s if sequence else 0.0),
     )
     backward = Parts(
-        machine.product_s(tokens, 2 * hidden, columns, width=width)
-        + machine.product_s(2 * hidden, columns, tokens, width=width),
+        machine.product_s(tokens, 2 * hidden, columns, width=narrow)
+        + machine.product_s(2 * hidden, columns, tokens, width=narrow),
         machine.elementwise_s(
-            width * (6 + 4 + 6) * here + 2 * split.gradient_width * 2 * hidden * columns,
-            _BACKWARD,
+            width * (6 + 4 + 6) * here + 2 * split.gradient_width * 2 * hidden * columns + cast * tokens * columns,
+            _BACKWARD + casts,
         ),
-        gather_s + double_s if sequence else 2 * double_s,
+        gather_s + summed_s if sequence else 2 * summed_s,
     )
     collectives = 2 * (tensor > 1)
     return Work.of(
-        launched(forward, machine, _FORWARD + 1 + collectives), launched(backward, machine, _BACKWARD + 2 + collectives)
+        launched(forward, machine, _FORWARD + casts + 1 + collectives),
+        launched(backward, machine, _BACKWARD + casts + 2 + collectives),
     )
 
 

@@ -291,10 +291,18 @@ def _fp8_size_problem(model: Model, layout: Layout) -> Problem | None:
         return None
     unit = 32 if layout.fp8 is Fp8.MXFP8 else 16
     of_mlp = layout.expert_tensor if model.num_experts else layout.tensor
+    latent, tensor = model.multi_latent_attention, layout.tensor
+    shared = model.moe_shared_expert_intermediate_size
     sizes = {
-        "hidden_size": (model.hidden_size, 1),
+        "hidden_size": (model.hidden_size, tensor if model.mtp_num_layers else 1),
         "ffn_hidden_size": (model.ffn_hidden_size, of_mlp),
-        "num_attention_heads x kv_channels": (model.query_size, layout.tensor),
+        "dense_ffn_hidden_size": (model.dense_ffn_hidden_size, tensor),
+        "moe_shared_expert_intermediate_size": (shared, tensor),
+        f"num_attention_heads x {'v_head_dim' if latent else 'kv_channels'}": (model.output_size, tensor),
+        "num_attention_heads x (qk_head_dim + qk_pos_emb_head_dim)": (model.query_size, tensor),
+        "q_lora_rank": (model.q_lora_rank, 1),
+        "kv_lora_rank": (model.kv_lora_rank, 1),
+        "kv_lora_rank + qk_pos_emb_head_dim": (model.kv_lora_rank + model.qk_pos_emb_head_dim, 1),
         "seq_length x microbatch": (
             model.tokens(layout.microbatch, layout.context),
             layout.tensor if layout.sequence_parallel else 1,

@@ -27,6 +27,8 @@ from tests.planner.measured import Row
 
 MODEL = Model(num_layers=24, hidden_size=4096, num_attention_heads=32, seq_length=2048, vocab_size=50257)
 EXPERTS = replace(MODEL, num_experts=8, moe_router_topk=2, bias=False, ffn_hidden_size=1024)
+LATENT = {"multi_latent_attention": True}
+MIXTURE = {"num_experts": 8, "bias": False}
 DGX = CLUSTERS["dgx-h100"]
 RECIPES = [recipe for recipe in Fp8 if recipe is not Fp8.NONE]
 
@@ -278,6 +280,28 @@ def test_what_keeps_no_older_weights_runs(schedule: str):
         ({"ffn_hidden_size": 16 * 1025}, Fp8.DELAYED, "ffn_hidden_size 16400 on 2 ranks is no multiple of 16; use 16"),
         ({"hidden_size": 4112, "kv_channels": 64}, Fp8.MXFP8, "hidden_size 4112 on 1 ranks is no multiple of 32"),
         ({"seq_length": 8 * 11}, Fp8.BLOCKWISE, "seq_length x microbatch 176 on 2 ranks is no multiple of 16"),
+        (LATENT | {"kv_lora_rank": 100}, Fp8.DELAYED, "kv_lora_rank 100 on 1 ranks is no multiple of 16; use 96"),
+        (LATENT | {"q_lora_rank": 100}, Fp8.DELAYED, "q_lora_rank 100 on 1 ranks is no multiple of 16; use 96"),
+        (
+            LATENT | {"num_attention_heads": 2, "num_query_groups": 2, "v_head_dim": 8},
+            Fp8.DELAYED,
+            "num_attention_heads x v_head_dim 16 on 2 ranks is no multiple of 16; use 32",
+        ),
+        (
+            MIXTURE | {"moe_shared_expert_intermediate_size": 1000},
+            Fp8.DELAYED,
+            "moe_shared_expert_intermediate_size 1000 on 2 ranks is no multiple of 16; use 992",
+        ),
+        (
+            MIXTURE | {"dense_layers": 1, "dense_ffn_hidden_size": 1000},
+            Fp8.DELAYED,
+            "dense_ffn_hidden_size 1000 on 2 ranks is no multiple of 16; use 992",
+        ),
+        (
+            {"hidden_size": 4112, "kv_channels": 64, "mtp_num_layers": 1, "learned_positions": False},
+            Fp8.DELAYED,
+            "hidden_size 4112 on 2 ranks is no multiple of 16; use 4096",
+        ),
     ],
 )
 def test_sizes_that_products_in_8_bits_do_not_take(sizes: dict, recipe: Fp8, message: str):
@@ -311,6 +335,28 @@ def test_a_plan_in_8_bits():
         search(MODELS["llama3-8b"], sized(DGX, gpus=8), 64, Space(fp8=Fp8.DELAYED, precision=Precision.FP32))
     with pytest.raises(PlanError, match="a100-80gb has no products in 8 bits"):
         search(MODELS["llama3-70b"], sized(CLUSTERS["dgx-a100"], gpus=64), 128, Space(fp8=Fp8.DELAYED))
+
+
+def test_the_projection_of_further_tokens_in_8_bits():
+    model = replace(MODEL, mtp_num_layers=1, learned_positions=False)
+    machine = replace(machine_of(DGX), launch_s=0.0)
+    for recipe in (Fp8.NONE, Fp8.TENSORWISE):
+        works = works_of(model, Split.of(layout(fp8=recipe)), machine)
+        usual = works.embedding, works.layer, works.loss
+        width, per_number, kernels = (2, 0, 0) if recipe is Fp8.NONE else (1, 6, 2)
+        forward, backward = ([getattr(one, way) for one in usual] for way in ("forward", "backward"))
+        projected_s = works.mtp.forward.products_s - sum(one.products_s for one in forward)
+        assert projected_s == pytest.approx(machine.product_s(4096, 2048, 8192, width=width))
+        back_s = works.mtp.backward.products_s - sum(one.products_s for one in backward)
+        shapes = (4096, 8192, 2048), (8192, 2048, 4096)
+        assert back_s == pytest.approx(sum(machine.product_s(*shape, width=width) for shape in shapes))
+        others_s = works.mtp.forward.elementwise_s - sum(one.elementwise_s for one in forward)
+        moved = 2 * (12 * 4096 * 2048 + 4096 * model.padded_vocab_size(2) / 2) + per_number * 2 * 4096 * 2048
+        assert others_s == pytest.approx(machine.elementwise_s(moved, 6 + kernels))
+        kept = (
+            activations.of_prediction(model, layout(fp8=recipe)) - activations.of_layer(model, layout(fp8=recipe)).kept
+        )
+        assert kept == 4096 * 2 * (2 + width) * 4096 / 2
 
 
 def test_flags_that_megatron_drops():
