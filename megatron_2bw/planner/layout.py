@@ -212,7 +212,7 @@ class Layout:
         if self.schedule == "2bw":
             return 4
         in_fp16 = self.precision is Precision.FP16 and not self.gradients_in_fp32
-        return 2 if in_fp16 or self.gradients_in_bf16 else 4
+        return 2 if in_fp16 or (self.gradients_in_bf16 and self.precision is Precision.BF16) else 4
 
     @property
     def replicas(self) -> int:

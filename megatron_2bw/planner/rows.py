@@ -128,10 +128,9 @@ def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
     named = {key: value for key, value in row.items() if key not in _OF_MEGATRON}
     if "precision" not in row and (row.get("bf16") or row.get("fp16")):
         named["precision"] = "bf16" if row.get("bf16") else "fp16"
-    if row.get("fp8_format") or row.get("fp8") in (True, *FP8_FORMATS):
-        named["fp8"] = row.get("fp8_recipe") or Fp8.DELAYED
-    elif not row.get("fp8"):
-        named.pop("fp8", None)
+    _set_fp8(named, row)
+    if row.get("cross_entropy_loss_fusion") and row.get("cross_entropy_fusion_impl") == "te":
+        named.setdefault("fused_loss", True)
     for key, value in row.items():
         what = uncovered("--" + _UNCOVERED.get(key, key).replace("_", "-"), value)
         if what:
@@ -146,11 +145,30 @@ def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
+def _set_fp8(named: dict[str, Any], row: dict[str, Any]) -> None:
+    """The recipe: ours, or Megatron's, which has a format beside it; as in Megatron, a recipe alone means nothing."""
+    ours, recipe = named.pop("fp8", None), row.get("fp8_recipe")
+    formats = {key: row.get(key) for key in ("fp8_format", "fp8")}
+    if ours in (True, *FP8_FORMATS):
+        ours = None
+    else:
+        del formats["fp8"]
+    for key, value in formats.items():
+        if value not in (None, False, True, *FP8_FORMATS):
+            raise PlanError(f"{key} {value!r}: choose one of {', '.join(FP8_FORMATS)}")
+    megatrons = (recipe or Fp8.DELAYED.value) if any(formats.values()) else None
+    other = megatrons if ours == Fp8.NONE else megatrons or recipe
+    if ours and other not in (None, ours):
+        raise PlanError(f"fp8 {ours!r} and fp8_recipe {other!r} disagree; leave out one of them")
+    if ours or megatrons:
+        named["fp8"] = ours or megatrons
+
+
 def _set_widths(named: dict[str, Any], row: dict[str, Any]) -> None:
     """Of experts and, where the first layers have none, of their MLP; Megatron's words are other ones than ours."""
     pattern = row.get("moe_layer_freq")
     if pattern is not None:
-        named["dense_layers"] = dense_first(str(pattern), where="moe_layer_freq")
+        named["dense_layers"] = dense_first(str(pattern), named.get("num_layers"), where="moe_layer_freq")
         if named["dense_layers"] and named.get("ffn_hidden_size"):
             named.setdefault("dense_ffn_hidden_size", named["ffn_hidden_size"])
     if row.get("moe_ffn_hidden_size") is not None:

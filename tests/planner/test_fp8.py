@@ -240,6 +240,7 @@ def test_a_fused_loss():
 def test_gradients_in_bf16():
     half, whole = (memory.stages(MODEL, layout(gradients_in_bf16=on))[1] for on in (True, False))
     assert 2 * half.gradients_bytes == whole.gradients_bytes
+    assert layout(gradients_in_bf16=True, precision=Precision.FP32).gradient_width == 4, "Megatron looks at it in bf16"
     pipelines = [costs.times_of(MODEL, layout(gradients_in_bf16=on), DGX).pipeline for on in (True, False)]
     assert pipelines[0].gradients_s < 0.6 * pipelines[1].gradients_s
 
@@ -377,6 +378,27 @@ def test_rows():
     assert predicted({**row, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}) == ours
     assert predicted({**row, "fp8": True}) == predicted({**row, "fp8": "delayed"}) != predicted({**row, "fp8": False})
     assert predicted({**row, "fp8": None}) == predicted(row)
+    assert predicted({**row, "fp8": "none", "fp8_recipe": "mxfp8"}) == predicted(row)
+    assert predicted({**row, "fp8_recipe": "mxfp8"}) == predicted(row), "without a format, as in Megatron"
+    assert predicted({**row, "fp8_format": "e4m3", "fp8": "blockwise", "fp8_recipe": "blockwise"})
+    te = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    assert predicted({**row, **te}) == predicted({**row, "fused_loss": True}) != predicted(row)
+    assert predicted({**row, **te, "cross_entropy_loss_fusion": False}) == predicted(row)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fp8_format": "hybrid", "fp8": "tensorwise"}, "fp8 'tensorwise' and fp8_recipe 'delayed' disagree; leave"),
+        ({"fp8": "delayed", "fp8_recipe": "blockwise"}, "fp8 'delayed' and fp8_recipe 'blockwise' disagree; leave out"),
+        ({"fp8_format": "e5m2"}, "fp8_format 'e5m2': choose one of hybrid, e4m3"),
+        ({"fp8": "mxfp9"}, "fp8 'mxfp9': choose one of none, delayed"),
+    ],
+)
+def test_rows_that_contradict_themselves(given: dict, message: str):
+    row = {"model": "llama3-70b", "cluster": "dgx-h100", "gpus": 64, "pipeline": 4, "tensor": 4, "global_batch": 128}
+    with pytest.raises(PlanError, match=message):
+        predicted(row | given)
 
 
 @pytest.mark.parametrize("rows", [measured_fp8.nemo, measured_fp8.long_sequences, measured_fp8.bridge])

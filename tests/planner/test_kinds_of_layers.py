@@ -392,6 +392,8 @@ def test_rows_with_megatrons_arguments():
     }
     plain = predicted(row)
     assert predicted({**row, "moe_layer_freq": [0, 1, 1, 1]})["time_s"] != plain["time_s"]
+    with pytest.raises(PlanError, match="a pattern of 61 layers, and there are 4; give 4"):
+        predicted({**row, "moe_layer_freq": "([0]*3+[1]*58)"})
     assert predicted({**row, "multi_latent_attention": True})["time_s"] > plain["time_s"]
     assert predicted({**row, "moe_shared_expert_intermediate_size": 512})["time_s"] > plain["time_s"]
     assert predicted({**row, "mtp_num_layers": 1, "learned_positions": False})["time_s"] > plain["time_s"]
