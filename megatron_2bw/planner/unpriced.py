@@ -81,6 +81,15 @@ def _scales_by_own_rule(options: Options, flag: str) -> bool:
     return "--fp8-format" in options and options.text(flag) == "custom"
 
 
+_OF_MUON = {"--muon-num-ns-steps": "5", "--muon-tp-mode": "blockwise", "--muon-fp32-matmul-prec": "medium"}
+"""What changes how long an update takes, and its default."""
+
+
+def _orthogonalizes_otherwise(options: Options, flag: str) -> bool:
+    is_muon = optimizer_of(options.text("--optimizer", Optimizer.ADAM)) is Optimizer.MUON
+    return is_muon and options.text(flag, _OF_MUON[flag]) != _OF_MUON[flag]
+
+
 _ZERO_BUBBLE = ("--enable-zero-bubble", "--enable-zb-runtime", "--enable-zbh1-pipeline", "--zero-bubble-v-schedule")
 """Of forks of Megatron."""
 _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
@@ -120,12 +129,17 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         lambda options, flag: options.text(flag, "adam") != "adam",
         "priced with Adam for what is no matrix",
     ),
+    **{flag: (_orthogonalizes_otherwise, f"priced with {usual}") for flag, usual in _OF_MUON.items()},
     "--use-precision-aware-optimizer": (_given, "priced with Adam's state in fp32"),
     "--first-last-layers-bf16": (_given, "priced with all layers in 8 bits"),
     **dict.fromkeys(
         ("--no-fp8-wgrad", "--disable-fp8-wgrad"), (_given, "priced with gradients of weights from products in 8 bits")
     ),
     "--fp8-output-proj": (_given, "priced with logits in 16 bits"),
+    **dict.fromkeys(
+        ("--fp8-dot-product-attention", "--fp8-multi-head-attention"), (_given, "priced with attention in 16 bits")
+    ),
+    "--activation-func-fp8-input-store": (_given, "priced with that input kept in 16 bits"),
     "--recompute-modules": (_given, "priced with the attention's core recomputed"),
     "--rampup-batch-size": (_given, "priced at the final batch size"),
     "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),

@@ -177,6 +177,18 @@ def test_flags_that_were_given_are_printed_as_given():
             "--optimizer soap",
             ("--optimizer: priced with Adam's state",),
         ),
+        (
+            "--optimizer muon --bf16 --muon-num-ns-steps 9 --muon-tp-mode duplicated --muon-fp32-matmul-prec medium",
+            ("--muon-num-ns-steps: priced with 5", "--muon-tp-mode: priced with blockwise"),
+        ),
+        ("--muon-num-ns-steps 9", ()),
+        (
+            "--bf16 --fp8-format hybrid --fp8-dot-product-attention --activation-func-fp8-input-store",
+            (
+                "--fp8-dot-product-attention: priced with attention in 16 bits",
+                "--activation-func-fp8-input-store: priced with that input kept in 16 bits",
+            ),
+        ),
     ],
 )
 def test_flags_that_are_not_priced_are_noted(more: str, notes: tuple[str, ...]):
