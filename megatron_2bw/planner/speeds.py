@@ -132,10 +132,10 @@ def error_bar(
             "of two published runs, one took 6% longer, and one over many nodes, with other exchanges, half as long",
         )
     if model.num_experts:
-        return ErrorBar(0.30, "three runs of Mixtral on H100, which took up to 19% longer")
-    if _family(gpu) == "h100" and in_8_bits:
+        return ErrorBar(0.30, "three runs of Mixtral on H100, which took up to 16% longer")
+    if _family(gpu) == "h100" and in_8_bits and fused_attention and model.hidden_size >= 4096:
         return ErrorBar(0.12, "NVIDIA's runs on H100 in 8 bits: 17 rows, hidden sizes from 4096 on, 11% at most")
-    if _family(gpu) == "h100" and fused_attention and not shared:
+    if _family(gpu) == "h100" and fused_attention and not shared and not in_8_bits:
         return ErrorBar(0.21, "Megatron-LM's table of H100s: nine rows, which took up to 26% longer")
     if _family(gpu) != "a100" or shared:
         return ErrorBar(0.30, "assumed: constants of A100, scaled by the data sheet and the largest product measured")
