@@ -34,6 +34,8 @@ _UNFUSED_SWIGLU_FORWARD, _UNFUSED_SWIGLU_BACKWARD = 2, 3
 """More than the fused one: a sum with the bias, SiLU and a product; in the backward two products, SiLU's and a copy."""
 _SORTING = 2
 """To the experts' order and back."""
+_PADDING = 3
+"""Of tokens and of their weights, and of tokens back."""
 _SCORES = 2
 """Softmax and dropout."""
 _SHARED_FORWARD, _SHARED_BACKWARD = 2, 2
@@ -285,12 +287,13 @@ class _Sizes:
         return in_s if backward else machine.all_reduce_s(out_bytes, self.tensor, 1)
 
     def casts(self) -> tuple[float, int]:
-        """Bytes moved and kernels of the inputs' casts to 8 bits in a forward."""
-        recipe, moved = self.split.fp8, 0.0
+        """Bytes moved and kernels of the inputs' casts to 8 bits in a forward, experts' padding included."""
+        recipe, (moved, kernels) = self.split.fp8, self.padded()
         for product in self.products:
             numbers = product.count * product.rows * product.inner / (self.outside if product.gathers else 1)
             moved += numbers * fp8.cast_bytes(recipe, self.width, in_norm=product.after_norm)
-        return moved, sum(fp8.cast_kernels(recipe, in_norm=product.after_norm) for product in self.products)
+            kernels += fp8.cast_kernels(recipe, in_norm=product.after_norm)
+        return moved, kernels
 
     def gradient_casts(self) -> tuple[float, int]:
         """The same of the outputs' gradients in a backward; the kernels that sum a bias' gradient cast, too.
@@ -302,7 +305,18 @@ class _Sizes:
             for product in self.products
         )
         kernels = max(0, len(self.products) * fp8.cast_kernels(self.split.fp8) - _BIASES)
-        return numbers * fp8.cast_bytes(self.split.fp8, self.width), kernels
+        padded, paddings = self.padded()
+        return padded + numbers * fp8.cast_bytes(self.split.fp8, self.width), paddings + kernels
+
+    def padded(self) -> tuple[float, int]:
+        """The same of what gives every expert a number of tokens that products in 8 bits take, and takes it away.
+
+        Copies of the tokens and, in a kernel of their own, of their weights: ``quantization_padding`` in
+        ``megatron/core/transformer/moe/experts.py``; ``--moe-router-padding-for-quantization`` would spare them.
+        """
+        if not self.model.num_experts or self.split.fp8 is Fp8.NONE:
+            return 0.0, 0
+        return 4 * self.width * self.routed_tokens * self.hidden, _PADDING
 
 
 def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bool]]:

@@ -139,6 +139,10 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     **dict.fromkeys(
         ("--fp8-dot-product-attention", "--fp8-multi-head-attention"), (_given, "priced with attention in 16 bits")
     ),
+    **dict.fromkeys(
+        ("--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"),
+        (_given, "priced with tokens padded before the experts"),
+    ),
     "--activation-func-fp8-input-store": (_given, "priced with that input kept in 16 bits"),
     "--recompute-modules": (_given, "priced with the attention's core recomputed"),
     "--rampup-batch-size": (_given, "priced at the final batch size"),

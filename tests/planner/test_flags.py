@@ -183,9 +183,11 @@ def test_flags_that_were_given_are_printed_as_given():
         ),
         ("--muon-num-ns-steps 9", ()),
         (
-            "--bf16 --fp8-format hybrid --fp8-dot-product-attention --activation-func-fp8-input-store",
+            "--bf16 --fp8-format hybrid --fp8-dot-product-attention --activation-func-fp8-input-store "
+            "--moe-router-padding-for-quantization",
             (
                 "--fp8-dot-product-attention: priced with attention in 16 bits",
+                "--moe-router-padding-for-quantization: priced with tokens padded before the experts",
                 "--activation-func-fp8-input-store: priced with that input kept in 16 bits",
             ),
         ),

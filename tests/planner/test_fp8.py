@@ -58,15 +58,17 @@ def test_fused_attention(cluster: str, share: float):
 )
 @pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
 def test_casts_of_a_layer(model: Model, recipe: Fp8, per_input: int, after_norm: int):
-    """Beside the products only casts take longer, forward of inputs and backward of outputs' gradients."""
+    """Beside the products only casts take longer, forward of inputs and backward of outputs' gradients; and what goes
+    into experts and out of them is copied, with as many tokens for each as products in 8 bits take."""
     machine = replace(machine_of(DGX), kernel_s=0.0, launch_s=0.0)
     one = layout(tensor=1, sequence_parallel=False, data=4)
     plain, cast = (works_of(model, Split.of(replace(one, fp8=fp8)), machine).layer for fp8 in (Fp8.NONE, recipe))
     tokens, hidden, routed = 2 * 2048, 4096, 2 if model.num_experts else 1
     normed, inside = (1 if model.num_experts else 2) * hidden, hidden + routed * model.ffn_hidden_size
     inside += routed * hidden if model.num_experts else 0
-    forward = tokens * (after_norm * normed + per_input * inside)
-    backward = tokens * per_input * (3 * hidden + hidden + routed * (model.ffn_hidden_size + hidden))
+    padded = 4 * 2 * routed * hidden if model.num_experts else 0
+    forward = tokens * (after_norm * normed + per_input * inside + padded)
+    backward = tokens * (per_input * (3 * hidden + hidden + routed * (model.ffn_hidden_size + hidden)) + padded)
     moved = (
         (second.elementwise_s - first.elementwise_s) * machine.memory_bytes_per_s
         for first, second in ((plain.forward, cast.forward), (plain.backward, cast.backward))
@@ -80,22 +82,24 @@ def test_casts_of_a_layer(model: Model, recipe: Fp8, per_input: int, after_norm:
     [(Fp8.DELAYED, (2, 3), 0), (Fp8.MXFP8, (2, 3), 0), (Fp8.BLOCKWISE, (4, 4), 0), (Fp8.TENSORWISE, (8, 8), 4)],
 )
 def test_kernels_that_cast(recipe: Fp8, forward: tuple[int, int], backward: int):
-    """Of four inputs, two of which norms write, or one with experts; gradients' own sum the bias' gradient, too."""
+    """Of four inputs, two of which norms write, or one with experts; gradients' own sum the bias' gradient, too. With
+    experts, three that pad."""
     machine = replace(machine_of(DGX), memory_bytes_per_s=float("inf"), launch_s=0.0)
-    for model, of_inputs in zip((MODEL, EXPERTS), forward, strict=True):
+    for model, of_inputs, pads in zip((MODEL, EXPERTS), forward, (0, 3), strict=True):
         plain, cast = (works_of(model, Split.of(layout(fp8=fp8)), machine).layer for fp8 in (Fp8.NONE, recipe))
         more = cast.forward.elementwise_s - plain.forward.elementwise_s
-        assert more == pytest.approx(of_inputs * machine.kernel_s)
+        assert more == pytest.approx((of_inputs + pads) * machine.kernel_s)
         more = cast.backward.elementwise_s - plain.backward.elementwise_s
-        assert more == pytest.approx(backward * machine.kernel_s)
+        assert more == pytest.approx((backward + pads) * machine.kernel_s)
 
 
 def test_kernels_that_cast_latent_vectors_and_shared_experts():
-    """Nine inputs, two of which norms write; nine gradients, four of which the kernels of bias gradients cast."""
+    """Nine inputs, two of which norms write; nine gradients, four of which the kernels of bias gradients cast;
+    three that pad."""
     latent = {"multi_latent_attention": True, "q_lora_rank": 512, "kv_lora_rank": 512, "qk_layernorm": True}
     model = replace(EXPERTS, **latent, moe_shared_expert_intermediate_size=1024)
     machine = replace(machine_of(DGX), memory_bytes_per_s=float("inf"), launch_s=0.0)
-    for recipe, forward, backward in ((Fp8.DELAYED, 7, 5), (Fp8.TENSORWISE, 18, 14)):
+    for recipe, forward, backward in ((Fp8.DELAYED, 7 + 3, 5 + 3), (Fp8.TENSORWISE, 18 + 3, 14 + 3)):
         plain, cast = (works_of(model, Split.of(layout(fp8=fp8)), machine).layer for fp8 in (Fp8.NONE, recipe))
         more = cast.forward.elementwise_s - plain.forward.elementwise_s
         assert more == pytest.approx(forward * machine.kernel_s)
