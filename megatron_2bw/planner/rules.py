@@ -241,7 +241,7 @@ def optimizer_problem(optimizer: Optimizer, precision: Precision, *, distributed
     if optimizer.is_of_matrices and precision is Precision.FP16:
         return Problem(
             f"optimizer {optimizer}: Megatron has it in {Precision.BF16} and {Precision.FP32} alone",
-            f"use {Precision.BF16}, or optimizer adam",
+            f"use {Precision.BF16} or {Precision.FP32}, or optimizer adam",
         )
     if optimizer.is_of_matrices and precision is Precision.FP32 and distributed:
         return Problem(

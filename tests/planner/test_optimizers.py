@@ -97,10 +97,12 @@ def test_flags_and_rows():
 
 
 def test_no_muon_in_fp16():
-    message = "optimizer muon: Megatron has it in bf16 and fp32 alone; use bf16, or optimizer adam"
+    message = "optimizer muon: Megatron has it in bf16 and fp32 alone; use bf16 or fp32, or optimizer adam"
     assert str(problem(GPT, layout(optimizer=Optimizer.MUON, precision=Precision.FP16))) == message
     with pytest.raises(PlanError, match=message):
         search(GPT, CLUSTERS["p3.16xlarge"], 16, Space(optimizer=Optimizer.MUON))
+    space = Space(optimizer=Optimizer.MUON, precision=Precision.FP32)
+    assert search(GPT, sized(CLUSTERS["p3.16xlarge"], gpus=8), 16, space).choices
 
 
 def test_no_shards_of_muon_in_fp32():
