@@ -42,6 +42,9 @@ def test_products_in_8_bits_are_as_much_faster_as_was_measured():
     machine = machine_of(DGX)
     half, quarter = (machine.product_s(8192, 8192, 8192, width=width) - machine.kernel_s for width in (2, 1))
     assert half / quarter == pytest.approx(1402.6 / 794.5)
+    unknown = machine_of(replace(DGX, gpu=replace(DGX.gpu, name="new-gpu")))
+    least, largest = 1402.6 / 1979, 271.2 / 312
+    assert unknown.fp8_flops_per_s == pytest.approx(0.80 / largest * least * 1979e12), "as the least of those measured"
     slow = replace(machine, memory_bytes_per_s=1.0)
     assert slow.product_s(30, 50, 70, width=1) == pytest.approx(30 * 70 + 70 * 50 + 2 * 30 * 50), "sums have 16 bits"
 
@@ -358,6 +361,9 @@ def test_the_projection_of_further_tokens_in_8_bits():
         others_s = works.mtp.forward.elementwise_s - sum(one.elementwise_s for one in forward)
         moved = 2 * (12 * 4096 * 2048 + 4096 * model.padded_vocab_size(2) / 2) + per_number * 2 * 4096 * 2048
         assert others_s == pytest.approx(machine.elementwise_s(moved, 6 + kernels))
+        others_s = works.mtp.backward.elementwise_s - sum(one.elementwise_s for one in backward)
+        moved = 2 * 16 * 4096 * 2048 + 2 * 4 * 8192 * 2048 + per_number * 4096 * 2048
+        assert others_s == pytest.approx(machine.elementwise_s(moved, 9 + kernels))
         kept = (
             activations.of_prediction(model, layout(fp8=recipe)) - activations.of_layer(model, layout(fp8=recipe)).kept
         )

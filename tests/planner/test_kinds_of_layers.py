@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import activations, costs, memory
+from megatron_2bw.planner import activations, attention, costs, memory, muon
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layer import Split, works_of
 from megatron_2bw.planner.layout import Fp8, Layout, Recompute, RecomputeMethod
+
+
+from megatron_2bw.planner.layout import Layout, Optimizer, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import model_flags, read_model
 from megatron_2bw.planner.models import MODELS
@@ -101,6 +104,18 @@ def test_latent_vectors_are_gathered_in_place_of_what_they_come_from():
     assert apart.layer.backward.tensor_parallel_s == pytest.approx(latents_s + whole_s)
 
 
+def test_kernels_of_latent_attention_that_are_no_products():
+    """Per token of 4 ranks: of 4 heads' queries 64 channels read and written, keys and values of 128 each read, 64 of
+    the positions, keys of 192 and values of 128 written; norms of 1536 and 512 on a share of the tokens; backward, a
+    sum of both gradients of 1024.
+    """
+    inside = 4 * (2 * 64 + (128 + 128) + (192 + 128)) + 64
+    forward = inside + 2 * (1536 + 512) / 4, 2 + 2
+    backward = inside + 3 * (1536 + 512) / 4 + 3 * 1024 / 4, 2 + 2 * 2 + 1
+    for numbers, is_backward in ((forward, False), (backward, True)):
+        assert attention.elementwise(ALIKE, 10, 4, 4, backward=is_backward) == (10 * numbers[0], numbers[1])
+
+
 def test_what_latent_attention_keeps():
     """Of a token of DeepSeek-V3, in bf16: queries and keys of 128 heads with 192 channels, values and outputs with 128,
     latent vectors before and after their norms; two inputs of norms and what those give, and of shared experts and
@@ -146,6 +161,16 @@ def test_shared_experts_are_one_more_mlp(tensor: int):
     elementwise = [work.forward.elementwise_s for work in (without, with_them, gated)]
     assert elementwise[1] - elementwise[0] == pytest.approx(MACHINE.elementwise_s(moved, 2))
     assert elementwise[2] - elementwise[1] == pytest.approx(MACHINE.elementwise_s(2 * 4096 * 3 * 1024 / tensor, 3))
+    back = [work.backward.elementwise_s for work in (without, with_them, gated)]
+    moved = 2 * 4096 * (1.5 * 3 * width + 3 * 1024 / tensor) + 2 * 4 * 3 * 1024 * width
+    assert back[1] - back[0] == pytest.approx(MACHINE.elementwise_s(moved, 2))
+    assert back[2] - back[1] == pytest.approx(MACHINE.elementwise_s(2 * 4096 * 2 * 3 * 1024 / tensor, 6))
+    unfused = [works(model, **split, fused_swiglu=False).layer for model in (ALIKE, PLAIN)]
+    for times, more, way in ((elementwise, 2, "forward"), (back, 8, "backward")):
+        both = [getattr(work, way).elementwise_s for work in unfused]
+        kernels = 2 if way == "forward" else 3
+        more_s = MACHINE.elementwise_s(2 * 4096 * more * width, kernels)
+        assert both[1] - both[0] - (times[1] - times[0]) == pytest.approx(more_s)
     kept = [activations.of_layer(model, layout(**split)).kept for model in (ALIKE, PLAIN)]
     assert kept[1] - kept[0] == 4096 * 2 * 3 * width
     held = [weights_of(model, tensor, expert=4).layer for model in (ALIKE, PLAIN)]
@@ -230,6 +255,25 @@ def test_one_more_token_on_the_last_stage():
     assert pipelines[0].norm_s > pipelines[1].norm_s
     parts = costs.iteration(model, one, DGX)
     assert sum(parts.parts.values()) == pytest.approx(parts.time_s)
+
+
+def test_operations_of_layers_of_several_kinds():
+    """Layers of both kinds with one output layer; one more token has a layer, a projection and an output layer more."""
+    of = {layers: costs.model_flops(replace(PLAIN, num_layers=layers), 1) for layers in (1, 2, 9)}
+    logits = 6 * 4096 * 129280 * 1024
+    dense = costs.model_flops(replace(MIXED.dense, num_layers=3, mtp_num_layers=0), 1)
+    assert costs.model_flops(replace(MIXED, mtp_num_layers=0), 1) == of[9] + dense - logits
+    more = of[2] - of[1] + 6 * 4096 * 2 * 1024**2 + logits
+    assert costs.model_flops(MIXED, 1) - costs.model_flops(replace(MIXED, mtp_num_layers=0), 1) == more
+
+
+def test_muon_orthogonalizes_layers_of_several_kinds():
+    one, plain = layout(optimizer=Optimizer.MUON), replace(MIXED, mtp_num_layers=0)
+    first = muon.orthogonalized_s(MIXED, one, MACHINE, 0, 3)
+    assert first == muon.orthogonalized_s(replace(MIXED.dense, mtp_num_layers=0), one, MACHINE, 1, 3)
+    layer_s = muon.orthogonalized_s(plain, one, MACHINE, 3, 1)
+    more_s = muon.orthogonalized_s(MIXED, one, MACHINE, 3, 3) - muon.orthogonalized_s(plain, one, MACHINE, 3, 3)
+    assert more_s == pytest.approx(layer_s + muon.newton_schulz_s(1024, 2048, MACHINE))
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "gpipe"])
@@ -347,6 +391,27 @@ def test_flags_are_printed_as_given():
     assert (model.dense_layers, model.dense_ffn_hidden_size, model.ffn_hidden_size) == (1, 2048, 256)
     assert (model.q_lora_rank, model.kv_lora_rank, model.qk_head_dim, model.v_head_dim) == (0, 32, 128, 128)
     assert (model.moe_shared_expert_intermediate_size, model.mtp_num_layers) == (256, 1)
+
+
+def test_a_gate_is_printed():
+    assert "--moe-shared-expert-gate" in model_flags(replace(PLAIN, moe_shared_expert_gate=True))
+    assert "--moe-shared-expert-gate" not in model_flags(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ("--moe-router-group-topk 2", "--moe-router-group-topk 2 needs --moe-router-num-groups; give it"),
+        ("--moe-router-num-groups 3 --moe-router-group-topk 2", "3 does not divide --num-experts 8; use [24]"),
+        ("--moe-router-num-groups 2 --moe-router-group-topk 4", "4: there are 2 groups; use 2 or less"),
+    ],
+)
+def test_groups_of_experts(groups: str, message: str):
+    alone = (
+        "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 --num-experts 8"
+    )
+    with pytest.raises(PlanError, match=message):
+        read_model(Options.parse(f"{alone} {groups}".split()))
 
 
 def test_flags_without_what_they_belong_to_mean_nothing():
