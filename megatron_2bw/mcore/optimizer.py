@@ -7,26 +7,31 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import optimizer as megatron_optimizer
-from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_2bw.mcore.driven_scheduler import DrivenScheduler
 from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
 from megatron_2bw.mcore.routers import Routers
+from megatron_2bw.mcore.stock_optimizer import (
+    forget_shards_of_weights,
+    gradients_for_norm,
+    hyperparameters_of,
+    scaler_of,
+    statistics_group,
+    undivided,
+    versions_of,
+)
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.corrections import Correction, UpdateLead
 from megatron_2bw.runtime.finite import FiniteCheck
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
-from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Action, Reduction
 from megatron_2bw.schedule.program import GradientCopy
 
@@ -94,7 +99,7 @@ class DelayedOptimizer:
     ) -> None:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError("this stage has no weights to train: give it some, or use Megatron's schedule")
-        updating = [part for part in _undivided(inner) if not part.is_stub_optimizer]
+        updating = [part for part in undivided(inner) if not part.is_stub_optimizer]
         for part in updating if correction is not None else ():
             _check_correction(correction, part)
         self._inner = inner
@@ -103,7 +108,7 @@ class DelayedOptimizer:
         sources = sources_of(model)
         self._captured = CapturedGradients((source.region for source in sources), second_buffer=second_buffer)
         self._routers = Routers(model)
-        self.weights = _versions_of(inner, model, self._routers, versions)
+        self.weights = versions_of(inner, model, self._routers, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         parts = [self._part(optimizer) for optimizer in inner.chained_optimizers]
         groups = create_update_groups(
@@ -123,7 +128,7 @@ class DelayedOptimizer:
             count_zeros=inner.config.log_num_zeros_in_grad,
         )
         self._pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
-        self._scaler = next((scaler for scaler in map(_scaler_of, inner.chained_optimizers) if scaler), None)
+        self._scaler = next((scaler for scaler in map(scaler_of, inner.chained_optimizers) if scaler), None)
         self._check_for_nan = check_for_nan  # Megatron switches it off where the loss scale is dynamic.
         self.scales = {} if self._scaler is None else {0: self._scaler.scale.clone()}
         """Loss scale by weight version; empty without loss scaling."""
@@ -144,12 +149,7 @@ class DelayedOptimizer:
         self._taken_over = ExitStack()
         self._take_over()
         for part in updating if correction is not None else ():
-            self._taken_over.callback(correction.attach(part.optimizer))
-            if isinstance(correction, UpdateLead):
-                copy = functools.partial(
-                    _copy_ahead, correction, part.optimizer, part._copy_main_params_to_model_params
-                )
-                self._replace(part, "_copy_main_params_to_model_params", copy)
+            self._correct(part, correction)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Ours, and not set yet.
@@ -222,7 +222,7 @@ class DelayedOptimizer:
             samples: in the batch, over all replicas; what the learning-rate schedule counts.
             num_tokens: on this rank, where the loss is a mean over tokens.
         """
-        self._hyperparameters = [_hyperparameters_of(group) for group in self._inner.param_groups]
+        self._hyperparameters = [hyperparameters_of(group) for group in self._inner.param_groups]
         self.samples = samples
         self._routers.capture(batch)
         self._reductions.num_tokens = num_tokens
@@ -257,7 +257,7 @@ class DelayedOptimizer:
                 self._statistics = results[Reduction.NORM]
             if self._check_for_nan:
                 self._require_finite(batch)
-            _forget_shards_of_weights(self._model)
+            forget_shards_of_weights(self._model)
             successful, norm, zeros = self._inner.step()
             self._routers.update()
             self.outcome = UpdateOutcome(batch, successful, norm if self._has_norm else None, zeros)
@@ -297,7 +297,7 @@ class DelayedOptimizer:
         """
         if optimizer.is_stub_optimizer:
             self._main_gradients[optimizer] = []
-            return Part([], [], _statistics_group(optimizer))
+            return Part([], [], statistics_group(optimizer))
         if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer):
             optimizer._copy_model_grads_to_main_grads()
         else:
@@ -308,10 +308,10 @@ class DelayedOptimizer:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        for_norm = [self._captured.view_of(gradient) for gradient in _gradients_for_norm(optimizer)]
+        for_norm = [self._captured.view_of(gradient) for gradient in gradients_for_norm(optimizer)]
         optimizer.zero_grad()
         self._main_gradients[optimizer] = pairs
-        return Part([gradient for _, gradient in pairs], for_norm, _statistics_group(optimizer))
+        return Part([gradient for _, gradient in pairs], for_norm, statistics_group(optimizer))
 
     def _take_over(self) -> None:
         """Give Megatron's step what the chain has found out, where it would ask all ranks."""
@@ -327,6 +327,13 @@ class DelayedOptimizer:
         for buffer in [*self._model.buffers, *self._model.expert_parallel_buffers]:
             self._replace(buffer, "reset", lambda: None)
 
+    def _correct(self, part: Any, correction: Correction) -> None:
+        """Let one of Megatron's optimizers correct the delay."""
+        self._taken_over.callback(correction.attach(part.optimizer))
+        if isinstance(correction, UpdateLead):
+            copy = functools.partial(_copy_ahead, correction, part.optimizer, part._copy_main_params_to_model_params)
+            self._replace(part, "_copy_main_params_to_model_params", copy)
+
     def _replace(self, target: object, name: str, value: object) -> None:
         self._taken_over.callback(replace(target, name, value))
 
@@ -334,7 +341,7 @@ class DelayedOptimizer:
         """In place of Megatron's; the chain has removed the loss scale and looked for overflows."""
         for parameter, gradient in self._main_gradients[optimizer]:
             parameter.grad = gradient
-        scaler = _scaler_of(optimizer)
+        scaler = scaler_of(optimizer)
         if scaler is None:
             return False
         scaler.update(self._statistics.found_inf)
@@ -342,7 +349,7 @@ class DelayedOptimizer:
 
     @contextmanager
     def _hyperparameters_of_batch(self) -> Iterator[None]:
-        present = [_hyperparameters_of(group) for group in self._inner.param_groups]
+        present = [hyperparameters_of(group) for group in self._inner.param_groups]
         self._set(self._hyperparameters)
         try:
             yield
@@ -374,53 +381,3 @@ def _copy_ahead(correction: UpdateLead, optimizer: torch.optim.Optimizer, copy: 
     """Megatron's copy of main weights into the model, with those ahead of time."""
     with correction.shown(optimizer):
         copy()
-
-
-def _versions_of(inner: Any, model: torch.nn.Module, routers: Routers, versions: int) -> WeightVersions:
-    """Weight versions of a stage; with the distributed optimizer, of the buffers that hold its weights."""
-    parameters = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *routers.biases]
-    buffers = [buffer for buffer in [*model.buffers, *model.expert_parallel_buffers] if buffer.param_data is not None]
-    views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
-    for optimizer in inner.chained_optimizers if buffers else ():
-        if not _shards_by_layers(optimizer):
-            views += chain.from_iterable([*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups])
-    return WeightVersions(parameters, versions, buffers=[buffer.param_data for buffer in buffers], views=views)
-
-
-def _undivided(inner: Any) -> list[Any]:
-    """Megatron's optimizers with one of torch's each."""
-    nested = (part.chained_optimizers if _shards_by_layers(part) else [part] for part in inner.chained_optimizers)
-    return list(chain.from_iterable(nested))
-
-
-def _shards_by_layers(optimizer: Any) -> bool:
-    """Whether each replica updates whole matrices, which need no shards of weights."""
-    return isinstance(optimizer, LayerWiseDistributedOptimizer)
-
-
-def _statistics_group(optimizer: Any) -> dist.ProcessGroup:
-    """Over which Megatron sums the squares of its gradients."""
-    return dist.group.WORLD if _shards_by_layers(optimizer) else optimizer.get_grad_stats_parallel_group()
-
-
-def _forget_shards_of_weights(model: torch.nn.Module) -> None:
-    """Bucket groups remember views of their parameter buffers, which have moved to another version."""
-    for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
-        replace(group, "cached_param_buffer_shard_list", [None] * len(group.buckets))
-
-
-def _scaler_of(optimizer: Any) -> Any:
-    """Megatron's gradient scaler; None in fp32 and bf16."""
-    return getattr(optimizer, "grad_scaler", None)
-
-
-def _gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
-    """Those of ``optimizer`` that count in the global norm."""
-    if hasattr(optimizer, "get_grads_for_grad_norm"):
-        return optimizer.get_grads_for_grad_norm()
-    return optimizer.get_main_grads_for_grad_norm()  # Megatron 0.18.
-
-
-def _hyperparameters_of(group: dict[str, Any]) -> dict[str, float]:
-    """What Megatron's scheduler changes from batch to batch."""
-    return {name: group[name] for name in ("lr", "weight_decay")}

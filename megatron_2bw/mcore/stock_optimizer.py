@@ -1,0 +1,64 @@
+"""What Megatron's optimizers, one in the other, are asked about a stage's weights, gradients and hyperparameters."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+from megatron_2bw.mcore.routers import Routers
+from megatron_2bw.mcore.symbols import replace
+from megatron_2bw.runtime.weights import WeightVersions
+
+
+def versions_of(inner: Any, model: torch.nn.Module, routers: Routers, versions: int) -> WeightVersions:
+    """Weight versions of a stage; with the distributed optimizer, of the buffers that hold its weights."""
+    parameters = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *routers.biases]
+    buffers = [buffer for buffer in [*model.buffers, *model.expert_parallel_buffers] if buffer.param_data is not None]
+    views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
+    for optimizer in inner.chained_optimizers if buffers else ():
+        if not shards_by_layers(optimizer):
+            views += chain.from_iterable([*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups])
+    return WeightVersions(parameters, versions, buffers=[buffer.param_data for buffer in buffers], views=views)
+
+
+def undivided(inner: Any) -> list[Any]:
+    """Megatron's optimizers with one of torch's each."""
+    nested = (part.chained_optimizers if shards_by_layers(part) else [part] for part in inner.chained_optimizers)
+    return list(chain.from_iterable(nested))
+
+
+def shards_by_layers(optimizer: Any) -> bool:
+    """Whether each replica updates whole matrices, which need no shards of weights."""
+    return isinstance(optimizer, LayerWiseDistributedOptimizer)
+
+
+def statistics_group(optimizer: Any) -> dist.ProcessGroup:
+    """Over which Megatron sums the squares of its gradients."""
+    return dist.group.WORLD if shards_by_layers(optimizer) else optimizer.get_grad_stats_parallel_group()
+
+
+def forget_shards_of_weights(model: torch.nn.Module) -> None:
+    """Bucket groups remember views of their parameter buffers, which have moved to another version."""
+    for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
+        replace(group, "cached_param_buffer_shard_list", [None] * len(group.buckets))
+
+
+def scaler_of(optimizer: Any) -> Any:
+    """Megatron's gradient scaler; None in fp32 and bf16."""
+    return getattr(optimizer, "grad_scaler", None)
+
+
+def gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
+    """Those of ``optimizer`` that count in the global norm."""
+    if hasattr(optimizer, "get_grads_for_grad_norm"):
+        return optimizer.get_grads_for_grad_norm()
+    return optimizer.get_main_grads_for_grad_norm()  # Megatron 0.18.
+
+
+def hyperparameters_of(group: dict[str, Any]) -> dict[str, float]:
+    """What Megatron's scheduler changes from batch to batch."""
+    return {name: group[name] for name in ("lr", "weight_decay")}
