@@ -12,7 +12,6 @@ from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.costs import PRICED, SCHEDULES
 from megatron_2bw.planner.decisions import Decisions
 from megatron_2bw.planner.errors import PlanError, Problem
-from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors
@@ -32,6 +31,7 @@ from megatron_2bw.planner.rules import (
 )
 from megatron_2bw.planner.savings import Saving, group_sizes
 from megatron_2bw.planner.shapes import Shape, Shapes
+from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space, field_of
 from megatron_2bw.planner.stages import layers_of_stages
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from operator import attrgetter
 from typing import NamedTuple
 
-from megatron_2bw.planner import attention, fp8
-from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
-from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.layout import Recompute
+from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.prediction import mtp_work
+from megatron_2bw.planner.sizes import UNFUSED_SWIGLU_BACKWARD, UNFUSED_SWIGLU_FORWARD, Sizes, Split
 from megatron_2bw.planner.speeds import Machine
-from megatron_2bw.planner.work import NO_WORK, NOTHING, Parts, Product, Work, launched
+from megatron_2bw.planner.work import NO_WORK, NOTHING, Parts, Work, launched
 
 _CORE_PRODUCTS = 2
 """Kernels of a forward with scores in matrix products; the backward has twice as many, and of those with weights."""
@@ -28,49 +27,10 @@ _FORWARD, _UNFUSED_FORWARD = 5, 3
 _BACKWARD, _UNFUSED_BACKWARD = 12, 5
 """Two per norm, one per residual sum and activation function, four bias gradients, one sum of gradients; around
 scores, softmax, dropout and three permutations."""
-_BIASES = 4
-"""Of these, the bias gradients."""
-_UNFUSED_SWIGLU_FORWARD, _UNFUSED_SWIGLU_BACKWARD = 2, 3
-"""More than the fused one: a sum with the bias, SiLU and a product; in the backward two products, SiLU's and a copy."""
 _SORTING = 2
 """To the experts' order and back."""
-_PADDING = 3
-"""Of tokens and of their weights, and of tokens back."""
 _SCORES = 2
 """Softmax and dropout."""
-_SHARED_FORWARD, _SHARED_BACKWARD = 2, 2
-"""Of shared experts: the activation function and the sum with the others; that of gradients of their input."""
-_GATE = 3
-"""A product with one column, a sigmoid, a product; half of what a backward has."""
-
-
-class Split(NamedTuple):
-    """The fields of a layout on which the work of a layer depends."""
-
-    tensor: int
-    microbatch: int
-    sequence_parallel: bool
-    recompute: Recompute
-    precision: Precision
-    gradient_width: int
-    """Bytes per summed gradient."""
-    fused_attention: bool
-    fp8: Fp8 = Fp8.NONE
-    fused_swiglu: bool = True
-    fused_loss: bool = False
-    overlap_tensor: bool = False
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    """Of a model with experts."""
-
-    @classmethod
-    def of(cls, layout: Layout) -> Split:
-        """Those of ``layout``."""
-        return cls(*_fields_of_split(layout))
-
-
-_fields_of_split = attrgetter(*Split._fields)
 
 
 class Works(NamedTuple):
@@ -97,6 +57,7 @@ def works_of(model: Model, split: Split, machine: Machine) -> Works:
     Table 4, measured 7.7 and 11.9:
 
     >>> from megatron_2bw.planner.cluster import CLUSTERS
+    >>> from megatron_2bw.planner.layout import Precision
     >>> from megatron_2bw.planner.speeds import machine_of
     >>> model = Model(num_layers=48, hidden_size=6144, num_attention_heads=64, seq_length=2048, vocab_size=51200)
     >>> split = Split(8, 4, False, Recompute.NONE, Precision.FP16, 2, False)
@@ -118,210 +79,15 @@ def works_of(model: Model, split: Split, machine: Machine) -> Works:
 
 
 def _layer(model: Model, split: Split, machine: Machine) -> Work:
-    sizes = _Sizes(model, split)
+    sizes = Sizes(model, split)
     forward, core = _forward(sizes, machine)
     again = {Recompute.FULL: forward, Recompute.SELECTIVE: core}.get(split.recompute, NOTHING)
     return Work.of(forward, _backward(sizes, machine), again)
 
 
-class _Sizes:
-    """Numbers per tensor-parallel rank that several kernels share."""
-
-    def __init__(self, model: Model, split: Split) -> None:
-        self.model, self.split = model, split
-        self.width, self.tensor = split.precision.width, split.tensor
-        self.tokens = model.tokens(split.microbatch, split.context)
-        self.hidden = model.hidden_size
-        self.outputs = model.output_size / self.tensor
-        self.routed = model.routed(split.expert)
-        self.experts = max(model.num_experts, 1) // split.expert
-        # Ranks that split no expert each have a share of the tokens in its place.
-        self.of_mlp = split.expert_tensor if model.num_experts else self.tensor
-        self.routed_tokens = self.tokens * self.routed * self.of_mlp / self.tensor
-        self.into_mlp = (2 if model.swiglu else 1) * model.ffn_hidden_size / self.of_mlp
-        self.out_of_mlp = model.ffn_hidden_size / self.of_mlp
-        self.out_of_shared = model.moe_shared_expert_intermediate_size / self.tensor
-        self.into_shared = (2 if model.swiglu else 1) * self.out_of_shared
-        self.outside = self.tensor if split.sequence_parallel else 1
-        self.mask = 1 if model.dropout else 0
-        self.shares = model.moe_shared_expert_intermediate_size > 0
-        self.collectives = (split.tensor > 1) + (self.of_mlp > 1) + 2 * (split.expert > 1)
-        self.collectives += (self.shares and split.tensor > 1) + len(self.gathered(backward=False))
-        # Every head has a score per pair of tokens.
-        self.scores = self.tokens * model.seq_length * model.num_attention_heads / self.tensor
-        self.fused = split.fused_attention
-        self.unfused_swiglu = model.swiglu and not split.fused_swiglu
-        self.product_width = fp8.operand_width(split.fp8, self.width)
-        self.products = (
-            *attention.products(model, self.tokens, self.tensor, self.outside),
-            *self.mlp_products(),
-        )
-        weights = attention.weights(model, self.tensor)
-        weights += self.experts * self.hidden * (self.into_mlp + self.out_of_mlp)
-        self.weights = weights + self.hidden * (self.into_shared + self.out_of_shared)
-
-    def mlp_products(self) -> tuple[Product, ...]:
-        """Of the MLP or the experts, and of shared experts."""
-        rows, count, whole = self.routed_tokens / self.experts, self.experts, self.model.num_experts == 0
-        mlp = (
-            Product(rows, self.into_mlp, self.hidden, count, gathers=whole, after_norm=whole),
-            Product(rows, self.hidden, self.out_of_mlp, count, scatters=whole),
-        )
-        if not self.shares:
-            return mlp
-        return (
-            *mlp,
-            Product(self.tokens, self.into_shared, self.hidden, gathers=True),
-            Product(self.tokens, self.hidden, self.out_of_shared, scatters=True),
-        )
-
-    def gathered(self, *, backward: bool) -> tuple[int, ...]:
-        """Numbers per token of each half all-reduce before attention, in place of one of what goes into it."""
-        sequence = self.split.sequence_parallel
-        return attention.gathered(self.model, self.tensor, sequence_parallel=sequence, backward=backward)
-
-    def shared(self, *, backward: bool) -> attention.Elementwise:
-        """Kernels that are no products, of shared experts: the activation function, a sum, and a gate."""
-        if not self.shares:
-            return attention.Elementwise()
-        activated, summed = self.into_shared + self.out_of_shared, 3 * self.hidden / self.outside
-        kernels = _SHARED_BACKWARD if backward else _SHARED_FORWARD
-        gate = self.model.moe_shared_expert_gate * (2 if backward else 1)
-        moved = (1.5 if backward else 1) * activated + (1 + gate) * summed
-        if self.unfused_swiglu:
-            moved += (8 if backward else 2) * self.out_of_shared
-            kernels += _UNFUSED_SWIGLU_BACKWARD if backward else _UNFUSED_SWIGLU_FORWARD
-        return attention.Elementwise(self.tokens * moved, kernels + gate * _GATE)
-
-    def more(self, *, backward: bool) -> attention.Elementwise:
-        """Kernels that are no products, of latent vectors and shared experts."""
-        of_latents = attention.elementwise(self.model, self.tokens, self.tensor, self.outside, backward=backward)
-        of_shared = self.shared(backward=backward)
-        return attention.Elementwise(of_latents.moved + of_shared.moved, of_latents.kernels + of_shared.kernels)
-
-    def attention_s(self, machine: Machine, passes: int) -> float:
-        """Products with scores; ``passes``: 1 forward, 2 backward. Ranks that share sequences have equal shares."""
-        of_keys, of_values = attention.core_channels(self.model)
-        if not self.fused:
-            heads = self.split.microbatch * self.model.num_attention_heads / self.tensor
-            length = self.model.seq_length
-            both = (machine.product_s(length, length, c, width=self.width, count=heads) for c in (of_keys, of_values))
-            return passes * sum(both)
-        # A fused backward computes the scores again, three of its five products have keys' channels; causal attention
-        # skips half.
-        if passes == 1:
-            flops = 4 * self.scores * ((of_keys + of_values) / 2)
-        else:
-            flops = 4 * self.scores * ((3 * of_keys + 2 * of_values) / 5) * 2.5
-        causal = 0.5 if self.model.kind is Kind.GPT else 1.0
-        return self.split.context * machine.kernel_s + causal * flops / machine.flash_flops_per_s
-
-    def waits_for_keys_s(self, machine: Machine, passes: int) -> float:
-        """For keys and values of other ranks; the backward passes their gradients on, too."""
-        ranks = self.split.context
-        if ranks == 1:
-            return 0.0
-        keys_and_values = (self.model.key_size + self.model.value_size) / self.tensor
-        size_bytes = passes * keys_and_values * self.tokens * self.width
-        send_s = machine.pass_on_s(size_bytes, ranks, self.tensor)
-        return (ranks - 1) * max(0.0, send_s - self.attention_s(machine, passes) / ranks)
-
-    def exchanges_s(self, machine: Machine) -> float:
-        """Of routed tokens, to their experts and back; a tensor-parallel rank sends its share of them."""
-        size_bytes = self.tokens * self.routed * self.hidden * self.width / self.tensor
-        return 2 * machine.all_to_all_s(size_bytes, self.split.expert, self.split.expert_tensor)
-
-    def sorted_bytes(self) -> float:
-        """Moved to put tokens in the order of their experts and back, those of several local experts once more."""
-        numbers = self.tokens * self.routed * self.hidden / self.tensor
-        if not self.model.num_experts:
-            return 0.0
-        if self.split.expert == 1:  # All are here.
-            return 4 * self.width * numbers * self.of_mlp
-        return 4 * self.width * numbers * (1 + (self.of_mlp if self.experts > 1 else 0))
-
-    def all_reduces_s(self, machine: Machine, products_s: float, *, backward: bool) -> float:
-        """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each.
-
-        That of the MLP is of the tokens of the ranks that split it; behind an exchange, of routed ones. Shared experts
-        have one of all tokens.
-
-        Args:
-            machine: that runs it.
-            products_s: of products with weights, beside which collectives may run: see `_hidden_s`.
-            backward: whether it is of the backward.
-        """
-        tokens = self.routed_tokens if self.split.expert > 1 else self.tokens * self.of_mlp / self.tensor
-        share = fp8.gathered_share(self.split.fp8, self.width) if self.split.sequence_parallel else 1
-        of_all, of_mlp = (share * count * self.hidden * self.width for count in (self.tokens, tokens))
-        attention_s = machine.all_reduce_s(of_all, self.tensor, 1)
-        if self.model.multi_latent_attention:
-            attention_s = self._around_latents_s(machine, share, backward=backward)
-        mlp_s, shared_s = machine.all_reduce_s(of_mlp, self.of_mlp, 1), 0.0
-        if self.shares:
-            shared_s = machine.all_reduce_s(of_all, self.tensor, 1)
-        beside_products_s = attention_s + shared_s + (0.0 if self.model.num_experts else mlp_s)
-        return attention_s + shared_s + mlp_s - self._hidden_s(beside_products_s, products_s)
-
-    def _hidden_s(self, collectives_s: float, products_s: float) -> float:
-        """Of collectives that are cut into a part per rank: all parts but the first come while one is multiplied.
-
-        Rule: ``--tp-comm-overlap``, Transformer Engine's userbuffers (``CommOverlapP2P`` in
-        ``transformer_engine/common/comm_gemm_overlap``). Where a product has a name that these do not know, as those of
-        latent vectors have, Megatron's ``TELinear`` switches the flag off for all that are made after it.
-        """
-        if not self.split.overlap_tensor or self.model.multi_latent_attention:
-            return 0.0
-        return min(collectives_s * (self.tensor - 1) / self.tensor, products_s)
-
-    def _around_latents_s(self, machine: Machine, share: float, *, backward: bool) -> float:
-        """Latent vectors where queries, keys and values come out of them, and what attention gives.
-
-        ``share``: of their bytes, what is left with products in 8 bits.
-        """
-        counts, per_number = self.gathered(backward=backward), share * self.tokens * self.width
-        in_s = sum(machine.reduce_scatter_s(n * per_number, self.tensor, 1) for n in counts)
-        out_bytes = self.hidden * per_number
-        if self.split.sequence_parallel:
-            return in_s + machine.reduce_scatter_s(out_bytes, self.tensor, 1)
-        return in_s if backward else machine.all_reduce_s(out_bytes, self.tensor, 1)
-
-    def casts(self) -> tuple[float, int]:
-        """Bytes moved and kernels of the inputs' casts to 8 bits in a forward, experts' padding included."""
-        recipe, (moved, kernels) = self.split.fp8, self.padded()
-        for product in self.products:
-            numbers = product.count * product.rows * product.inner / (self.outside if product.gathers else 1)
-            moved += numbers * fp8.cast_bytes(recipe, self.width, in_norm=product.after_norm)
-            kernels += fp8.cast_kernels(recipe, in_norm=product.after_norm)
-        return moved, kernels
-
-    def gradient_casts(self) -> tuple[float, int]:
-        """The same of the outputs' gradients in a backward; the kernels that sum a bias' gradient cast, too.
-
-        ``_BACKWARD`` has four of those, however many products there are.
-        """
-        numbers = sum(
-            product.count * product.rows * product.columns / (self.outside if product.scatters else 1)
-            for product in self.products
-        )
-        kernels = max(0, len(self.products) * fp8.cast_kernels(self.split.fp8) - _BIASES)
-        padded, paddings = self.padded()
-        return padded + numbers * fp8.cast_bytes(self.split.fp8, self.width), paddings + kernels
-
-    def padded(self) -> tuple[float, int]:
-        """The same of what gives every expert a number of tokens that products in 8 bits take, and takes it away.
-
-        Copies of the tokens and, in a kernel of their own, of their weights: ``quantization_padding`` in
-        ``megatron/core/transformer/moe/experts.py``; ``--moe-router-padding-for-quantization`` would spare them.
-        """
-        if not self.model.num_experts or self.split.fp8 is Fp8.NONE:
-            return 0.0, 0
-        return 4 * self.width * self.routed_tokens * self.hidden, _PADDING
-
-
 def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bool]]:
     """(rows, columns, how many, they are of experts) of a layer's weights on one rank; Q, K and V apart."""
-    sizes = _Sizes(model, split)
+    sizes = Sizes(model, split)
     of_attention = len(sizes.products) - len(sizes.mlp_products())
     for i, (_, columns, inner, count, *_) in enumerate(sizes.products):
         is_of_expert = model.num_experts > 0 and of_attention <= i < of_attention + 2
@@ -332,7 +98,7 @@ def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bo
             yield columns, inner, count, is_of_expert
 
 
-def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
+def _forward(sizes: Sizes, machine: Machine) -> tuple[Parts, Parts]:
     """The layer, and of it the attention's core, which selective recomputation computes again."""
     width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
     products_s = sum(
@@ -348,7 +114,7 @@ def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
     scores, kernels = 0.0, _FORWARD + _SORTING * (sizes.model.num_experts > 0) + casts
     if sizes.unfused_swiglu:  # Per number that comes out: SiLU's is written and read, and the sum reads and writes two.
         inside += width * sizes.routed_tokens * (6 if sizes.model.bias else 2) * sizes.out_of_mlp
-        kernels += _UNFUSED_SWIGLU_FORWARD
+        kernels += UNFUSED_SWIGLU_FORWARD
     if not sizes.fused:
         scores = sizes.scores * (2 * width + sizes.mask * (2 * width + 1))
         inside += 2 * width * tokens * sizes.outputs
@@ -370,7 +136,7 @@ def _forward(sizes: _Sizes, machine: Machine) -> tuple[Parts, Parts]:
     return launched(whole, machine, launches), launched(core, machine, core_launches)
 
 
-def _backward(sizes: _Sizes, machine: Machine) -> Parts:
+def _backward(sizes: Sizes, machine: Machine) -> Parts:
     width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
     products_s = sum(
         machine.product_s(one.rows, one.inner, one.columns, width=sizes.product_width, count=one.count)
@@ -386,7 +152,7 @@ def _backward(sizes: _Sizes, machine: Machine) -> Parts:
     scores, kernels = 0.0, _BACKWARD + _SORTING * (sizes.model.num_experts > 0) + casts
     if sizes.unfused_swiglu:  # 13 numbers are read or written in place of 5.
         inside += width * sizes.routed_tokens * 8 * sizes.out_of_mlp
-        kernels += _UNFUSED_SWIGLU_BACKWARD
+        kernels += UNFUSED_SWIGLU_BACKWARD
     if not sizes.fused:
         scores = sizes.scores * (3 * width + sizes.mask * (2 * width + 1))
         inside += 2 * width * tokens * sizes.outputs

@@ -9,9 +9,10 @@ the matrices out.
 
 from __future__ import annotations
 
-from megatron_2bw.planner.layer import Split, matrices
+from megatron_2bw.planner.layer import matrices
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import Machine
 
 STEPS = 5

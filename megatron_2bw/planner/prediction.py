@@ -17,7 +17,7 @@ from megatron_2bw.planner.speeds import Machine
 from megatron_2bw.planner.work import NOTHING, Parts, Work, launched
 
 if TYPE_CHECKING:
-    from megatron_2bw.planner.layer import Split
+    from megatron_2bw.planner.sizes import Split
 
 _FORWARD, _BACKWARD = 6, 9
 """Kernels that are no products: two norms, vectors side by side, those of all predictions one behind the other, the

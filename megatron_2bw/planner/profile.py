@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 from megatron_2bw.planner.cluster import Cluster, Gpu
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.inputs import build, checked, read_json, saved_model
-from megatron_2bw.planner.layer import NOTHING, Parts, Split, Work, Works
+from megatron_2bw.planner.layer import Works
 from megatron_2bw.planner.layout import Fp8, Optimizer, Precision, Recompute
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.work import NOTHING, Parts, Work
 
 DONE = "profiled: "
 """How a line begins that the job prints after each measurement."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
-from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.sizes import Split
 
 DATA = Path(__file__).parent / "data"
 

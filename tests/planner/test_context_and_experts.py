@@ -16,7 +16,7 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import layout_flags
 from megatron_2bw.planner.flags import read as read_flags
 from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layer import Split, works_of
+from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.model_flags import read_model
@@ -26,6 +26,7 @@ from megatron_2bw.planner.naming import chosen, name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.search import search
+from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.speeds import A100, machine_of
 from megatron_2bw.planner.stages import weights_of

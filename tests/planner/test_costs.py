@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import costs, periods, programs
+from megatron_2bw.planner import batch, costs, periods, programs
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layer import Split, works_of
+from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import A100, machine_of, speed_of
 from megatron_2bw.planner.stages import weights_of
 
@@ -83,8 +84,8 @@ def test_equals_the_simulator(schedule: str, more: dict):
         more = more | ({"delayed_microbatches": stages} if partly else {})
         priced = layout(schedule=schedule, pipeline=stages, global_batch=4 * microbatches, **more)
         pipeline = costs.times_of(SMALL, priced, TWO_DGX).pipeline
-        simulated_s = costs.simulated_s(priced, pipeline)
-        assert costs.batch_s(priced, pipeline) == pytest.approx(simulated_s, rel=1e-9), priced
+        simulated_s = batch.simulated_s(priced, pipeline)
+        assert batch.batch_s(priced, pipeline) == pytest.approx(simulated_s, rel=1e-9), priced
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_stages_that_wait_for_slow_links(schedule: str, stages: int, microbatche
     more = {"data": 4, "precision": Precision.FP16, "fused_attention": False} | more
     asked = layout(schedule=schedule, pipeline=stages, global_batch=4 * more["microbatch"] * microbatches, **more)
     pipeline = pipeline_of(asked, model, replace(CLUSTERS["p3.16xlarge"], nodes=8))
-    assert costs.batch_s(asked, pipeline) == pytest.approx(costs.simulated_s(asked, pipeline), rel=1e-3)
+    assert batch.batch_s(asked, pipeline) == pytest.approx(batch.simulated_s(asked, pipeline), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_simulated_ones_last_as_long_as_their_papers_say(schedule: str, options:
     even = periods.Stage(1, 2)
     pipeline = periods.Pipeline(stages=4, microbatches=microbatches, first=even, middle=even, last=even)
     asked = layout(schedule=schedule, data=1, microbatch=1, global_batch=microbatches, **options)
-    assert costs.batch_s(asked, pipeline) == period
+    assert batch.batch_s(asked, pipeline) == period
 
 
 @pytest.mark.parametrize("schedule", ["gems", "chimera"])
@@ -143,7 +144,7 @@ def test_units_of_microbatches_repeat(schedule: str):
             gradients_s=0.2,
         )
         assert programs.shortened(asked)[1] == units - 4
-        assert costs.batch_s(asked, pipeline) == pytest.approx(costs.simulated_s(asked, pipeline), rel=1e-12), asked
+        assert batch.batch_s(asked, pipeline) == pytest.approx(batch.simulated_s(asked, pipeline), rel=1e-12), asked
         in_flight = programs.programs_of(asked).in_flight
         assert in_flight == programs.programs_of(programs.shortened(asked)[0]).in_flight
 
@@ -215,7 +216,7 @@ def test_stages_with_layers_of_their_own():
     lighter_ends = layout(pipeline=4, first_stage_layers=4, last_stage_layers=4)
     pipeline = costs.times_of(SMALL, lighter_ends, DGX).pipeline
     assert pipeline.first.pair_s < pipeline.middle.pair_s
-    assert costs.batch_s(lighter_ends, pipeline) == pytest.approx(costs.simulated_s(lighter_ends, pipeline), rel=1e-9)
+    assert batch.batch_s(lighter_ends, pipeline) == pytest.approx(batch.simulated_s(lighter_ends, pipeline), rel=1e-9)
 
 
 def test_parts_add_up():
@@ -412,7 +413,7 @@ def test_what_cannot_be_priced(changes: dict, message: str):
 def test_the_interleaved_schedule_has_no_programs():
     interleaved = layout(schedule="megatron", chunks=2)
     with pytest.raises(PlanError, match="has no Programs to simulate"):
-        costs.simulated_s(interleaved, costs.times_of(SMALL, interleaved, DGX).pipeline)
+        batch.simulated_s(interleaved, costs.times_of(SMALL, interleaved, DGX).pipeline)
 
 
 def test_needs_no_torch():

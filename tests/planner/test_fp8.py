@@ -11,7 +11,7 @@ from megatron_2bw.planner.cluster import CLUSTERS, GPUS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layer import Split, works_of
+from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Fp8, Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
@@ -19,6 +19,7 @@ from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rows import predicted
 from megatron_2bw.planner.rules import gpu_problem, problem
 from megatron_2bw.planner.search import search
+from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.speeds import machine_of
 from megatron_2bw.planner.stages import weights_of

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import activations, attention, costs, memory, muon
+from megatron_2bw.planner import activations, attention, batch, costs, memory, muon
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layer import Split, works_of
+from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import model_flags, read_model
@@ -20,6 +20,7 @@ from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.patterns import dense_first
 from megatron_2bw.planner.rows import predicted
 from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import machine_of
 from megatron_2bw.planner.stages import weights_of
 from tests.planner import measured_deepseek
@@ -230,9 +231,9 @@ def test_equals_the_simulator(schedule: str, m: int, width: int, link_gb_s: floa
         model = replace(MIXED, dense_ffn_hidden_size=width, mtp_num_layers=mtp, vocab_size=vocabulary)
         one = layout(schedule=schedule, global_batch=m)
         pipeline = costs.times_of(model, one, slow).pipeline
-        assert costs.batch_s(one, pipeline) == pytest.approx(costs.simulated_s(one, pipeline), rel=1e-9)
-        assert costs.least_s(model, one, slow) <= costs.batch_s(one, pipeline) * (1 + 1e-12)
-        assert costs.work_s(model, one, slow) <= costs.batch_s(one, pipeline)
+        assert batch.batch_s(one, pipeline) == pytest.approx(batch.simulated_s(one, pipeline), rel=1e-9)
+        assert costs.least_s(model, one, slow) <= batch.batch_s(one, pipeline) * (1 + 1e-12)
+        assert costs.work_s(model, one, slow) <= batch.batch_s(one, pipeline)
 
 
 def test_one_more_token_on_the_last_stage():

@@ -12,12 +12,13 @@ from megatron_2bw.cli import main
 from megatron_2bw.planner import costs
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layer import Split
 from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.profile import AllReduce, Block, Profile, Setting, Update
 from megatron_2bw.planner.search import search
+from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.speeds import machine_of
 
 MODEL = Model(num_layers=8, hidden_size=256, num_attention_heads=4, seq_length=128, vocab_size=1000, dropout=False)
 LAYER_S, EMBEDDING_S, LOSS_S = (0.010, 0.020), (0.001, 0.002), (0.004, 0.006)
@@ -123,15 +124,15 @@ def test_stages_share_the_layers(profile: Profile):
 def test_links_are_those_measured(profile: Profile):
     assert profile.link() == (pytest.approx(1e9), 0.001)
     cluster = profile.cluster()
-    assert costs.machine_of(cluster).link_bytes_per_s == pytest.approx(1e9)
-    assert costs.machine_of(cluster).collective_s == 0.001
+    assert machine_of(cluster).link_bytes_per_s == pytest.approx(1e9)
+    assert machine_of(cluster).collective_s == 0.001
 
 
 def test_a_cluster_may_be_larger_than_what_was_measured(profile: Profile):
     """Layers as measured, network as given."""
     cluster = replace(profile.on(CLUSTERS["dgx-a100"]), nodes=4)
     assert costs.times_of(MODEL, layout(), cluster).works.layer.forward_s == LAYER_S[0]
-    assert costs.machine_of(cluster).network_bytes_per_s == costs.machine_of(CLUSTERS["dgx-a100"]).network_bytes_per_s
+    assert machine_of(cluster).network_bytes_per_s == machine_of(CLUSTERS["dgx-a100"]).network_bytes_per_s
 
 
 def test_the_search_keeps_to_what_was_measured(profile: Profile):

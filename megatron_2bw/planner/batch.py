@@ -1,0 +1,146 @@
+"""How long a batch of a pipeline takes: by a closed form, simulated, or where ranks share processors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_2bw.planner import periods
+from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.periods import Pipeline
+from megatron_2bw.planner.programs import programs_of, shortened
+from megatron_2bw.schedule.action import COMPUTE
+from megatron_2bw.schedule.program import GradientCopy
+from megatron_2bw.schedule.registry import MIRRORED
+
+if TYPE_CHECKING:
+    from megatron_2bw.schedule.program import Schedule
+
+
+def shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: float) -> float:
+    """Seconds per batch where ranks may have to share processors.
+
+    A profile times ranks that are all busy. While r of d stages run, each is d/r times as fast, up to a processor
+    of its own. With a flush, r goes up from 1 and down again, over m*v + d - 1 steps for v chunks; even stages of
+    2bw are all busy, without pipelining one is. Uneven stages leave the processors to the slowest, which is never
+    faster than on one of its own.
+    """
+    alone_s, share = batch_s(layout, pipeline), processor_share(cluster)
+    if share == 1:
+        return alone_s
+    stages, steps = pipeline.stages, layout.microbatches * layout.chunks
+    running = _running(layout, stages, steps)
+    stretch = sum(max(share * stages, count) for count in running) / sum(running)
+    links_s = 2 * layout.microbatches * pipeline.send_s * (stages - 1) / stages
+    return max(share * alone_s, stretch * work_s / stages + links_s + pipeline.gradients_s + pipeline.norm_s)
+
+
+def _running(layout: Layout, stages: int, steps: int) -> list[int]:
+    """How many of the ranks run, from step to step."""
+    if layout.schedule in ("2bw", "pipedream"):
+        return [stages] * steps
+    if layout.schedule == "inter-layer":
+        return [1] * (steps * stages)
+    if layout.schedule in MIRRORED:
+        return _running_both_ways(programs_of(layout))
+    return [min(step, stages, steps, steps + stages - step) for step in range(1, steps + stages)]
+
+
+def _running_both_ways(programs: Schedule) -> list[int]:
+    """The same, with a backward that takes two forwards."""
+    from megatron_2bw.schedule.simulate import Durations, simulate
+
+    timeline = simulate(programs, Durations(forward_s=1, backward_s=2), 1)
+    running = [0] * int(timeline.makespan_s)
+    for event in (event for events in timeline.events for event in events if event.action.type in COMPUTE):
+        for step in range(int(event.start_s), int(event.end_s)):
+            running[step] += 1
+    return running
+
+
+def processor_share(cluster: Cluster) -> float:
+    return 1.0 if cluster.profile is None else cluster.profile.processor_share
+
+
+def batch_s(layout: Layout, pipeline: Pipeline) -> float:
+    """Seconds per batch in an endless run, by closed form.
+
+    PipeDream and what runs in both directions have none and are simulated.
+    """
+    if layout.schedule == "2bw":
+        return periods.two_bw_s(
+            pipeline,
+            extra_in_flight=layout.extra_in_flight,
+            delayed=layout.delayed_microbatches or None,
+            copy=gradient_copy(layout),
+        )
+    if layout.schedule == "gpipe":
+        return periods.gpipe_s(pipeline)
+    if layout.schedule == "inter-layer":
+        return periods.inter_layer_s(pipeline)
+    if layout.chunks > 1:
+        return periods.interleaved_s(pipeline, layout.chunks)
+    if layout.schedule in (*MIRRORED, "pipedream"):
+        return _repeated_s(layout, pipeline)
+    if layout.first_stage_layers or layout.last_stage_layers or _has_lighter_ends(pipeline):
+        return periods.uneven_one_f_one_b_s(pipeline)
+    return periods.one_f_one_b_s(pipeline)
+
+
+def _has_lighter_ends(pipeline: Pipeline) -> bool:
+    """Whether the first or the last of several stages takes less time, as with layers of another kind."""
+    p = pipeline
+    ends = (p.first, p.last) if p.stages > 2 else ()
+    lighter = any(end[way] < p.middle[way] for end in ends for way in (0, 1))
+    return lighter or (p.stages > 1 and p.first.forward_s > p.last.pair_s)
+
+
+def _repeated_s(layout: Layout, pipeline: Pipeline) -> float:
+    """What ``simulated_s`` finds, with each unit of microbatches that is left out as long as the last one."""
+    fewer, lacks = shortened(layout)
+    time_s = simulated_s(fewer, replace(pipeline, microbatches=fewer.microbatches))
+    if not lacks:
+        return time_s
+    unit = (layout.microbatches - fewer.microbatches) // lacks
+    fewest = replace(fewer, global_batch=fewer.global_batch - unit * fewer.microbatch * fewer.data)
+    unit_s = time_s - simulated_s(fewest, replace(pipeline, microbatches=fewest.microbatches))
+    return time_s + lacks * unit_s
+
+
+def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
+    """Seconds per batch in an endless run of the Programs that the executor runs.
+
+    Raises:
+        PlanError: Megatron's interleaved schedule, for which there are no Programs.
+    """
+    # A search does not need the simulator, and a tenth of a second to load it is long.
+    from megatron_2bw.schedule.lowering import with_gradient_copy
+    from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+
+    if layout.chunks > 1:
+        raise PlanError(f"chunks {layout.chunks}: the interleaved schedule has no Programs to simulate; use 1")
+    programs = programs_of(layout)
+    stages = [stage for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True) for _ in range(count)]
+    durations = Durations(
+        forward_s=tuple(stage.forward_s for stage in stages),
+        backward_s=tuple(stage.backward_s for stage in stages),
+        # Of a rank's two stages, one is updated there.
+        update_s=pipeline.update_s / len(programs.stages_of(0)),
+        send_s=pipeline.send_s,
+        gradients_s=pipeline.gradients_s,
+        norm_s=pipeline.norm_s,
+    )
+    if not any(programs.delay):  # A flush leaves nothing to the next batch.
+        return float(simulate(programs, durations, 1).makespan_s)
+    if programs.name == "pipedream":
+        return float(steady_state(programs, durations).period_s)
+    return float(steady_state(with_gradient_copy(programs, gradient_copy(layout)), durations).period_s)
+
+
+def gradient_copy(layout: Layout) -> GradientCopy:
+    """What 2bw keeps of finished gradients with these flags."""
+    if layout.gradient_buffers == 1:
+        return GradientCopy.NONE
+    return GradientCopy.SHARD if layout.distributed_optimizer else GradientCopy.WHOLE
