@@ -9,13 +9,14 @@ from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.inputs import misspelled
+from megatron_2bw.planner.kernels import fuses_attention, gpu_problem
 from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.model_flags import MODEL_FLAGS, read_model
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
+from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.unpriced import (
     CHECKED,
     DISPATCHER,

@@ -23,13 +23,14 @@ from megatron_2bw.planner.inputs import (
     sized,
     typed,
 )
+from megatron_2bw.planner.kernels import fuses_attention, gpu_problem
 from megatron_2bw.planner.layout import Fp8, Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import MODEL_NUMBERS
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.patterns import dense_first
 from megatron_2bw.planner.report import prediction_json
-from megatron_2bw.planner.rules import MEGATRON, fuses_attention, gpu_problem, problem
+from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.search import price
 from megatron_2bw.planner.unpriced import DIST_MUON, uncovered
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.kernels import fp8_precision_problem, fuses_attention, gpu_problem, optimizer_problem
 from megatron_2bw.planner.layout import Fp8, Optimizer, Precision, Recompute, RecomputeMethod
-from megatron_2bw.planner.rules import fp8_precision_problem, fuses_attention, gpu_problem, optimizer_problem
 
 _FIELDS = {
     "schedules": "schedule",

@@ -11,13 +11,14 @@ from megatron_2bw.planner.cluster import CLUSTERS, GPUS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.inputs import sized
+from megatron_2bw.planner.kernels import gpu_problem
 from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Fp8, Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rows import predicted
-from megatron_2bw.planner.rules import gpu_problem, problem
+from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.search import search
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
