@@ -86,6 +86,7 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
         interleaved=layout.chunks > 1,
         shared=layout.context > 1,
         in_8_bits=layout.fp8 is not Fp8.NONE,
+        by_muon=layout.optimizer is Optimizer.MUON,
     )
     busy_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
     work_s = layout.microbatches * busy_s + layout.pipeline * pipeline.update_s

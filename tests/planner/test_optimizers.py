@@ -122,3 +122,8 @@ def test_a_plan_for_muon():
     assert {choice.layout.optimizer for choice in plan.choices} == {Optimizer.MUON}
     by_adam = search(GPT, sized(DGX, gpus=4), 16)
     assert plan.best.iteration.time_s > by_adam.best.iteration.time_s
+
+
+def test_the_error_bar_of_muon_is_assumed():
+    batches = {optimizer: costs.iteration(GPT, layout(optimizer=optimizer), DGX) for optimizer in Optimizer}
+    assert [one for one, batch in batches.items() if "no run with Muon" in batch.error_source] == [Optimizer.MUON]
