@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_2bw.planner import attention, fp8
-from megatron_2bw.planner.layout import Fp8, Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import FP32_BYTES, Fp8, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 
-FP32_BYTES = 4
 MASK_BYTES = 1
 """Of one number in a dropout mask."""
 

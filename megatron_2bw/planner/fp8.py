@@ -7,9 +7,8 @@ transposed. Scale factors are small and left out.
 
 from __future__ import annotations
 
-from megatron_2bw.planner.layout import Fp8
+from megatron_2bw.planner.layout import FP8_BYTES, Fp8
 
-FP8_BYTES = 1
 COPIES = 2
 """As it is, and transposed."""
 _IN_NORM = (Fp8.DELAYED, Fp8.MXFP8)

@@ -9,6 +9,9 @@ from megatron_2bw.planner.errors import MOST, PlanError, Problem, wrong_count
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.schedule.registry import MIRRORED
 
+FP8_BYTES, FP32_BYTES = 1, 4
+"""Per number."""
+
 
 class Recompute(StrEnum):
     """What the backward computes again: ``--recompute-granularity``."""
@@ -213,6 +216,10 @@ class Layout:
             return 4
         in_fp16 = self.precision is Precision.FP16 and not self.gradients_in_fp32
         return 2 if in_fp16 or (self.gradients_in_bf16 and self.precision is Precision.BF16) else 4
+
+    def shards(self, replicas: int) -> int:
+        """Of the optimizer's state of weights that so many ranks have."""
+        return replicas if self.distributed_optimizer else 1
 
     @property
     def replicas(self) -> int:

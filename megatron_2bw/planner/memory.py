@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from megatron_2bw.planner import activations, fp8
 from megatron_2bw.planner.activations import LayerActivations
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import FP32_BYTES, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.programs import open_losses
 from megatron_2bw.planner.stages import Layers, Weights, chunks_in_flight, layers_of_stages, weights_of
 from megatron_2bw.schedule.registry import MIRRORED
 
-FP32_BYTES = 4
 CONTEXT_BYTES = 1.5 * 2**30
 """CUDA context, cuBLAS workspaces and NCCL's buffers, which torch's allocator does not see. Assumed: about 0.5 GiB
 for context and libraries, the rest for the communicators of a few process groups."""
@@ -119,7 +118,7 @@ def _shares(model: Model, layout: Layout) -> _Shares:
         state_bytes_per_weight(layout, layout.replicas),
         state_bytes_per_weight(layout, layout.expert_replicas),
         fp8.weight_copy_bytes(layout.fp8, layout.precision.width, parameters=layout.fp8_parameters),
-        _shared(FP32_BYTES, _shards(layout, layout.replicas)) if layout.optimizer.is_of_matrices else 0,
+        _shared(FP32_BYTES, layout.shards(layout.replicas)) if layout.optimizer.is_of_matrices else 0,
         activations.of_layer(model, layout),
         activations.of_layer(model.dense, layout),
     )
@@ -222,7 +221,7 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
     2bw 12.0
     """
     delayed = layout.schedule == "2bw"
-    width, shards = layout.precision.width, _shards(layout, replicas)
+    width, shards = layout.precision.width, layout.shards(replicas)
     in_16_bits = layout.gradient_width < FP32_BYTES
     main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES
     captures = delayed and layout.gradient_buffers > 1
@@ -235,10 +234,6 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
         optimizer=_shared(main_weight + layout.optimizer.moments * FP32_BYTES + kept * FP32_BYTES, shards),
         update=_shared(FP32_BYTES, shards) if in_16_bits and not kept else 0,
     )
-
-
-def _shards(layout: Layout, replicas: int) -> int:
-    return replicas if layout.distributed_optimizer else 1
 
 
 def _shared(size: int, shards: int) -> float:

@@ -27,7 +27,7 @@ def orthogonalized_s(model: Model, layout: Layout, machine: Machine, stage: int,
     total_s = dense * _share_s(model.dense, split._replace(expert=1), layout, machine)
     total_s += (layers - dense + predicted) * _share_s(model, split, layout, machine)
     projection_s = newton_schulz_s(model.hidden_size / layout.tensor, 2 * model.hidden_size, machine)
-    return total_s + predicted * projection_s / _shards(layout, layout.replicas)
+    return total_s + predicted * projection_s / layout.shards(layout.replicas)
 
 
 def _share_s(model: Model, split: Split, layout: Layout, machine: Machine) -> float:
@@ -35,12 +35,8 @@ def _share_s(model: Model, split: Split, layout: Layout, machine: Machine) -> fl
     total_s = 0.0
     for rows, columns, count, is_of_expert in matrices(model, split):
         replicas = layout.expert_replicas if is_of_expert else layout.replicas
-        total_s += count * newton_schulz_s(rows, columns, machine) / _shards(layout, replicas)
+        total_s += count * newton_schulz_s(rows, columns, machine) / layout.shards(replicas)
     return total_s
-
-
-def _shards(layout: Layout, replicas: int) -> int:
-    return replicas if layout.distributed_optimizer else 1
 
 
 def newton_schulz_s(rows: float, columns: float, machine: Machine) -> float:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_2bw.planner.cluster import Cluster, Gpu
+from megatron_2bw.planner.layout import FP8_BYTES, FP32_BYTES
 from megatron_2bw.planner.model import Model
 
 FLASH_SHARE = 0.55
@@ -59,7 +60,6 @@ A100 = Speed(
 )
 """Fitted, with two digits."""
 
-FP8_BYTES, FP32_BYTES = 1, 4
 FP32_SHARE = 1 / 15
 """Of the 16-bit peak, in fp32 without tensor cores: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100 (data sheets)."""
 

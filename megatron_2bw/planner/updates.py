@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_2bw.planner import fp8
-from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout
+from megatron_2bw.planner.layout import FP32_BYTES, WITHOUT_OVERLAP, Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.speeds import Machine
 from megatron_2bw.planner.stages import Weights, layers_of_stages
 from megatron_2bw.schedule.placement import is_paired
 from megatron_2bw.schedule.registry import MIRRORED
 
-FP32_BYTES = 4
 BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA = 40_000_000, 1_000_000
 """Megatron's size of a gradient bucket is the larger: ``DistributedDataParallel.__init__``."""
 
@@ -41,6 +40,7 @@ def fullest(model: Model, layout: Layout, weights: Weights) -> tuple[int, list[H
 
 
 def held_of(model: Model, layout: Layout, weights: Weights, stage: int, layers: int) -> list[Held]:
+    """Weights of a stage with so many layers; experts have replicas of their own."""
     where = stage, layers, model, layout.pipeline
     others = weights.others_of(*where) if layout.optimizer.is_of_matrices else 0
     held = [Held(weights.of(*where), layout.replicas, layout.tensor, weights.of_layers(*where), others)]
@@ -144,7 +144,7 @@ def update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
     With one moment in place of two, three are read and two written.
     """
     all_of_them = sum(held.weights for held in stage)
-    shares = [held.replicas if layout.distributed_optimizer else 1 for held in stage]
+    shares = [layout.shards(held.replicas) for held in stage]
     own = sum(held.weights / share for held, share in zip(stage, shares, strict=True))
     if machine.profile is not None:
         return machine.profile.update_s(layout.tensor, own)
