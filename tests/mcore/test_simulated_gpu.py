@@ -76,8 +76,10 @@ def test_a_missing_wait_is_found(flaw: str, case: Case) -> None:
     assert all(rank.races for rank in found)
 
 
-def test_ranks_that_wait_for_each_other_are_found() -> None:
-    found = collect(functools.partial(watch, flaw="one group for both ways"), CASE, CASE.ranks)
+@pytest.mark.parametrize("flaw", ["one group for both ways", "timers wait for the device"])
+def test_ranks_that_wait_for_each_other_are_found(flaw: str) -> None:
+    case = replace(CASE, flags=("--timing-log-level", "2"))
+    found = collect(functools.partial(watch, flaw=flaw), case, case.ranks)
     assert stuck([rank.steps for rank in found], one_queue=False)
 
 

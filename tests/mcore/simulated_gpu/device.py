@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 import threading
 from collections import Counter
@@ -40,7 +39,7 @@ class Device:
         self.steps: list[Step] = []
         self.host_groups: set[dist.ProcessGroup] = set()
         """Whose collectives the host waits for."""
-        self._numbers = itertools.count()
+        self._lines: list[Line] = []
         self._lock = threading.RLock()
         self._here = threading.local()
         self._default = Stream(self)
@@ -74,7 +73,10 @@ class Device:
 
     def new_line(self, name: str, *, on_host: bool = False) -> Line:
         """With a name that no other has."""
-        return Line(f"{name} ({next(self._numbers)})", on_host=on_host)
+        with self._lock:
+            line = Line(f"{name} ({len(self._lines)})", on_host=on_host)
+            self._lines.append(line)
+        return line
 
     def launch(self, line: Line, uses: list[Use], what: str, meeting: Meeting | None = None) -> None:
         """A step of ``line`` that reads and writes tensors."""
@@ -130,7 +132,7 @@ class Device:
             self._transfers[key] = self.new_line(f"{'group' if peer is None else 'link'} {group.group_desc}")
         line = self._transfers[key]
         if self._batch is not None:
-            alone = self._transfers[f"{group.group_name} {next(self._numbers)}", peer] = self.new_line(line.name)
+            alone = self._transfers[f"{group.group_name} {len(self._lines)}", peer] = self.new_line(line.name)
             alone.after(line.seen())
             self._batch.append((alone, line))
             line = alone
@@ -172,6 +174,13 @@ class Device:
         with self._lock:
             self._look_for_memory_given_back()
             self.host.after(seen)
+
+    def synchronize_all(self) -> None:
+        """The host has waited for everything launched, transfers included."""
+        with self._lock:
+            for line in self._lines:
+                if not line.on_host:
+                    self.synchronize(line.seen())
 
     def _memory_of(self, tensor: torch.Tensor) -> tuple[int, Memory]:
         storage = tensor.untyped_storage()

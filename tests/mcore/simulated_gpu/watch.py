@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.timers import Timers
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from megatron_2bw.mcore.stage import DelayedStage
+from megatron_2bw.mcore.timers import CallTimers
 from megatron_2bw.runtime.links import Links
 
 from ..case import Case
@@ -66,6 +68,7 @@ FLAWS = {
     "a stream does not wait for a transfer": (Device, "waited", _no_wait),
     "a batch does not wait for the sum of gradients": (DelayedStage, "reduce_wait", _no_wait),
     "one group for both ways": (Links, "_group", _one_group),
+    "timers wait for the device": (CallTimers, "__call__", Timers.__call__),
 }
 """What breaks a run on a GPU, and none on a CPU: what has which attribute in place of its own."""
 
@@ -81,7 +84,7 @@ def simulated() -> Iterator[Device]:
     torch.cuda.current_stream = lambda _=None: device.stream
     torch.cuda.set_stream = functools.partial(setattr, device, "stream")
     torch.cuda.stream = functools.partial(_current, device)
-    torch.cuda.synchronize = lambda _=None: device.stream.synchronize()
+    torch.cuda.synchronize = lambda _=None: device.synchronize_all()
     torch.cuda.device = contextlib.nullcontext
     torch.Tensor.cpu = functools.partialmethod(_copied_to_host, device)
     _Work.wait = _after(_Work.wait, lambda work: device.waited(work))
