@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_2bw.planner import periods
+from megatron_2bw.planner import interleaving, periods
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.followed import uneven_one_f_one_b_s
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.periods import Pipeline
 from megatron_2bw.planner.programs import programs_of, shortened
@@ -67,8 +68,13 @@ def processor_share(cluster: Cluster) -> float:
 def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run, by closed form.
 
-    PipeDream and what runs in both directions have none and are simulated.
+    PipeDream and what runs in both directions have none and are simulated, and so are 2bw and the interleaved schedule
+    where more than the ends of the pipeline differ.
     """
+    if pipeline.each and layout.chunks > 1:
+        return _interleaved_s(pipeline)
+    if layout.schedule == "2bw" and pipeline.each:
+        return simulated_s(layout, pipeline)
     if layout.schedule == "2bw":
         return periods.two_bw_s(
             pipeline,
@@ -84,8 +90,8 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.interleaved_s(pipeline, layout.chunks)
     if layout.schedule in (*MIRRORED, "pipedream"):
         return _repeated_s(layout, pipeline)
-    if layout.first_stage_layers or layout.last_stage_layers or _has_lighter_ends(pipeline):
-        return periods.uneven_one_f_one_b_s(pipeline)
+    if pipeline.each or _has_lighter_ends(pipeline):
+        return uneven_one_f_one_b_s(pipeline)
     return periods.one_f_one_b_s(pipeline)
 
 
@@ -95,6 +101,17 @@ def _has_lighter_ends(pipeline: Pipeline) -> bool:
     ends = (p.first, p.last) if p.stages > 2 else ()
     lighter = any(end[way] < p.middle[way] for end in ends for way in (0, 1))
     return lighter or (p.stages > 1 and p.first.forward_s > p.last.pair_s)
+
+
+def _interleaved_s(pipeline: Pipeline) -> float:
+    """Megatron's interleaved 1F1B, simulated."""
+    from megatron_2bw.schedule.simulate import Durations, simulate
+
+    p = pipeline
+    forwards_s, backwards_s = zip(*p.each, strict=True)
+    durations = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=p.links_s)
+    programs = interleaving.programs(p.stages, p.microbatches, len(p.each) // p.stages)
+    return float(simulate(programs, durations, 1).makespan_s) + periods.flush_s(p)
 
 
 def _repeated_s(layout: Layout, pipeline: Pipeline) -> float:
@@ -113,14 +130,14 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run of the Programs that the executor runs.
 
     Raises:
-        PlanError: Megatron's interleaved schedule, for which there are no Programs.
+        PlanError: Megatron's interleaved schedule, which the executor does not run.
     """
     # A search does not need the simulator, and a tenth of a second to load it is long.
     from megatron_2bw.schedule.lowering import with_gradient_copy
     from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
 
     if layout.chunks > 1:
-        raise PlanError(f"chunks {layout.chunks}: the interleaved schedule has no Programs to simulate; use 1")
+        raise PlanError(f"chunks {layout.chunks}: the executor has no interleaved schedule; use 1")
     programs = programs_of(layout)
     stages = [stage for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True) for _ in range(count)]
     durations = Durations(

@@ -6,8 +6,9 @@ in ``periods``, which ``tests/planner/test_periods.py`` compares with the simula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_2bw.planner import muon, periods, updates
 from megatron_2bw.planner.batch import processor_share, shared_s
@@ -16,11 +17,12 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Works, works_of
 from megatron_2bw.planner.layout import Fp8, Layout, Optimizer
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.periods import Pipeline
+from megatron_2bw.planner.periods import Pipeline, Stage
 from megatron_2bw.planner.pieces import parts_of_batch, stage_pieces, time_of
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import Speed, error_bar, machine_of
-from megatron_2bw.planner.stages import layers_of_stages, weights_of
+from megatron_2bw.planner.stages import Contents, contents_of, free_stages, layers_of_stages
+from megatron_2bw.planner.weights import weights_of
 from megatron_2bw.schedule.registry import MIRRORED
 
 SCHEDULES = ("2bw", "1f1b-flush", "gpipe", "megatron")
@@ -128,8 +130,8 @@ def work_s(model: Model, layout: Layout, cluster: Cluster) -> float:
     """
     works = works_of(model, Split.of(layout), machine_of(cluster))
     microbatch_s = (model.num_layers - model.dense_layers) * (works.layer.forward_s + works.layer.backward_s)
-    microbatch_s += sum(work.forward_s + work.backward_s for work in (works.embedding, works.loss))
-    for count, work in ((model.dense_layers, works.dense), (model.mtp_num_layers, works.mtp)):
+    others = (1, works.embedding), (1 + model.mtp_num_layers, works.loss)
+    for count, work in (*others, (model.dense_layers, works.dense), (model.mtp_num_layers, works.mtp)):
         microbatch_s += count * (work.forward_s + work.backward_s)
     fills = layout.chunks == 1 and layout.schedule in _FILLING
     passes = layout.microbatches + (layout.pipeline - 1 if fills else 0)
@@ -144,34 +146,52 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
         raise PlanError(f"chunks {layout.chunks} of {layout.schedule}: use 1, or schedule megatron, which interleaves")
     machine, layers = machine_of(cluster, speed), layers_of_stages(model, layout)
     works = works_of(model, Split.of(layout), machine)
-    alone = layout.pipeline == 1
-    first = time_of(stage_pieces(model, layout, works, layers.first, is_first=True, is_last=alone))
-    middle = time_of(stage_pieces(model, layout, works, layers.middle, is_first=False, is_last=False))
-    last = time_of(stage_pieces(model, layout, works, layers.last, is_first=False, is_last=True))
     weights = weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
-    stage, held = updates.fullest(model, layout, weights)
-    of_stage = first if stage == 0 else last if stage == layout.pipeline - 1 else middle
-    is_tied = model.tied or model.mtp_num_layers > 0
+    fullest, held = updates.fullest(model, layout, weights)
+    chunks = contents_of(model, layout, fullest)
+    slowest = _stage_time(model, layout, works, chunks)
     by_muon = layout.optimizer is Optimizer.MUON and machine.profile is None
     pipeline = Pipeline(
         stages=layout.pipeline,
         microbatches=layout.microbatches,
-        first=first,
-        middle=middle,
-        last=last,
-        send_s=0.0 if alone else updates.send_s(model, layout, machine),
+        **_stage_times(model, layout, works, updates.send_s(model, layout, machine)),
         update_s=updates.update_s(layout, machine, held)
         + updates.cast_s(layout, machine, sum(one.of_layers for one in held))
-        + (muon.orthogonalized_s(model, layout, machine, stage, layers.of(stage, layout.pipeline)) if by_muon else 0.0)
-        + updates.gathered_s(layout, machine, held, of_stage.forward_s),
-        gradients_s=updates.gradients_s(layout, machine, held, of_stage.backward_s)
+        + (muon.orthogonalized_s(model, layout, machine, chunks) if by_muon else 0.0)
+        + updates.gathered_s(layout, machine, held, slowest.forward_s),
+        gradients_s=updates.gradients_s(layout, machine, held, slowest.backward_s)
         + updates.replicated_s(model, layout, machine, max(layers)),
-        norm_s=updates.norm_s(layout, machine, weights.word_embedding if is_tied and not alone else 0),
+        norm_s=updates.norm_s(model, layout, machine, weights.word_embedding),
     )
     if layout.schedule in MIRRORED:
         gradients_s = pipeline.gradients_s + updates.exchange_s(layout, machine, held)
         pipeline = replace(pipeline, gradients_s=gradients_s)
     return Times(pipeline, works)
+
+
+def _stage_time(model: Model, layout: Layout, works: Works, chunks: Sequence[Contents]) -> Stage:
+    """Of one microbatch on all of these."""
+    times = [time_of(stage_pieces(model, layout, works, held)) for held in chunks]
+    return times[0] if len(times) == 1 else Stage(*map(sum, zip(*times, strict=True)))
+
+
+def _stage_times(model: Model, layout: Layout, works: Works, send_s: float) -> dict[str, Any]:
+    """Those fields of a Pipeline that say how long stages and transfers take."""
+    last, free = layout.pipeline - 1, free_stages(model, layout)
+    first_s, last_s = (_stage_time(model, layout, works, contents_of(model, layout, end)) for end in (0, last))
+    usual = Contents(layers_of_stages(model, layout).middle, chunks=layout.chunks)
+    times = {"first": first_s, "last": last_s, "send_s": send_s if last else 0.0}
+    if not free:
+        return times | {"middle": _stage_time(model, layout, works, [usual])}
+    order = [stage[chunk] for chunk in range(layout.chunks) for stage in free]
+    each = tuple(_stage_time(model, layout, works, [held]) for held in order)
+    between = [_stage_time(model, layout, works, stage) for stage in free[1:-1]]
+    # What is predicted of further tokens goes on beside what the layers gave.
+    sends_s = [send_s] * (len(order) - 1)
+    for index in range(next((i for i, held in enumerate(order) if held.predictions), len(order)), len(order) - 1):
+        sends_s[index] *= 1 + model.mtp_num_layers
+    middle = max(between, key=lambda stage: stage.pair_s, default=last_s)
+    return times | {"middle": middle, "each": each, "sends_s": tuple(sends_s)}
 
 
 def model_flops(model: Model, samples: int) -> float:

@@ -22,6 +22,7 @@ from megatron_2bw.planner.unpriced import (
     DISPATCHER,
     DIST_MUON,
     GROUPED,
+    PIPELINE_LAYOUT,
     check_accepted,
     check_pipedream,
     check_priced,
@@ -61,7 +62,7 @@ _SPELLED = frozenset(
         *"--use-distributed-optimizer --overlap-grad-reduce --attention-backend --use-flash-attn".split(),
         *"--no-bias-swiglu-fusion --accumulate-allreduce-grads-in-fp32".split(),
         *"--merge-file --vocab-file --fp8-format --fp8-recipe --fp8-param-gather --cross-entropy-fusion-impl".split(),
-        *"--grad-reduce-in-bf16 --tp-comm-overlap".split(),
+        *f"--grad-reduce-in-bf16 --tp-comm-overlap {PIPELINE_LAYOUT}".split(),
         # Megatron's own, which look like others.
         *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
         *"--moe-expert-rank-capacity-factor --moe-z-loss-coeff --fp4-recipe --fp4-param-gather".split(),
@@ -163,6 +164,7 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
     return Layout(
         schedule=schedule_name(options.text("--pipeline-schedule", MEGATRON)),
         data=data,
+        pipeline_layout=_pipeline_layout(options),
         global_batch=options.number("--global-batch-size", numbers["microbatch"] * data),
         recompute=_recompute(options),
         recompute_method=RecomputeMethod(
@@ -184,6 +186,13 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
         fused_swiglu=not (model.swiglu and "--no-bias-swiglu-fusion" in options),
         **numbers,
     )
+
+
+def _pipeline_layout(options: Options) -> str:
+    text = options.text(PIPELINE_LAYOUT)
+    if PIPELINE_LAYOUT in options and not text:
+        raise PlanError(f"{PIPELINE_LAYOUT} is empty: it has no embedding; leave it out, or give such as 'Et|tL'")
+    return text
 
 
 def _width(gpus: int | None, ranks: int) -> int:
@@ -255,7 +264,9 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--global-batch-size": (layout.global_batch, 0),
     }
     words += [word for flag, (count, default) in counts.items() if count != default for word in (flag, str(count))]
-    if layout.chunks > 1 and (layout.first_stage_layers or layout.last_stage_layers):
+    if layout.pipeline_layout:
+        words += [PIPELINE_LAYOUT, layout.pipeline_layout]
+    elif layout.chunks > 1 and (layout.first_stage_layers or layout.last_stage_layers):
         words += ["--num-virtual-stages-per-pipeline-rank", str(layout.chunks)]
     elif layout.chunks > 1:
         per_chunk = model.num_layers // (layout.pipeline * layout.chunks)

@@ -43,7 +43,7 @@ class Works(NamedTuple):
     dense: Work = NO_WORK
     """Of a layer without experts, if a model with them has some."""
     mtp: Work = NO_WORK
-    """Of one more predicted token, its embedding and loss included."""
+    """Of one more predicted token, its embedding included; its loss is on the last stage, where ``loss`` is."""
 
 
 @lru_cache(maxsize=4096)
@@ -74,7 +74,7 @@ def works_of(model: Model, split: Split, machine: Machine) -> Works:
         embedding,
         loss,
         dense=_layer(model.dense, split._replace(expert=1), machine) if model.dense_layers else NO_WORK,
-        mtp=mtp_work(model, split, machine, (embedding, layer, loss)) if model.mtp_num_layers else NO_WORK,
+        mtp=mtp_work(model, split, machine, embedding, layer) if model.mtp_num_layers else NO_WORK,
     )
 
 

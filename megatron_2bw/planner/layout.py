@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from megatron_2bw.planner.errors import MOST, PlanError, Problem, wrong_count
 from megatron_2bw.planner.multiples import nearest_multiple
+from megatron_2bw.planner.pipeline_layout import chunks_of
 from megatron_2bw.schedule.registry import MIRRORED
 
 FP8_BYTES, FP32_BYTES = 1, 4
@@ -117,7 +118,8 @@ class Layout:
     (64, 16)
 
     Raises:
-        PlanError: a count below its least value, or a batch that does not split into microbatches.
+        PlanError: a count below its least value, a batch that does not split into microbatches, or a
+            ``pipeline_layout`` that is malformed or beside what says the same.
     """
 
     schedule: str
@@ -185,6 +187,8 @@ class Layout:
     """``--decoder-first-pipeline-num-layers``; 0: as many as the other stages."""
     last_stage_layers: int = 0
     """``--decoder-last-pipeline-num-layers``; 0: as many as the other stages."""
+    pipeline_layout: str = ""
+    """``--pipeline-model-parallel-layout``, which decides on ``chunks``, too; empty: layers are spread evenly."""
 
     def __post_init__(self) -> None:
         if self.expert_tensor == 0 and type(self.tensor) is int:
@@ -193,11 +197,22 @@ class Layout:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MOST:
                 raise PlanError(wrong_count(name, value, least))
+        if self.pipeline_layout:
+            object.__setattr__(self, "chunks", self._chunks_of_layout())
         unit = self.microbatch * self.data
         if self.global_batch % unit:
             rule = f"is no multiple of microbatch {self.microbatch} x data {self.data}"
             nearest = nearest_multiple(self.global_batch, unit)
             raise PlanError(Problem(f"global_batch {self.global_batch} {rule}", f"use {nearest}"))
+
+    def _chunks_of_layout(self) -> int:
+        for name in ("first_stage_layers", "last_stage_layers"):
+            if getattr(self, name):
+                raise PlanError(f"{name} {getattr(self, name)}: pipeline_layout has all layers; leave one of them out")
+        chunks = chunks_of(self.pipeline_layout, self.pipeline)
+        if self.chunks not in (1, chunks):
+            raise PlanError(f"chunks {self.chunks}: pipeline_layout has {chunks} per rank; leave chunks out")
+        return chunks
 
     @property
     def microbatches(self) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_2bw.planner import activations, fp8
 from megatron_2bw.planner.activations import LayerActivations
+from megatron_2bw.planner.interleaving import most_kept
 from megatron_2bw.planner.layout import FP32_BYTES, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.programs import open_losses
-from megatron_2bw.planner.stages import Layers, Weights, chunks_in_flight, layers_of_stages, weights_of
+from megatron_2bw.planner.stages import Contents, chunks_in_flight, contents_of, free_stages
+from megatron_2bw.planner.weights import Weights, weights_of
 from megatron_2bw.schedule.registry import MIRRORED
 
 CONTEXT_BYTES = 1.5 * 2**30
@@ -83,14 +86,14 @@ def largest(model: Model, layout: Layout) -> StageMemory:
     """The stage that needs most memory, without a look at every stage.
 
     Stages between the first and the last differ only in their forwards in flight and older weights, which fall from
-    stage to stage, but in both directions.
+    stage to stage, but in both directions and where layers are spread freely.
 
     Raises:
         PlanError: the layers cannot be spread over the stages.
     """
     shares = _shares(model, layout)
     candidates = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
-    if layout.schedule in MIRRORED:
+    if layout.schedule in MIRRORED or free_stages(model, layout):
         candidates = range(layout.pipeline)
     return max((_stage(model, layout, shares, stage) for stage in candidates), key=lambda memory: memory.total_bytes)
 
@@ -98,7 +101,6 @@ def largest(model: Model, layout: Layout) -> StageMemory:
 class _Shares(NamedTuple):
     """What all stages have in common."""
 
-    layers: Layers
     weights: Weights
     states: WeightStates
     expert_states: WeightStates
@@ -113,7 +115,6 @@ class _Shares(NamedTuple):
 
 def _shares(model: Model, layout: Layout) -> _Shares:
     return _Shares(
-        layers_of_stages(model, layout),
         weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor),
         state_bytes_per_weight(layout, layout.replicas),
         state_bytes_per_weight(layout, layout.expert_replicas),
@@ -127,29 +128,20 @@ def _shares(model: Model, layout: Layout) -> _Shares:
 def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMemory:
     # In both directions, rank s has stages s and d-1-s.
     hosted = [stage, layout.pipeline - 1 - stage] if layout.schedule in MIRRORED else [stage]
-    counts = [shares.layers.of(one, layout.pipeline) for one in hosted]
-    states, *others = (_states(model, layout, shares, one, count) for one, count in zip(hosted, counts, strict=True))
-    chunks = chunks_in_flight(layout, stage)
-    layers = max(counts) // layout.chunks
-    losses = _losses(layout, stage) if layout.pipeline - 1 in hosted else 0
-    kept, under_way = chunks * _kept_by_chunk(shares.layer, layout, layers), [shares.layer]
-    if 0 in hosted:
-        of_first = -(-chunks // layout.chunks)
-        kept += of_first * activations.of_embedding(model, layout)
-        if model.dense_layers:
-            more, under_way = _of_dense_layers(model, layout, shares, layers)
-            kept += of_first * more
-    if losses and model.mtp_num_layers:
-        kept += losses * model.mtp_num_layers * activations.of_prediction(model, layout)
-        under_way = [*under_way, shares.layer]
-    logits, working = _peak(model, layout, under_way, layers, losses)
+    held = [contents_of(model, layout, one) for one in hosted]
+    states, *others = (_states(model, shares, chunks) for chunks in held)
+    every = [chunk for chunks in held for chunk in chunks]
+    losses = _losses(layout, stage) if any(chunk.loss for chunk in every) else 0
+    kept = _kept(model, layout, shares, stage, every, losses)
+    logits, working = _peak(model, layout, shares, every, losses)
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
+    of_layers = sum(shares.weights.of_layers(chunk) + shares.weights.experts_of(chunk) for chunk in held[0])
     return StageMemory(
         stage=stage,
         weights_bytes=states.weight,
         older_weights_bytes=states.older_weight * (versions - 1),
         gradients_bytes=states.gradient,
-        fp8_weights_bytes=_of_layers(model, layout, shares.weights, stage, counts[0]) * shares.fp8_copy,
+        fp8_weights_bytes=of_layers * shares.fp8_copy,
         captured_gradients_bytes=states.captured_gradient,
         mirrored_bytes=sum(other.weight + other.gradient + states.gradient for other in others),
         optimizer_bytes=states.optimizer,
@@ -159,12 +151,6 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
         working_bytes=max(working, states.update - kept - logits),
         reserve_bytes=CONTEXT_BYTES + FRAGMENTED_SHARE * (kept + logits + working),
     )
-
-
-def _of_layers(model: Model, layout: Layout, weights: Weights, stage: int, layers: int) -> int:
-    """Weights of a stage's layers, experts among them."""
-    where = stage, layers, model, layout.pipeline
-    return weights.of_layers(*where) + weights.experts_of(*where)
 
 
 class WeightStates(NamedTuple):
@@ -185,10 +171,10 @@ class WeightStates(NamedTuple):
         return self.weight + self.older_weight + self.gradient + self.captured_gradient + self.optimizer
 
 
-def _states(model: Model, layout: Layout, shares: _Shares, stage: int, layers: int) -> WeightStates:
+def _states(model: Model, shares: _Shares, chunks: Sequence[Contents]) -> WeightStates:
     """Bytes of a stage's weights; experts have other replicas, and so other shards."""
-    weights = shares.weights.of(stage, layers, model, layout.pipeline)
-    experts = shares.weights.experts_of(stage, layers, model, layout.pipeline)
+    weights = sum(shares.weights.of(chunk, model) for chunk in chunks)
+    experts = sum(map(shares.weights.experts_of, chunks))
     if experts:
         pairs = zip(shares.states, shares.expert_states, strict=True)
         states = WeightStates(*[weights * one + experts * other for one, other in pairs])
@@ -196,7 +182,7 @@ def _states(model: Model, layout: Layout, shares: _Shares, stage: int, layers: i
         states = WeightStates(*[weights * one for one in shares.states])
     if not shares.other_bytes:
         return states
-    others = shares.weights.others_of(stage, layers, model, layout.pipeline)
+    others = sum(shares.weights.others_of(chunk, model) for chunk in chunks)
     return states._replace(optimizer=states.optimizer + others * shares.other_bytes)
 
 
@@ -240,8 +226,27 @@ def _shared(size: int, shards: int) -> float:
     return size if shards == 1 else size / shards
 
 
-def _kept_by_chunk(layer: LayerActivations, layout: Layout, layers: int) -> float:
-    """Bytes that one forward of one chunk leaves for its backward."""
+def _kept(model: Model, layout: Layout, shares: _Shares, stage: int, held: Sequence[Contents], losses: int) -> float:
+    """Bytes that all forwards leave whose backward has not run, those of losses apart."""
+    predicted = activations.of_prediction(model, layout) if any(chunk.predictions for chunk in held) else 0.0
+    if len(held) > 1 and layout.chunks > 1:  # Chunks that differ.
+        of_chunks = [
+            _kept_by_layers(shares.layer, layout, chunk.layers)
+            + _kept_besides(model, layout, shares, chunk)
+            + chunk.predictions * predicted
+            for chunk in held
+        ]
+        return most_kept(stage, of_chunks, ranks=layout.pipeline, microbatches=layout.microbatches)
+    chunks = chunks_in_flight(layout, stage)
+    kept = chunks * _kept_by_layers(shares.layer, layout, max(chunk.layers for chunk in held) // layout.chunks)
+    for chunk in held:
+        kept += -(-chunks // layout.chunks) * _kept_besides(model, layout, shares, chunk)
+        kept += (losses if chunk.loss else chunks) * chunk.predictions * predicted
+    return kept
+
+
+def _kept_by_layers(layer: LayerActivations, layout: Layout, layers: int) -> float:
+    """Bytes that one forward of so many layers leaves for its backward."""
     if layout.recompute != Recompute.FULL:
         return layers * layer.kept
     if layout.recompute_method == RecomputeMethod.UNIFORM:
@@ -250,16 +255,14 @@ def _kept_by_chunk(layer: LayerActivations, layout: Layout, layers: int) -> floa
     return again * layer.input + (layers - again) * layer.kept
 
 
-def _of_dense_layers(
-    model: Model, layout: Layout, shares: _Shares, layers: int
-) -> tuple[float, list[LayerActivations]]:
-    """What the first layers of the first chunk leave, beyond what others would; and the kinds that the chunk has."""
-    dense, kinds = model.dense_layers, [shares.layer, shares.dense_layer]
+def _kept_besides(model: Model, layout: Layout, shares: _Shares, held: Contents) -> float:
+    """What the embedding leaves, and layers without experts beyond what others would."""
+    kept = activations.of_embedding(model, layout) if held.embedding else 0.0
+    dense = held.dense
     if layout.recompute == Recompute.FULL:  # Inputs are alike.
         by_block = layout.recompute_method == RecomputeMethod.BLOCK
         dense = max(dense - layout.recompute_layers, 0) if by_block else 0
-    more = dense * (shares.dense_layer.kept - shares.layer.kept)
-    return more, kinds[1:] if layers == model.dense_layers else kinds
+    return kept + dense * (shares.dense_layer.kept - shares.layer.kept)
 
 
 def _losses(layout: Layout, stage: int) -> int:
@@ -269,14 +272,9 @@ def _losses(layout: Layout, stage: int) -> int:
     return layout.microbatches if layout.schedule == "gpipe" else 1
 
 
-def _peak(
-    model: Model, layout: Layout, under_way: list[LayerActivations], layers: int, losses: int
-) -> tuple[float, float]:
+def _peak(model: Model, layout: Layout, shares: _Shares, held: Sequence[Contents], losses: int) -> tuple[float, float]:
     """Bytes of so many losses, and of what is under way in a chunk's layers, at the moment that takes more."""
-    at_once = 0
-    if layout.recompute == Recompute.FULL:
-        at_once = min(layers, layout.recompute_layers) if layout.recompute_method == RecomputeMethod.UNIFORM else 1
-    working = max(layer.working + at_once * layer.kept for layer in under_way)
+    working = max(_working(layout, shares, chunk) for chunk in held)
     if not losses:
         return 0.0, working
     loss = activations.of_loss(model, layout)
@@ -284,3 +282,15 @@ def _peak(
     in_layer = (losses - 1) * kept
     at_loss = losses * kept + loss.working
     return (at_loss, 0.0) if at_loss > in_layer + working else (in_layer, working)
+
+
+def _working(layout: Layout, shares: _Shares, held: Contents) -> float:
+    """Of the kind of layer that takes most of those that the chunk has."""
+    has_usual = held.layers > held.dense or held.predictions
+    kinds = [shares.layer] * bool(has_usual) + [shares.dense_layer] * (held.dense > 0)
+    at_once = 0
+    if layout.recompute == Recompute.FULL:
+        at_once = 1
+        if layout.recompute_method == RecomputeMethod.UNIFORM:
+            at_once = min(max(held.layers // held.chunks, 1), layout.recompute_layers)
+    return max((layer.working + at_once * layer.kept for layer in kinds), default=0.0)

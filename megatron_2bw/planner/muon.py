@@ -9,21 +9,25 @@ the matrices out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_2bw.planner.layer import matrices
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import Machine
+from megatron_2bw.planner.stages import Contents
 
 STEPS = 5
 """``--muon-num-ns-steps``, its default."""
 _WIDTH = 2
 
 
-def orthogonalized_s(model: Model, layout: Layout, machine: Machine, stage: int, layers: int) -> float:
-    """Of a stage with so many layers; routers and position embeddings are too small to price."""
-    split, dense = Split.of(layout), model.dense_layers if stage == 0 else 0
-    predicted = model.mtp_num_layers if stage == layout.pipeline - 1 else 0
+def orthogonalized_s(model: Model, layout: Layout, machine: Machine, chunks: Sequence[Contents]) -> float:
+    """Of a stage with these chunks; routers and position embeddings are too small to price."""
+    split = Split.of(layout)
+    layers, dense = sum(held.layers for held in chunks), sum(held.dense for held in chunks)
+    predicted = sum(held.predictions for held in chunks)
     total_s = dense * _share_s(model.dense, split._replace(expert=1), layout, machine)
     total_s += (layers - dense + predicted) * _share_s(model, split, layout, machine)
     projection_s = newton_schulz_s(model.hidden_size / layout.tensor, 2 * model.hidden_size, machine)

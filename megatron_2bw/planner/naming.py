@@ -44,8 +44,9 @@ def name(layout: Layout) -> str:
 
     d, t, c, e, w: pipeline, tensor, context, expert and data-parallel size; s: ranks that split an expert, if not t;
     b: microbatch size; v: chunks; f, l: layers of the first and the last stage, if they have a number of their own;
-    sp: sequence parallel; do: distributed optimizer; blockN, uniformN: full recomputation; x: extra in flight;
-    n: delayed microbatches; g: gradient buffers; k, y: mixpipe's K and Gamma.
+    such as Et|tL: what each stage holds, where that is chosen freely; sp: sequence parallel; do: distributed optimizer;
+    blockN, uniformN: full recomputation; x: extra in flight; n: delayed microbatches; g: gradient buffers; k, y:
+    mixpipe's K and Gamma.
 
     >>> name(Layout(schedule="2bw", pipeline=4, data=2, tensor=8, microbatch=2, global_batch=64, recompute="full"))
     '2bw:d4,t8,w2,b2,uniform1'
@@ -57,6 +58,7 @@ def name(layout: Layout) -> str:
     parts += [f"v{layout.chunks}"] * (layout.chunks > 1)
     parts += [f"f{layout.first_stage_layers}"] * (layout.first_stage_layers > 0)
     parts += [f"l{layout.last_stage_layers}"] * (layout.last_stage_layers > 0)
+    parts += [layout.pipeline_layout.replace(",", "")] * bool(layout.pipeline_layout)
     if layout.recompute == Recompute.FULL:
         parts.append(f"{layout.recompute_method}{layout.recompute_layers}")
     elif layout.recompute != Recompute.NONE:

@@ -33,7 +33,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Stages of which only the first and the last may differ from the others."""
+    """Stages of which only the first and the last may differ from the others, or others in ``each``."""
 
     stages: int
     microbatches: int
@@ -48,9 +48,16 @@ class Pipeline:
     """Sum of a stage's gradients over its replicas."""
     norm_s: float = 0
     """What all stages then sum together."""
+    each: tuple[Stage, ...] = ()
+    """Every chunk of every stage in the order of the model, where more of them differ. Stages are then simulated or
+    followed, and ``middle`` is the slowest one between the ends."""
+    sends_s: tuple[float, ...] = ()
+    """Of these, from each to the next, where transfers differ."""
 
     def turn_s(self, first: int, last: int) -> float:
         """Forwards from stage ``first`` up to ``last`` and backwards down again."""
+        if self.each:
+            return sum(stage.pair_s for stage in self.kinds[first : last + 1]) + 2 * sum(self.links_s[first:last])
         total_s = (last - first + 1) * self.middle.pair_s + 2 * (last - first) * self.send_s
         if first == 0:
             total_s += self.first.pair_s - self.middle.pair_s
@@ -61,12 +68,20 @@ class Pipeline:
     @property
     def kinds(self) -> tuple[Stage, ...]:
         """Stages that may differ."""
+        if self.each:
+            chunks = (self.each[rank :: self.stages] for rank in range(self.stages))
+            return tuple(Stage(*map(sum, zip(*of_rank, strict=True))) for of_rank in chunks)
         return ((self.first,), (self.first, self.last), (self.first, self.middle, self.last))[min(self.stages, 3) - 1]
 
     @property
     def counts(self) -> tuple[int, ...]:
         """How many stages are of each kind."""
-        return ((1,), (1, 1), (1, self.stages - 2, 1))[min(self.stages, 3) - 1]
+        return (1,) * self.stages if self.each else ((1,), (1, 1), (1, self.stages - 2, 1))[min(self.stages, 3) - 1]
+
+    @property
+    def links_s(self) -> tuple[float, ...]:
+        """Transfers from every chunk to the next."""
+        return self.sends_s or (self.send_s,) * (max(len(self.each), self.stages) - 1)
 
 
 def gpipe_s(pipeline: Pipeline) -> float:
@@ -78,7 +93,7 @@ def gpipe_s(pipeline: Pipeline) -> float:
     """
     p = pipeline
     hops = p.stages - 1
-    channel_s = p.send_s if hops else 0
+    channel_s = max(p.links_s, default=0)
     turns_s = p.turn_s(0, hops)
     slowest_s = sum(max(channel_s, *(stage[way] for stage in p.kinds)) for way in (0, 1))
     return turns_s + (p.microbatches - 1) * slowest_s + flush_s(p)
@@ -111,59 +126,6 @@ def one_f_one_b_s(pipeline: Pipeline) -> float:
     41.0
     """
     return pipeline.turn_s(0, pipeline.stages - 1) + _other_turns_s(pipeline) + flush_s(pipeline)
-
-
-def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
-    """The same whichever stages are slower: exact, by following the microbatches.
-
-    In step i, stage s runs backward i and then forward ``i + d - s``; what happens depends on the step before alone.
-    So once all stages are equally much later than a turn before, that repeats: the slowest turn is over one stage or
-    over all of them, with or without the ends, and as many microbatches pass in it.
-
-    >>> lighter, even = Stage(1, 1), Stage(2, 2)
-    >>> uneven_one_f_one_b_s(Pipeline(stages=4, microbatches=100, first=lighter, middle=even, last=lighter))
-    406
-    """
-    p, left, later_s = pipeline, pipeline.microbatches, 0
-    stages = [stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count)]
-    ends_s, inputs_s = _first_forwards_s(p, stages)
-    outputs_s: list[float] = [0] * p.stages  # When the last gradient that a stage has sent is there.
-    steps = [[*ends_s, *inputs_s[1:], *outputs_s[1:]]]
-    turns = {1, *range(max(p.stages - 2, 1), p.stages + 1)}
-    while left:
-        arrival_s = 0
-        for stage in range(p.stages - 1, -1, -1):
-            end_s = max(arrival_s, ends_s[stage]) + stages[stage].backward_s
-            arrival_s = outputs_s[stage] = max(end_s, outputs_s[stage]) + p.send_s
-            if p.stages - stage < left:
-                end_s = max(end_s, inputs_s[stage]) + stages[stage].forward_s
-                if stage + 1 < p.stages:
-                    inputs_s[stage + 1] = max(end_s, inputs_s[stage + 1]) + p.send_s
-            ends_s[stage] = end_s
-        left -= 1
-        steps.append([*ends_s, *inputs_s[1:], *outputs_s[1:]])
-        for period in turns:
-            repeats = (left - p.stages) // period
-            if repeats > 0 and len(steps) > period:
-                shifts_s = [now_s - before_s for now_s, before_s in zip(steps[-1], steps[-1 - period], strict=True)]
-                if max(shifts_s) - min(shifts_s) <= ROUNDING * max(ends_s):
-                    left, later_s = left - repeats * period, later_s + repeats * shifts_s[0]
-    return ends_s[0] + later_s + flush_s(p)
-
-
-def _first_forwards_s(p: Pipeline, stages: list[Stage]) -> tuple[list[float], list[float]]:
-    """When each stage has done the forwards that come before its first backward, and has the input of the next one."""
-    ends_s: list[float] = []
-    inputs_s: list[float] = [0]
-    arrivals_s: list[float] = [0] * p.microbatches
-    for stage, (forward_s, _) in enumerate(stages):
-        end_s = sent_s = 0
-        for microbatch in range(min(p.stages - stage, p.microbatches)):
-            end_s = max(end_s, arrivals_s[microbatch]) + forward_s
-            sent_s = arrivals_s[microbatch] = max(end_s, sent_s) + p.send_s
-        ends_s.append(end_s)
-        inputs_s.append(sent_s)
-    return ends_s, inputs_s[: p.stages]
 
 
 def _other_turns_s(p: Pipeline) -> float:

@@ -8,7 +8,7 @@ from megatron_2bw.planner.layer import Works
 from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.periods import Pipeline, Stage
-from megatron_2bw.planner.stages import layers_of_stages
+from megatron_2bw.planner.stages import Contents, contents_of
 from megatron_2bw.planner.work import Work
 from megatron_2bw.schedule.registry import MIRRORED
 
@@ -34,25 +34,27 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Of one stage."""
+    """Of one stage, or of one of its chunks."""
 
     layers: tuple[Piece, ...]
     embedding: Work | None
     loss: Work | None
+    losses: int
+    """One per token that is predicted."""
 
 
-def stage_pieces(model: Model, layout: Layout, works: Works, layers: int, *, is_first: bool, is_last: bool) -> Pieces:
-    """Of a stage with so many layers; further tokens are predicted on the last one, where nothing knows ``block``."""
-    dense = model.dense_layers if is_first else 0
-    again, again_dense, again_mtp = layers, dense, model.mtp_num_layers
+def stage_pieces(model: Model, layout: Layout, works: Works, held: Contents) -> Pieces:
+    """Of what a stage holds; layers that predict further tokens know no ``block``."""
+    again, again_dense, again_mtp = held.layers, held.dense, held.predictions
     if layout.recompute == Recompute.FULL and layout.recompute_method == RecomputeMethod.BLOCK:
-        again = min(layers, layout.recompute_layers * layout.chunks)
-        again_dense, again_mtp = min(dense, layout.recompute_layers), 0
-    pieces = [Piece(works.dense, dense, again_dense)] * (dense > 0)
-    pieces.append(Piece(works.layer, layers - dense, again - again_dense))
-    if is_last and model.mtp_num_layers:
-        pieces.append(Piece(works.mtp, model.mtp_num_layers, again_mtp))
-    return Pieces(tuple(pieces), works.embedding if is_first else None, works.loss if is_last else None)
+        again = min(held.layers, layout.recompute_layers * held.chunks)
+        again_dense, again_mtp = min(held.dense, layout.recompute_layers), 0
+    pieces = [Piece(works.dense, held.dense, again_dense)] * (held.dense > 0)
+    pieces.append(Piece(works.layer, held.layers - held.dense, again - again_dense))
+    if held.predictions:
+        pieces.append(Piece(works.mtp, held.predictions, again_mtp))
+    embedding, loss = works.embedding if held.embedding else None, works.loss if held.loss else None
+    return Pieces(tuple(pieces), embedding, loss, 1 + model.mtp_num_layers)
 
 
 def time_of(pieces: Pieces) -> Stage:
@@ -61,24 +63,24 @@ def time_of(pieces: Pieces) -> Stage:
     for work, count, again in pieces.layers:
         forward_s += count * work.forward_s
         backward_s += count * work.backward_s + again * work.again_s
-    for work in (pieces.embedding, pieces.loss):
-        forward_s += 0.0 if work is None else work.forward_s
-        backward_s += 0.0 if work is None else work.backward_s
+    for work, count in ((pieces.embedding, 1), (pieces.loss, pieces.losses)):
+        forward_s += 0.0 if work is None else count * work.forward_s
+        backward_s += 0.0 if work is None else count * work.backward_s
     return Stage(forward_s, backward_s)
 
 
 def parts_of_batch(
     model: Model, layout: Layout, pipeline: Pipeline, works: Works, time_s: float, *, shared: bool
 ) -> dict[str, float]:
-    """Seconds of a batch on the slower of first and last stage; they add up to ``time_s``."""
-    layers, alone = layers_of_stages(model, layout), layout.pipeline == 1
-    on_last = not alone and pipeline.last.pair_s >= pipeline.first.pair_s
-    first = _parts(layout, stage_pieces(model, layout, works, layers.first, is_first=True, is_last=alone))
-    last = _parts(layout, stage_pieces(model, layout, works, layers.last, is_first=alone, is_last=True))
-    if layout.schedule in MIRRORED:  # The first rank has both, each for half of the microbatches.
-        parts = {name: (first[name] + last[name]) / 2 for name in first}
+    """Seconds of a batch on the slowest of the stages that may be; they add up to ``time_s``."""
+    last = layout.pipeline - 1
+    times = pipeline.kinds if pipeline.each else (pipeline.first, pipeline.last)
+    slowest, _ = max(enumerate(times), key=lambda pair: (pair[1].pair_s, pair[0]))
+    if layout.schedule in MIRRORED:  # The first rank has both ends, each for half of the microbatches.
+        first, other = (_parts_of_stage(model, layout, works, stage) for stage in (0, last))
+        parts = {name: (first[name] + other[name]) / 2 for name in first}
     else:
-        parts = last if on_last else first
+        parts = _parts_of_stage(model, layout, works, slowest if pipeline.each else slowest * last)
     parts["update"] = pipeline.update_s
     if layout.schedule != "2bw":
         parts["sum of gradients"] = pipeline.gradients_s + pipeline.norm_s
@@ -86,6 +88,12 @@ def parts_of_batch(
     if shared and total_s > time_s:  # Work is done faster while others wait.
         return {name: part_s * time_s / total_s for name, part_s in parts.items()} | {"waiting": 0.0}
     return parts | {"waiting": time_s - total_s}
+
+
+def _parts_of_stage(model: Model, layout: Layout, works: Works, stage: int) -> dict[str, float]:
+    """Of all its chunks."""
+    chunks = [_parts(layout, stage_pieces(model, layout, works, held)) for held in contents_of(model, layout, stage)]
+    return {name: sum(parts[name] for parts in chunks) for name in chunks[0]}
 
 
 def _parts(layout: Layout, pieces: Pieces) -> dict[str, float]:
@@ -99,6 +107,6 @@ def _parts(layout: Layout, pieces: Pieces) -> dict[str, float]:
         for name, column in _COLUMNS.items()
     }
     parts["recompute"] = sum(m * again * work.again_s for work, _, again in pieces.layers)
-    for name, work in (("embedding", pieces.embedding), ("loss", pieces.loss)):
-        parts[name] = 0.0 if work is None else m * (work.forward_s + work.backward_s)
+    for name, work, count in (("embedding", pieces.embedding, 1), ("loss", pieces.loss, pieces.losses)):
+        parts[name] = 0.0 if work is None else m * count * (work.forward_s + work.backward_s)
     return parts

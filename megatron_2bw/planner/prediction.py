@@ -1,4 +1,4 @@
-"""Multi-token prediction: what each further token adds to the last stage, per tensor-parallel rank.
+"""Multi-token prediction: what each further token takes before its loss, per tensor-parallel rank.
 
 DeepSeek-AI, "DeepSeek-V3" (arXiv 2412.19437), section 2.2: the embedding of the next token and what the layers gave are
 normed, put side by side and projected; one more layer, a norm, logits and a loss follow. Megatron has all of it behind
@@ -24,12 +24,11 @@ _FORWARD, _BACKWARD = 6, 9
 likeliest token, a part of the sequence; two per norm, two halves, two sums of gradients, a sum of those of weights."""
 
 
-def mtp_work(model: Model, split: Split, machine: Machine, usual: tuple[Work, Work, Work]) -> Work:
-    """Of one token more; ``usual``: embedding, layer and loss, which it has once more each."""
-    embedding, layer, loss = usual
+def mtp_work(model: Model, split: Split, machine: Machine, embedding: Work, layer: Work) -> Work:
+    """Of one token more, which has an embedding and a layer as there are others, and a projection between."""
     head = _projection(model, split, machine)
-    forward = _sum(embedding.forward, head.forward, layer.forward, loss.forward)
-    backward = _sum(loss.backward, layer.backward, head.backward, embedding.backward)
+    forward = _sum(embedding.forward, head.forward, layer.forward)
+    backward = _sum(layer.backward, head.backward, embedding.backward)
     # Megatron computes the projection again with the layer.
     again = _sum(head.forward, layer.again) if split.recompute is Recompute.FULL else layer.again
     return Work.of(forward, backward, again)

@@ -46,6 +46,7 @@ _OF_MEGATRON = {
     "fp8_param_gather": "fp8_parameters",
     "grad_reduce_in_bf16": "gradients_in_bf16",
     "tp_comm_overlap": "overlap_tensor",
+    "pipeline_model_parallel_layout": "pipeline_layout",
     **{flag[2:].replace("-", "_"): name for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS}.items()},
     "pp": "pipeline",
     "tp": "tensor",

@@ -10,6 +10,7 @@ from megatron_2bw.planner.kernels import fp8_problem, fp8_size_problem, optimize
 from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
+from megatron_2bw.planner.pipeline_layout import PREDICTION, stages_of
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import most_layers, spread
 from megatron_2bw.schedule.registry import MIRRORED
@@ -252,20 +253,37 @@ def stage_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the layers do not split into stages.
 
     Rules: validate_args, "Number of layers should be divisible by the pipeline-model-parallel size";
-    TransformerConfig.__post_init__ for uneven stages. Layers without experts are priced on the first stage alone.
+    TransformerConfig.__post_init__ for uneven stages. Unless a layout says where they are, layers without experts are
+    priced on the first stage alone.
     """
     layers = spread(model, layout)
     if isinstance(layers, Problem):
         return layers
+    if layout.pipeline_layout:
+        return _prediction_problem(layout)
     first = layers.first // layout.chunks
     if model.dense_layers > first:
         where = "stage" if layout.chunks == 1 else "chunk"
         return Problem(
             f"dense_layers {model.dense_layers}: the cost model covers them on the first {where} alone, which has "
             f"{first} layers",
-            "use fewer stages or chunks, or more first_stage_layers",
+            "use fewer stages or chunks, or more first_stage_layers, or a pipeline_layout",
         )
     return None
+
+
+def _prediction_problem(layout: Layout) -> Problem | None:
+    """Why further tokens cannot be predicted before the last stage: see ``mcore.refused``."""
+    *before, _ = stages_of(layout.pipeline_layout)
+    if layout.schedule == MEGATRON or not any(PREDICTION in stage for stage in before):
+        return None
+    reason = "2bw ties no embeddings of other stages than the first and the last"
+    if layout.schedule not in DELAYED:
+        reason = f"{layout.schedule} transfers tensors of one shape, and these go on beside the others"
+    return Problem(
+        f"pipeline_layout {layout.pipeline_layout!r} has {PREDICTION} before the last stage: {reason}",
+        f"put {PREDICTION} into the last stage, or use schedule {MEGATRON}",
+    )
 
 
 def recompute_problem(model: Model, layout: Layout) -> Problem | None:

@@ -9,22 +9,32 @@ from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_divisor
+from megatron_2bw.planner.pipeline_layout import LAYER, PREDICTION, layout_problem, stages_of
 from megatron_2bw.planner.programs import programs_of, shortened
 from megatron_2bw.schedule.registry import MIRRORED
 
 
+class Contents(NamedTuple):
+    """What a stage holds, or one of its chunks."""
+
+    layers: int
+    """Of the decoder, in all."""
+    dense: int = 0
+    """Of them, without experts in a model that has some."""
+    predictions: int = 0
+    """Layers that predict further tokens."""
+    embedding: bool = False
+    loss: bool = False
+    chunks: int = 1
+    """So many have as many layers each."""
+
+
 class Layers(NamedTuple):
-    """Layers of a stage: the stages between the first and the last have the same number."""
+    """Layers of a stage: the stages between the first and the last have the same number, or at most ``middle``."""
 
     first: int
     middle: int
     last: int
-
-    def of(self, stage: int, stages: int) -> int:
-        """Layers of ``stage``, all its chunks together."""
-        if stage == 0:
-            return self.first
-        return self.last if stage == stages - 1 else self.middle
 
 
 def layers_of_stages(model: Model, layout: Layout) -> Layers:
@@ -46,6 +56,8 @@ def layers_of_stages(model: Model, layout: Layout) -> Layers:
 
 def spread(model: Model, layout: Layout) -> Layers | Problem:
     """The layers of the stages, or why there are none."""
+    if layout.pipeline_layout:
+        return _described(model, layout)[0]
     ends = layout.first_stage_layers, layout.last_stage_layers
     return _spread(model.num_layers, layout.pipeline, layout.chunks, *ends)
 
@@ -65,10 +77,10 @@ def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) ->
                 "stages",
                 "set one of them to 0",
             )
-        return Layers(first, 0, last)
+        return Layers(first, last, last)
     each = rest // even
     if rest > 0 and rest % even == first % chunks == last % chunks == each % chunks == 0:
-        return Layers(first or each, each, last or each)
+        return Layers(first or each, (last or each) if stages == 2 else each, last or each)
     if first or last:
         return Problem(
             f"num_layers {num_layers} leaves {rest} layers for {even} equal stages of {chunks} chunks",
@@ -84,6 +96,75 @@ def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) ->
         f"pipeline {stages} x chunks {chunks} does not divide num_layers {num_layers}",
         f"use {nearest_divisor(num_layers, stages)} stages, or give first_stage_layers or last_stage_layers",
     )
+
+
+def contents_of(model: Model, layout: Layout, stage: int) -> tuple[Contents, ...]:
+    """What ``stage`` holds: of each chunk, or together where its chunks have as many layers each.
+
+    >>> model = Model(num_layers=6, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=99)
+    >>> layout = Layout(schedule="megatron", pipeline=2, data=1, global_batch=2, pipeline_layout="Et|ttt|t|tL")
+    >>> [[chunk.layers for chunk in contents_of(model, layout, stage)] for stage in (0, 1)]
+    [[1, 1], [3, 1]]
+
+    Raises:
+        PlanError: the layers cannot be spread like that.
+    """
+    if free := free_stages(model, layout):
+        return free[stage]
+    layers, is_first, is_last = layers_of_stages(model, layout), stage == 0, stage == layout.pipeline - 1
+    dense, predictions = model.dense_layers * is_first, model.mtp_num_layers * is_last
+    layers = layers.first if is_first else layers.last if is_last else layers.middle
+    return (Contents(layers, dense, predictions, is_first, is_last, layout.chunks),)
+
+
+def free_stages(model: Model, layout: Layout) -> tuple[tuple[Contents, ...], ...]:
+    """The chunks of every stage where they are spread as other flags cannot say; else empty.
+
+    Raises:
+        PlanError: the layers cannot be spread like that.
+    """
+    if not layout.pipeline_layout:
+        return ()
+    layers, stages = _described(model, layout)
+    if isinstance(layers, Problem):
+        raise PlanError(layers)
+    return stages
+
+
+def _described(model: Model, layout: Layout) -> tuple[Layers | Problem, tuple[tuple[Contents, ...], ...]]:
+    of_model = model.num_layers, model.dense_layers, model.mtp_num_layers
+    return _read(layout.pipeline_layout, layout.pipeline, *of_model)
+
+
+@lru_cache(maxsize=256)
+def _read(
+    text: str, pipeline: int, num_layers: int, dense: int, predictions: int
+) -> tuple[Layers | Problem, tuple[tuple[Contents, ...], ...]]:
+    """Layers of the stages, and their chunks unless fewer words would say the same.
+
+    Wherever E and L are, Megatron builds the embedding on the first and the loss on the last stage: ``pre_process`` and
+    ``post_process`` in ``get_model``.
+    """
+    problem = layout_problem(text, pipeline=pipeline, num_layers=num_layers, mtp_num_layers=predictions)
+    if problem:
+        return problem, ()
+    symbols, chunks, before = stages_of(text), [], 0
+    for index, stage in enumerate(symbols):
+        layers = stage.count(LAYER)
+        without_experts = min(max(dense - before, 0), layers)
+        ends = index == 0, index == len(symbols) - 1
+        chunks.append(Contents(layers, without_experts, stage.count(PREDICTION), *ends))
+        before += layers
+    stages = tuple(tuple(chunks[rank::pipeline]) for rank in range(pipeline))
+    first, *between, last = [sum(chunk.layers for chunk in stage) for stage in stages] * (1 if pipeline > 1 else 2)
+    most = 0 if pipeline == 1 else max(between, default=last)
+    is_usual = (
+        len(set(between)) < 2
+        and all(chunk.layers == stage[0].layers > 0 for stage in stages for chunk in stage)
+        and chunks[0].dense == dense
+        and chunks[-1].predictions == predictions
+    )
+    return Layers(first, most, last), () if is_usual else stages
 
 
 def shorter_ends(layers: int, stages: int) -> tuple[int, int]:
@@ -139,100 +220,3 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
     if layout.schedule == "pipedream":
         return after + 1
     return microbatches if layout.schedule == "gpipe" else min(after + 1, microbatches)
-
-
-class Weights(NamedTuple):
-    """Numbers of weights that one tensor-parallel rank holds."""
-
-    layer: int
-    """Experts apart. Norms, the biases of row-parallel products and what gives latent vectors are on every rank, the
-    rest is shared out."""
-    experts: int
-    """Of one layer, on one expert-parallel rank."""
-    word_embedding: int
-    position_embedding: int
-    final_norm: int
-    dense_layer: int = 0
-    """Of the first layers, where they have an MLP in place of experts."""
-    prediction: int = 0
-    """Of each further token that is predicted, its layer apart."""
-    vectors: int = 0
-    """Biases and norms of a layer; of experts there are none."""
-
-    def of(self, stage: int, layers: int, model: Model, stages: int) -> int:
-        """Weights of a stage, experts apart. A tied embedding is on the first and on the last stage.
-
-        Where further tokens are predicted, the last stage has an embedding and, tied or not, an output layer.
-        """
-        total = self.of_layers(stage, layers, model, stages)
-        if stage == 0:
-            total += self.word_embedding + self.position_embedding
-        if stage == stages - 1:
-            total += self.final_norm + (self.word_embedding if stages > 1 or not model.tied else 0)
-            total += self.word_embedding if stages > 1 and model.mtp_num_layers else 0
-        return total
-
-    def of_layers(self, stage: int, layers: int, model: Model, stages: int) -> int:
-        """Weights of a stage's layers, experts apart, and of what is before those that predict further tokens."""
-        total = layers * self.layer
-        if stage == 0:
-            total += model.dense_layers * (self.dense_layer - self.layer)
-        if stage == stages - 1:
-            total += model.mtp_num_layers * (self.layer + self.prediction)
-        return total
-
-    def others_of(self, stage: int, layers: int, model: Model, stages: int) -> int:
-        """Of the weights of a stage, those that are no matrix, and word embeddings and output layer."""
-        is_last = stage == stages - 1
-        copies = (stage == 0) + is_last * ((stages > 1 or not model.tied) + (stages > 1 and model.mtp_num_layers > 0))
-        of_layers = (layers + is_last * model.mtp_num_layers) * self.vectors
-        norms = is_last * (1 + 3 * model.mtp_num_layers) * self.final_norm
-        return copies * self.word_embedding + of_layers + norms
-
-    def experts_of(self, stage: int, layers: int, model: Model, stages: int) -> int:
-        """Weights of a stage's experts."""
-        with_experts = layers - (model.dense_layers if stage == 0 else 0)
-        return (with_experts + (model.mtp_num_layers if stage == stages - 1 else 0)) * self.experts
-
-
-@lru_cache(maxsize=256)
-def weights_of(model: Model, tensor: int, *, expert: int = 1, expert_tensor: int = 0) -> Weights:
-    """What one of ``tensor`` ranks holds, where ``expert`` ranks share all experts and ``expert_tensor`` one of them.
-
-    ``expert_tensor`` 0 is ``tensor``.
-
-    >>> model = Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200)
-    >>> weights_of(model, 8)[:5]
-    (226576896, 0, 78643200, 25165824, 24576)
-    """
-    hidden, row_bias = model.hidden_size, model.bias * model.hidden_size
-    mlp, router = model.mlp_parameters - row_bias, model.num_experts * hidden
-    of_experts = model.shared_parameters // tensor + model.gate_parameters + router
-    return Weights(
-        layer=_attention(model, tensor)
-        + (of_experts if model.num_experts else mlp // tensor + row_bias)
-        + 2 * model.norm_parameters,
-        experts=model.num_experts // expert * (mlp // (expert_tensor or tensor) + row_bias),
-        word_embedding=model.padded_vocab_size(tensor) // tensor * hidden,
-        position_embedding=model.seq_length * hidden if model.learned_positions else 0,
-        final_norm=model.norm_parameters,
-        dense_layer=weights_of(model.dense, tensor).layer if model.dense_layers else 0,
-        prediction=2 * hidden**2 // tensor + 3 * model.norm_parameters,
-        vectors=_vectors(model, tensor),
-    )
-
-
-def _attention(model: Model, tensor: int) -> int:
-    """Weights of one layer's attention on one of ``tensor`` ranks."""
-    row_bias = model.bias * model.hidden_size
-    split = model.attention_matrices - model.down_parameters + model.attention_bias
-    return split // tensor + model.down_parameters + model.latent_norm_parameters + row_bias
-
-
-def _vectors(model: Model, tensor: int) -> int:
-    """Biases and norms of one layer on one of ``tensor`` ranks."""
-    row_bias = model.bias * model.hidden_size
-    biases = model.attention_bias // tensor + row_bias
-    if not model.num_experts:
-        biases += model.bias * (1 + model.swiglu) * model.ffn_hidden_size // tensor + row_bias
-    return biases + model.latent_norm_parameters + 2 * model.norm_parameters

@@ -8,6 +8,7 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Optimizer
 from megatron_2bw.planner.multiples import nearest_divisor
 from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.pipeline_layout import chunks_of
 
 DIST_MUON = "dist_muon"
 """Muon with the distributed optimizer, as it was called."""
@@ -16,7 +17,8 @@ DISPATCHER = "alltoall"
 GROUPED = "--moe-grouped-gemm"
 """The experts of a rank in one matrix product; Megatron's default is one after the other."""
 _OF_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
-"""Two ways to interleave."""
+"""Two ways to interleave; the third is `PIPELINE_LAYOUT`."""
+PIPELINE_LAYOUT = "--pipeline-model-parallel-layout"
 _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
@@ -67,6 +69,8 @@ def _stages(options: Options) -> int:
 def _interleaves(options: Options) -> bool:
     """Whether stages have several chunks: one that holds all layers of its stage is none."""
     per_chunk, chunks = _OF_CHUNKS
+    if PIPELINE_LAYOUT in options:
+        return chunks_of(options.text(PIPELINE_LAYOUT), _stages(options)) > 1
     if per_chunk in options:
         return options.number(per_chunk) * _stages(options) != options.number("--num-layers")
     return options.number(chunks, 1) > 1
@@ -113,7 +117,6 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--optimizer-cpu-offload": (_given, "offloading"),
     "--fine-grained-activation-offloading": (_given, "offloading"),
     "--distribute-saved-activations": (_given, "distributed inputs of layers"),
-    "--pipeline-model-parallel-layout": (_given, "a free choice of layers per stage"),
     "--account-for-embedding-in-pipeline-split": (_given, "the embedding counted as a layer"),
     "--account-for-loss-in-pipeline-split": (_given, "the loss counted as a layer"),
     "--decoder-num-layers": (_given, "a decoder beside the encoder"),
@@ -207,6 +210,8 @@ _ACTIVATIONS = ("--swiglu", "--squared-relu", "--quick-geglu")
 _UNFUSED = ("--no-bias-gelu-fusion", "--disable-bias-linear")
 """What keeps Megatron from its fused kernel of bias and GELU."""
 _OF_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+_COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+"""What spreads embedding and loss as if they were layers."""
 _PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-grad")
 CHECKED = frozenset(
     {
@@ -251,7 +256,13 @@ def check_accepted(options: Options) -> None:
 
 
 def _check_chunks(options: Options) -> None:
-    """Whether one flag says how to interleave, which goes with ends of their own, in groups as long as the pipeline."""
+    """Whether one flag says how to spread layers, which goes with ends of their own, in groups as long as the pipeline.
+
+    Rules: ``validate_args``, "Uneven virtual pipeline parallelism"; ``TransformerConfig``, "PP layout".
+    """
+    for flag in (*_OF_CHUNKS, *_OF_ENDS, *_COUNTED):
+        if PIPELINE_LAYOUT in options and flag in options:
+            raise PlanError(f"{PIPELINE_LAYOUT} and {flag} exclude each other: the layout says it; leave one out")
     per_chunk, chunks = _OF_CHUNKS
     if per_chunk in options and chunks in options:
         raise PlanError(f"{per_chunk} and {chunks} exclude each other; leave one out")

@@ -9,7 +9,8 @@ from megatron_2bw.planner import fp8
 from megatron_2bw.planner.layout import FP32_BYTES, WITHOUT_OVERLAP, Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.speeds import Machine
-from megatron_2bw.planner.stages import Weights, layers_of_stages
+from megatron_2bw.planner.stages import Contents, contents_of, free_stages
+from megatron_2bw.planner.weights import Weights
 from megatron_2bw.schedule.placement import is_paired
 from megatron_2bw.schedule.registry import MIRRORED
 
@@ -32,22 +33,30 @@ class Held(NamedTuple):
 
 
 def fullest(model: Model, layout: Layout, weights: Weights) -> tuple[int, list[Held]]:
-    """The first stage and its weights; where stages have layers of several kinds, the one that holds most."""
-    layers, last = layers_of_stages(model, layout), layout.pipeline - 1
-    stages = sorted({0, min(1, last), last}) if model.dense_layers or model.mtp_num_layers else [0]
-    found = [(stage, held_of(model, layout, weights, stage, layers.of(stage, layout.pipeline))) for stage in stages]
+    """The first stage and its weights; where stages differ in more than their ends, the one that holds most."""
+    last, stages = layout.pipeline - 1, [0]
+    if free_stages(model, layout):
+        stages = range(layout.pipeline)
+    elif model.dense_layers or model.mtp_num_layers:
+        stages = sorted({0, min(1, last), last})
+    found = [(stage, held_of(model, layout, weights, contents_of(model, layout, stage))) for stage in stages]
     return max(found, key=lambda pair: sum(held.weights for held in pair[1]))
 
 
-def held_of(model: Model, layout: Layout, weights: Weights, stage: int, layers: int) -> list[Held]:
-    """Weights of a stage with so many layers; experts have replicas of their own."""
-    where = stage, layers, model, layout.pipeline
-    others = weights.others_of(*where) if layout.optimizer.is_of_matrices else 0
-    held = [Held(weights.of(*where), layout.replicas, layout.tensor, weights.of_layers(*where), others)]
-    if model.num_experts:
-        stride, experts = layout.expert_tensor * layout.expert, weights.experts_of(*where)
-        held.append(Held(experts, layout.expert_replicas, stride, experts))
-    return held
+def held_of(model: Model, layout: Layout, weights: Weights, chunks: Sequence[Contents]) -> list[Held]:
+    """Weights of a stage with these chunks; experts have replicas of their own."""
+    is_of_matrices = layout.optimizer.is_of_matrices
+    held = Held(
+        sum(weights.of(chunk, model) for chunk in chunks),
+        layout.replicas,
+        layout.tensor,
+        sum(map(weights.of_layers, chunks)),
+        sum(weights.others_of(chunk, model) for chunk in chunks) if is_of_matrices else 0,
+    )
+    if not model.num_experts:
+        return [held]
+    stride, experts = layout.expert_tensor * layout.expert, sum(map(weights.experts_of, chunks))
+    return [held, Held(experts, layout.expert_replicas, stride, experts)]
 
 
 def replicated_s(model: Model, layout: Layout, machine: Machine, layers: int) -> float:
@@ -127,15 +136,28 @@ def _is_paired(layout: Layout, machine: Machine) -> bool:
     )
 
 
-def norm_s(layout: Layout, machine: Machine, shared_weights: int) -> float:
-    """Sum of the tied embedding's gradient over first and last stage, and of the norm over all ranks."""
-    size_bytes = layout.gradient_width * shared_weights
-    # Two ranks send each other all of it; so do those of the other replicas and shards, at the same time.
+def norm_s(model: Model, layout: Layout, machine: Machine, word_embedding: int) -> float:
+    """Sum of the word embedding's gradient over the stages that have it, and of the norm over all ranks."""
+    return _tied_s(model, layout, machine, word_embedding) + machine.all_reduce_s(FP32_BYTES, layout.gpus, 1)
+
+
+def _tied_s(model: Model, layout: Layout, machine: Machine, word_embedding: int) -> float:
+    """On the first stage, on the last where the output layer has the same weight, and where tokens are predicted."""
+    last = layout.pipeline - 1
+    stages = {0, *([last] if model.tied else [])}
+    if model.mtp_num_layers:
+        free = free_stages(model, layout)
+        stages |= {rank for rank, chunks in enumerate(free) for held in chunks if held.predictions} or {last}
+    size_bytes = layout.gradient_width * word_embedding
+    if len(stages) == 1:
+        return 0.0
     if _is_paired(layout, machine):  # Both are on one node.
-        ends_s = machine.send_s(size_bytes, 1, 1)
-    else:
-        ends_s = machine.send_s(size_bytes, layout.tensor * layout.replicas, layout.gpus)
-    return (ends_s if shared_weights else 0.0) + machine.all_reduce_s(FP32_BYTES, layout.gpus, 1)
+        return machine.send_s(size_bytes, 1, 1)
+    distance = layout.tensor * layout.replicas
+    if len(stages) > 2:
+        return machine.all_reduce_s(size_bytes, len(stages), distance)
+    # Two ranks send each other all of it; so do those of the other replicas and shards, at the same time.
+    return machine.send_s(size_bytes, distance, layout.gpus)
 
 
 def update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:

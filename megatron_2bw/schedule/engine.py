@@ -42,8 +42,9 @@ class Durations:
     forward_s: Seconds | tuple[Seconds, ...]
     backward_s: Seconds | tuple[Seconds, ...]
     update_s: Seconds | tuple[Seconds, ...] = 0
-    send_s: Seconds = 0
-    """From the end of the action that produced a tensor to its arrival; a channel carries one tensor at a time."""
+    send_s: Seconds | tuple[Seconds, ...] = 0
+    """From the end of the action that produced a tensor to its arrival; a channel carries one tensor at a time. May
+    differ per boundary, between a stage and the next."""
     gradients_s: Seconds = 0
     """Of this reduction, from the moment its last rank is ready; so are the next two."""
     embedding_s: Seconds = 0
@@ -64,6 +65,16 @@ class Durations:
         if len(value) != stages:
             raise ValueError(f"{name} has {len(value)} values for {stages} stages; give one per stage or a single one")
         return value[stage]
+
+    def of_transfer(self, boundary: int, stages: int) -> Seconds:
+        """Duration of a transfer between stages ``boundary`` and ``boundary + 1``, either way."""
+        if not isinstance(self.send_s, tuple):
+            return self.send_s
+        if len(self.send_s) != stages - 1:
+            raise ValueError(
+                f"send_s has {len(self.send_s)} values for {stages} stages; give one per boundary or a single one"
+            )
+        return self.send_s[boundary]
 
     def of_reduction(self, kind: Reduction) -> Seconds:
         """Duration of a reduction of this kind."""
@@ -140,6 +151,8 @@ class _Step(NamedTuple):
     """Batch of an update or reduction."""
     begins: bool = False
     """Whether the reduction that this awaits starts here, unless it has for another stage of the rank."""
+    send_s: Seconds = 0
+    """Of a transfer, during which the rank goes on."""
 
 
 class _Engine:
@@ -216,12 +229,12 @@ class _Engine:
         if type_ in TRANSFERS:
             forward = type_ in (ActionType.SEND_FORWARD, ActionType.RECV_FORWARD)
             peer = self._schedule.peer_of(action)
+            consumer, source, destination = stage, peer, rank
             if type_ in SENDS:
-                key = self._transfer_key(action, stage + (1 if forward else -1), forward)
-                return _Step(action, 0, None, key, self._channel(rank, peer, forward))
-            return _Step(
-                action, 0, None, self._transfer_key(action, stage, forward), self._channel(peer, rank, forward)
-            )
+                consumer, source, destination = stage + (1 if forward else -1), rank, peer
+            key, channel = self._transfer_key(action, consumer, forward), self._channel(source, destination, forward)
+            send_s = self._durations.of_transfer(consumer - 1 if forward else consumer, self._schedule.stages)
+            return _Step(action, 0, None, key, channel, send_s=send_s)
         if type_ in (ActionType.REDUCE_START, ActionType.REDUCE_WAIT):
             key = self._reduction_key(action.reduction, rank) + batch * self._stride
             is_late = self._model is Model.IN_ORDER_QUEUE and action.reduction is Reduction.NORM
@@ -264,7 +277,7 @@ class _Engine:
         for span in self._spans:
             call = span.call
             base = call * stride
-            for action, cost, awaits, gives, channel, of_batch, begins in self._steps[rank][span.part]:
+            for action, cost, awaits, gives, channel, of_batch, begins, send_s in self._steps[rank][span.part]:
                 if of_batch is not None and of_batch + call < span.first:
                     continue
                 if delays:
@@ -285,13 +298,13 @@ class _Engine:
                 start_s = now_s
                 now_s += cost
                 if channel is not None:
-                    self._transfer(gives + base, channel, now_s)
+                    self._transfer(gives + base, channel, now_s, send_s)
                 elif gives is not None:
                     self._chains.start(rank, gives + base, now_s)
                 elif record and action.reduction is None:
                     timed.append(Timed(action, call, start_s, now_s))
 
-    def _transfer(self, key: int, channel: int, now_s: Seconds) -> None:
+    def _transfer(self, key: int, channel: int, now_s: Seconds, send_s: Seconds) -> None:
         """A send is issued, or with a queue either side: the tensor moves once all that has to be is."""
         begin_s = now_s
         if self._model is Model.IN_ORDER_QUEUE:
@@ -301,7 +314,7 @@ class _Engine:
                 return
             begin_s = max(begin_s, issued_s)
         free_s = self._channel_free_s.get(channel, 0)
-        end_s = (free_s if free_s > begin_s else begin_s) + self._durations.send_s
+        end_s = (free_s if free_s > begin_s else begin_s) + send_s
         self._channel_free_s[channel] = end_s
         self._provide(key, end_s)
 

@@ -19,7 +19,8 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import model_flags
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.stages import layers_of_stages, weights_of
+from megatron_2bw.planner.stages import contents_of
+from megatron_2bw.planner.weights import weights_of
 
 TRAINING = (
     "--train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --no-rope-fusion "
@@ -186,10 +187,10 @@ def test_as_many_weights(name: str, split: str, args_of: Callable[[Model, Layout
     model = BUILT[name]
     layout = layout_of(model, split)
     weights = weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
-    args, layers = args_of(model, layout), layers_of_stages(model, layout)
+    args = args_of(model, layout)
     for stage in range(layout.pipeline):
-        where = stage, layers.of(stage, layout.pipeline), model, layout.pipeline
-        expected = weights.of(*where), weights.experts_of(*where), weights.others_of(*where)
+        (held,) = contents_of(model, layout, stage)
+        expected = weights.of(held, model), weights.experts_of(held), weights.others_of(held, model)
         assert built(args, layout, stage) == expected, stage
 
 

@@ -29,12 +29,15 @@ from megatron_2bw.planner.search import search
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.speeds import A100, machine_of
-from megatron_2bw.planner.stages import weights_of
+from megatron_2bw.planner.stages import Contents
+from megatron_2bw.planner.weights import weights_of
 
 GPT = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=16384, vocab_size=50257)
 EXPERTS = replace(GPT, seq_length=2048, num_experts=8, bias=False)
 DGX = CLUSTERS["dgx-a100"]
 TWO_DGX = replace(DGX, nodes=2)
+FIRST = Contents(4, embedding=True)
+"""On the first stage of `layout`."""
 
 
 def layout(**changes) -> Layout:
@@ -107,7 +110,7 @@ def test_experts_have_other_replicas_than_the_rest():
     assert (one.replicas, one.expert_replicas) == (8, 2)
     first = memory.stages(EXPERTS, one)[0]
     weights = weights_of(EXPERTS, 1, expert=4)
-    experts, rest = 4 * weights.experts, weights.of(0, 4, EXPERTS, 2)
+    experts, rest = 4 * weights.experts, weights.of(FIRST, EXPERTS)
     assert first.weights_bytes == 2 * (experts + rest)
     assert first.gradients_bytes == 4 * (experts + rest)
     assert first.optimizer_bytes == 12 * (experts / 2 + rest / 8)
@@ -120,7 +123,7 @@ def test_sums_of_experts_gradients():
     four = replace(DGX, nodes=4)
     one = layout(data=16, expert=8, global_batch=64)
     machine, weights = machine_of(four), weights_of(EXPERTS, 1, expert=8)
-    expected = machine.all_reduce_s(4 * weights.of(0, 4, EXPERTS, 2), 16, 1)
+    expected = machine.all_reduce_s(4 * weights.of(FIRST, EXPERTS), 16, 1)
     expected += machine.all_reduce_s(4 * 4 * weights.experts, 2, 8)
     assert costs.times_of(EXPERTS, one, four).pipeline.gradients_s == pytest.approx(expected)
 
@@ -129,7 +132,7 @@ def test_updates_of_experts():
     """Of fewer shards: Adam moves 28 bytes per weight of its own, and what is in bf16 and fp32."""
     one = layout(data=8, expert=4, distributed_optimizer=True, global_batch=64)
     machine, weights = machine_of(TWO_DGX), weights_of(EXPERTS, 1, expert=4)
-    rest, experts = weights.of(0, 4, EXPERTS, 2), 4 * weights.experts
+    rest, experts = weights.of(FIRST, EXPERTS), 4 * weights.experts
     moved = (28 + 2 + 4) * (rest / 8 + experts / 2) + 4 * (rest + experts)
     expected = machine.elementwise_s(moved)
     expected += machine.reduce_scatter_s(2 * rest, 8, 1) + machine.reduce_scatter_s(2 * experts, 2, 4)

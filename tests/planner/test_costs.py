@@ -17,7 +17,8 @@ from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, Recom
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import A100, machine_of, speed_of
-from megatron_2bw.planner.stages import weights_of
+from megatron_2bw.planner.stages import Contents
+from megatron_2bw.planner.weights import weights_of
 
 from . import measured
 
@@ -278,7 +279,7 @@ def test_gathering_weights_during_forwards(stages: int, chunks: int, slow: bool)
         schedule="megatron", pipeline=stages, chunks=chunks, distributed_optimizer=True, overlap_gradients=True
     )
     pipelines = [pipeline_of(each, SMALL, cluster) for each in (after, replace(after, overlap_parameters=True))]
-    weights = weights_of(SMALL, 1).of(0, 24 // stages, SMALL, stages)
+    weights = weights_of(SMALL, 1).of(Contents(24 // stages, embedding=True, loss=stages == 1), SMALL)
     gather_s = machine_of(cluster).reduce_scatter_s(2 * weights, 2, 1)
     forward_s, bucket_s = pipelines[0].first.forward_s, gather_s * 40e6 / weights
     hidden_s = {
@@ -412,7 +413,7 @@ def test_what_cannot_be_priced(changes: dict, message: str):
 
 def test_the_interleaved_schedule_has_no_programs():
     interleaved = layout(schedule="megatron", chunks=2)
-    with pytest.raises(PlanError, match="has no Programs to simulate"):
+    with pytest.raises(PlanError, match="executor has no interleaved schedule"):
         batch.simulated_s(interleaved, costs.times_of(SMALL, interleaved, DGX).pipeline)
 
 

@@ -23,7 +23,8 @@ from megatron_2bw.planner.search import search
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.speeds import machine_of
-from megatron_2bw.planner.stages import weights_of
+from megatron_2bw.planner.stages import Contents
+from megatron_2bw.planner.weights import weights_of
 from tests.planner import measured_fp8
 from tests.planner.measured import Row
 
@@ -180,8 +181,9 @@ def test_embeddings_are_gathered_in_16_bits():
         for fp8 in (Fp8.NONE, Fp8.DELAYED)
     )
     held = weights_of(MODEL, 2)
-    both = (held.of(0, 24, MODEL, 1), 2), (held.of_layers(0, 24, MODEL, 1), 1)
-    assert held.of_layers(0, 24, MODEL, 1) == 24 * held.layer
+    whole = Contents(24, embedding=True, loss=True)
+    both = (held.of(whole, MODEL), 2), (held.of_layers(whole), 1)
+    assert held.of_layers(whole) == 24 * held.layer
     whole_s, of_layers_s = (machine.reduce_scatter_s(width * weights, 4, 2) for weights, width in both)
     saved_s = of_layers_s - machine.reduce_scatter_s(0, 4, 2)
     gathered_s = cast - (plain - whole_s) - machine.elementwise_s(2 * 24 * held.layer)
@@ -352,7 +354,7 @@ def test_the_projection_of_further_tokens_in_8_bits():
     machine = replace(machine_of(DGX), launch_s=0.0)
     for recipe in (Fp8.NONE, Fp8.TENSORWISE):
         works = works_of(model, Split.of(layout(fp8=recipe)), machine)
-        usual = works.embedding, works.layer, works.loss
+        usual = works.embedding, works.layer
         width, per_number, kernels = (2, 0, 0) if recipe is Fp8.NONE else (1, 6, 2)
         forward, backward = ([getattr(one, way) for one in usual] for way in ("forward", "backward"))
         projected_s = works.mtp.forward.products_s - sum(one.products_s for one in forward)

@@ -22,7 +22,8 @@ from megatron_2bw.planner.rows import predicted
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import machine_of
-from megatron_2bw.planner.stages import weights_of
+from megatron_2bw.planner.stages import Contents, contents_of
+from megatron_2bw.planner.weights import weights_of
 from tests.planner import measured_deepseek
 
 V3 = MODELS["deepseek-v3"]
@@ -139,7 +140,7 @@ def test_gradients_of_weights_on_every_tensor_parallel_rank_are_summed():
     weights = [weights_of(model, 4) for model in (PLAIN, replace(PLAIN, multi_latent_attention=False))]
     expected = MACHINE.all_reduce_s(4 * 3 * 1024 * (1536 + 512 + 64), 4, 1)
     for one in weights:
-        expected_sum_s = MACHINE.all_reduce_s(4 * one.of(0, 3, PLAIN, 4), 2, 4)
+        expected_sum_s = MACHINE.all_reduce_s(4 * one.of(Contents(3, embedding=True), PLAIN), 2, 4)
         expected_sum_s += MACHINE.all_reduce_s(4 * 3 * one.experts, 2, 4)
         assert pipelines.pop(0).gradients_s == pytest.approx(expected_sum_s + expected)
         expected = 0.0
@@ -183,7 +184,7 @@ def test_the_first_stage_has_the_dense_layers():
     assert pipeline.first.forward_s == pytest.approx(3 * of.dense.forward_s + of.embedding.forward_s)
     assert pipeline.middle.forward_s == pytest.approx(3 * of.layer.forward_s)
     needed = memory.stages(model, one)
-    assert needed[0].weights_bytes == 2 * weights_of(model.dense, 1).of(0, 3, model.dense, 4)
+    assert needed[0].weights_bytes == 2 * weights_of(model.dense, 1).of(Contents(3, embedding=True), model.dense)
     assert needed[1].weights_bytes == 2 * 3 * (weights_of(model, 1).layer + weights_of(model, 1).experts)
     dense = activations.of_layer(model.dense, one)
     assert needed[0].activations_bytes == 4 * 3 * dense.kept
@@ -196,7 +197,9 @@ def test_updates_and_sums_are_those_of_the_stage_that_holds_most():
     model = replace(MIXED, mtp_num_layers=0)
     one = layout(data=2)
     held = weights_of(model, 1)
-    stages = [(held.of(stage, 3, model, 4), held.experts_of(stage, 3, model, 4)) for stage in range(4)]
+    stages = [
+        (held.of(one, model), held.experts_of(one)) for stage in range(4) for one in contents_of(model, layout(), stage)
+    ]
     assert max(stages, key=sum) == stages[3] != stages[0]
     expected = sum(MACHINE.all_reduce_s(4 * count, 2, 1) for count in stages[3])
     assert costs.times_of(model, one, DGX).pipeline.gradients_s == pytest.approx(expected)
@@ -241,12 +244,12 @@ def test_one_more_token_on_the_last_stage():
     of = works(model, tensor=2, sequence_parallel=True)
     pipelines = [costs.times_of(kind, one, DGX).pipeline for kind in (model, replace(model, mtp_num_layers=0))]
     assert pipelines[0].first == pipelines[1].first
-    assert pipelines[0].last.forward_s - pipelines[1].last.forward_s == pytest.approx(of.mtp.forward_s)
-    assert pipelines[0].last.backward_s - pipelines[1].last.backward_s == pytest.approx(of.mtp.backward_s)
-    usual_s = of.layer.forward.products_s + of.loss.forward.products_s
+    forward_s, backward_s = of.mtp.forward_s + of.loss.forward_s, of.mtp.backward_s + of.loss.backward_s
+    assert pipelines[0].last.forward_s - pipelines[1].last.forward_s == pytest.approx(forward_s)
+    assert pipelines[0].last.backward_s - pipelines[1].last.backward_s == pytest.approx(backward_s)
     head_s = MACHINE.product_s(4096, 512, 2048, width=2)
-    assert of.mtp.forward.products_s == pytest.approx(usual_s + head_s)
-    usual_s = sum(work.forward.tensor_parallel_s for work in (of.embedding, of.layer, of.loss))
+    assert of.mtp.forward.products_s == pytest.approx(of.layer.forward.products_s + head_s)
+    usual_s = sum(work.forward.tensor_parallel_s for work in (of.embedding, of.layer))
     gathered_s = sum(MACHINE.reduce_scatter_s(2 * 4096 * size, 2, 1) for size in (2048, 1024))
     assert of.mtp.forward.tensor_parallel_s == pytest.approx(usual_s + gathered_s)
     # The gradients of the embedding are summed over both ends, though it is not tied to the output layer.
@@ -267,10 +270,11 @@ def test_operations_of_layers_of_several_kinds():
 
 def test_muon_orthogonalizes_layers_of_several_kinds():
     one, plain = layout(optimizer=Optimizer.MUON), replace(MIXED, mtp_num_layers=0)
-    first = muon.orthogonalized_s(MIXED, one, MACHINE, 0, 3)
-    assert first == muon.orthogonalized_s(replace(MIXED.dense, mtp_num_layers=0), one, MACHINE, 1, 3)
-    layer_s = muon.orthogonalized_s(plain, one, MACHINE, 3, 1)
-    more_s = muon.orthogonalized_s(MIXED, one, MACHINE, 3, 3) - muon.orthogonalized_s(plain, one, MACHINE, 3, 3)
+    first = muon.orthogonalized_s(MIXED, one, MACHINE, [Contents(3, dense=3)])
+    assert first == muon.orthogonalized_s(replace(MIXED.dense, mtp_num_layers=0), one, MACHINE, [Contents(3)])
+    layer_s = muon.orthogonalized_s(plain, one, MACHINE, [Contents(1)])
+    more_s = muon.orthogonalized_s(MIXED, one, MACHINE, [Contents(3, predictions=1)])
+    more_s -= muon.orthogonalized_s(plain, one, MACHINE, [Contents(3)])
     assert more_s == pytest.approx(layer_s + muon.newton_schulz_s(1024, 2048, MACHINE))
 
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import activations, memory
+from megatron_2bw.planner import activations, interleaving, memory
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.stages import chunks_in_flight, layers_of_stages, weights_of
+from megatron_2bw.planner.stages import chunks_in_flight, contents_of
+from megatron_2bw.planner.weights import weights_of
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import Durations, simulate
 
 from . import measured
-from .interleaved import interleaved
 
 MODEL = Model(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=50257)
 LLAMA = replace(
@@ -205,7 +205,7 @@ def test_losses_that_are_open_at_once():
 def test_in_flight_of_the_interleaved_schedule():
     for ranks, groups, chunks in itertools.product((2, 3, 4), (1, 2, 4), (2, 3)):
         microbatches = ranks * groups
-        timeline = simulate(interleaved(ranks, microbatches, chunks), Durations(forward_s=1, backward_s=2), 1)
+        timeline = simulate(interleaving.programs(ranks, microbatches, chunks), Durations(forward_s=1, backward_s=2), 1)
         planned = layout(
             schedule="megatron", pipeline=ranks, data=1, microbatch=1, global_batch=microbatches, chunks=chunks
         )
@@ -254,8 +254,9 @@ def test_all_weights_are_somewhere():
     for model, tensor in itertools.product((MODEL, LLAMA, replace(LLAMA, num_experts=4)), (1, 4)):
         for stages in (1, 2, 4):
             spread = layout(pipeline=stages, tensor=tensor)
-            layers, weights = layers_of_stages(model, spread), weights_of(model, tensor)
-            total = sum(weights.of(stage, layers.of(stage, stages), model, stages) for stage in range(stages))
+            weights = weights_of(model, tensor)
+            held = [one for stage in range(stages) for one in contents_of(model, spread, stage)]
+            total = sum(weights.of(one, model) for one in held)
             total += model.num_layers * weights.experts
             padded = replace(model, vocab_size=model.padded_vocab_size(tensor))
             twice = model.padded_vocab_size(tensor) * model.hidden_size if model.tied and stages > 1 else 0

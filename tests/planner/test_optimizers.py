@@ -19,12 +19,16 @@ from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.search import search
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.speeds import machine_of
-from megatron_2bw.planner.stages import weights_of
+from megatron_2bw.planner.stages import Contents
+from megatron_2bw.planner.weights import weights_of
 
 DGX = CLUSTERS["dgx-h100"]
 MACHINE = machine_of(DGX)
 GPT = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=1024, num_query_groups=4)
 EXPERTS = replace(GPT, num_experts=8, ffn_hidden_size=512, bias=False, tied=False)
+
+FIRST = Contents(4, embedding=True)
+"""On the first stage of `layout`."""
 
 
 def layout(**changes) -> Layout:
@@ -37,7 +41,7 @@ def test_bytes_per_weight():
     adam, sgd, lion, muon = (memory.stages(GPT, layout(optimizer=one)) for one in Optimizer)
     held = weights_of(GPT, 1)
     for stage in range(2):
-        weights = held.of(stage, 4, GPT, 2)
+        weights = held.of(Contents(4, embedding=stage == 0, loss=stage == 1), GPT)
         biases = 1024 + 2 * 256 + 1024 + 4096 + 1024
         others = 1024 * 1024 + 4 * (biases + 4 * 1024) + (2 * 1024 if stage else 0)
         assert adam[stage].optimizer_bytes == 12 * weights
@@ -53,13 +57,13 @@ def test_bytes_per_weight():
 
 
 def test_an_update_with_one_moment_moves_five_numbers_in_place_of_seven():
-    weights = weights_of(GPT, 1).of(0, 4, GPT, 2)
+    weights = weights_of(GPT, 1).of(FIRST, GPT)
     adam, sgd, lion = (
         costs.times_of(GPT, layout(optimizer=one), DGX).pipeline.update_s
         for one in (Optimizer.ADAM, Optimizer.SGD, Optimizer.LION)
     )
     assert adam - sgd == pytest.approx(8 * weights / MACHINE.memory_bytes_per_s)
-    others = weights_of(GPT, 1).others_of(0, 4, GPT, 2)
+    others = weights_of(GPT, 1).others_of(FIRST, GPT)
     assert lion - sgd == pytest.approx(8 * others / MACHINE.memory_bytes_per_s)
 
 
