@@ -21,6 +21,8 @@ from megatron_2bw.mcore.rows import (
     given,
     words,
 )
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.pipeline_layout import EMBEDDING, LAYER, LOSS, PREDICTION, stages_of
 
 
 def _leads_too_far(args: Any) -> bool:
@@ -51,14 +53,26 @@ def _gathers_weights_one_by_one(args: Any) -> bool:
     return _is_sharded_by_layers(args) and getattr(args, "use_layer_wise_param_layout", None) is False
 
 
-def _predicts_before_the_last_stage(args: Any) -> bool:
+def _stages_of(args: Any) -> tuple[str, ...]:
+    """The layers of every stage of a pipeline layout, in its letters; empty without one."""
     layout = getattr(args, "pipeline_model_parallel_layout", None)
-    if not getattr(args, "mtp_num_layers", None) or not layout:
-        return False
+    if not layout:
+        return ()
     if isinstance(layout, str):
-        return "m" in layout.rpartition("|")[0]
-    before = [layer for rank in layout.layout[:-1] for chunk in rank for layer in chunk]
-    return any(layer.name == "mtp" for layer in before)
+        try:
+            return stages_of(layout)
+        except PlanError:  # Megatron says why.
+            return ()
+    letters = {"embedding": EMBEDDING, "decoder": LAYER, "mtp": PREDICTION, "loss": LOSS}
+    return tuple("".join(letters[layer.name] for chunk in rank for layer in chunk) for rank in layout.layout)
+
+
+def _predicts_before_the_last_stage(args: Any) -> bool:
+    return bool(getattr(args, "mtp_num_layers", None)) and any(PREDICTION in stage for stage in _stages_of(args)[:-1])
+
+
+def _has_an_empty_stage(args: Any) -> bool:
+    return any(not {LAYER, PREDICTION}.intersection(stage) for stage in _stages_of(args)[1:-1])
 
 
 def _quantizes(args: Any) -> bool:
@@ -69,6 +83,7 @@ def _quantizes(args: Any) -> bool:
 _QUANTIZED = "--fp8-format / --fp4-format / --te-precision-config-file / --kitchen-config-file"
 _SAVED = "--save-params-interval and the like for activations, gradients and tokens per expert"
 _SAVES = tuple(f"save_{what}_interval" for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert"))
+_LAST_STAGE = "put m into the last stage of --pipeline-model-parallel-layout, or use --pipeline-schedule megatron"
 _ONE_OF_TWO = "it looks at one stage per rank, and a rank has two"
 
 
@@ -343,7 +358,21 @@ REFUSED: tuple[Refused, ...] = (
         is_set=_predicts_before_the_last_stage,
         schedules=TWO_BW,
         reason="its embeddings would be tied on other stages than the first and the last",
-        remedy="put m into the last stage of --pipeline-model-parallel-layout, or use --pipeline-schedule 1f1b-flush",
+        remedy=_LAST_STAGE,
+    ),
+    Refused(
+        flag="--mtp-num-layers before the last stage",
+        is_set=_predicts_before_the_last_stage,
+        schedules=FLUSHED - MIRRORED,
+        reason="what it predicts from would go on to later stages, and transfers have one shape",
+        remedy=_LAST_STAGE,
+    ),
+    Refused(
+        flag="--pipeline-model-parallel-layout with an empty stage",
+        is_set=_has_an_empty_stage,
+        schedules=OURS,
+        reason="a stage without weights has nothing to update",
+        remedy="give every stage a layer, or use --pipeline-schedule megatron",
     ),
     Refused(
         flag="--mtp-detach-heads",

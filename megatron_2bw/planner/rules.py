@@ -10,7 +10,7 @@ from megatron_2bw.planner.kernels import fp8_problem, fp8_size_problem, optimize
 from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
-from megatron_2bw.planner.pipeline_layout import PREDICTION, stages_of
+from megatron_2bw.planner.pipeline_layout import LAYER, PREDICTION, stages_of
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import most_layers, spread
 from megatron_2bw.schedule.registry import MIRRORED
@@ -260,7 +260,7 @@ def stage_problem(model: Model, layout: Layout) -> Problem | None:
     if isinstance(layers, Problem):
         return layers
     if layout.pipeline_layout:
-        return _prediction_problem(layout)
+        return _free_problem(layout)
     first = layers.first // layout.chunks
     if model.dense_layers > first:
         where = "stage" if layout.chunks == 1 else "chunk"
@@ -272,18 +272,25 @@ def stage_problem(model: Model, layout: Layout) -> Problem | None:
     return None
 
 
-def _prediction_problem(layout: Layout) -> Problem | None:
-    """Why further tokens cannot be predicted before the last stage: see ``mcore.refused``."""
-    *before, _ = stages_of(layout.pipeline_layout)
-    if layout.schedule == MEGATRON or not any(PREDICTION in stage for stage in before):
+def _free_problem(layout: Layout) -> Problem | None:
+    """Why the schedule cannot run with stages like that: see ``mcore.refused``."""
+    if layout.schedule == MEGATRON:
         return None
-    reason = "2bw ties no embeddings of other stages than the first and the last"
-    if layout.schedule not in DELAYED:
-        reason = f"{layout.schedule} transfers tensors of one shape, and these go on beside the others"
-    return Problem(
-        f"pipeline_layout {layout.pipeline_layout!r} has {PREDICTION} before the last stage: {reason}",
-        f"put {PREDICTION} into the last stage, or use schedule {MEGATRON}",
-    )
+    *before, _ = stages_of(layout.pipeline_layout)
+    if any(PREDICTION in stage for stage in before):
+        why = f"{layout.schedule} transfers tensors of one shape, and more go on from there"
+        if layout.schedule in DELAYED:
+            why = f"{layout.schedule} ties embeddings of the first and the last stage alone"
+        return Problem(
+            f"pipeline_layout {layout.pipeline_layout!r} has {PREDICTION} before the last stage: {why}",
+            f"put {PREDICTION} into the last stage, or use schedule {MEGATRON}",
+        )
+    if any(LAYER not in stage for stage in before[1:]):
+        return Problem(
+            f"pipeline_layout {layout.pipeline_layout!r} has an empty stage: {layout.schedule} updates nothing there",
+            f"give every stage a layer, or use schedule {MEGATRON}",
+        )
+    return None
 
 
 def recompute_problem(model: Model, layout: Layout) -> Problem | None:

@@ -84,7 +84,12 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--experimental-attention-variant dsa": [{"experimental_attention_variant": "dsa"}],
     "--vision-pretraining": [{"vision_pretraining": True}],
     "--mtp-num-layers": [{"mtp_num_layers": 1}],
-    "--mtp-num-layers before the last stage": [{"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"}],
+    "--mtp-num-layers before the last stage": [
+        {"mtp_num_layers": 1, "pipeline_model_parallel_layout": layout} for layout in ("Et|tm|L", "E(t|)*2m|L")
+    ],
+    "--pipeline-model-parallel-layout with an empty stage": [
+        {"pipeline_model_parallel_layout": layout} for layout in ("Et||tL", "Et*2|*2,L")
+    ],
     "--mtp-detach-heads": [{"mtp_detach_heads": True}],
     "--ckpt-format": [{"save": "folder", "ckpt_format": "torch_dcp"}, {"load": "folder", "ckpt_format": "torch_dcp"}],
     "--non-persistent-ckpt-type local": [{"non_persistent_ckpt_type": "local"}],
