@@ -24,6 +24,8 @@ class Contents(NamedTuple):
     predictions: int = 0
     """Layers that predict further tokens."""
     embedding: bool = False
+    final_norm: bool = False
+    """Behind the last layer, or where no further tokens are predicted, before the loss."""
     loss: bool = False
     chunks: int = 1
     """So many have as many layers each."""
@@ -114,7 +116,7 @@ def contents_of(model: Model, layout: Layout, stage: int) -> tuple[Contents, ...
     layers, is_first, is_last = layers_of_stages(model, layout), stage == 0, stage == layout.pipeline - 1
     dense, predictions = model.dense_layers * is_first, model.mtp_num_layers * is_last
     layers = layers.first if is_first else layers.last if is_last else layers.middle
-    return (Contents(layers, dense, predictions, is_first, is_last, layout.chunks),)
+    return (Contents(layers, dense, predictions, is_first, is_last, is_last, layout.chunks),)
 
 
 def free_stages(model: Model, layout: Layout) -> tuple[tuple[Contents, ...], ...]:
@@ -143,7 +145,7 @@ def _read(
     """Layers of the stages, and their chunks unless fewer words would say the same.
 
     Wherever E and L are, Megatron builds the embedding on the first and the loss on the last stage: ``pre_process`` and
-    ``post_process`` in ``get_model``.
+    ``post_process`` in ``get_model``. The final norm: ``has_final_layernorm_in_this_stage`` of ``TransformerBlock``.
     """
     problem = layout_problem(text, pipeline=pipeline, num_layers=num_layers, mtp_num_layers=predictions)
     if problem:
@@ -152,9 +154,10 @@ def _read(
     for index, stage in enumerate(symbols):
         layers = stage.count(LAYER)
         without_experts = min(max(dense - before, 0), layers)
-        ends = index == 0, index == len(symbols) - 1
-        chunks.append(Contents(layers, without_experts, stage.count(PREDICTION), *ends))
         before += layers
+        is_first, is_last = index == 0, index == len(symbols) - 1
+        has_norm = layers > 0 and before == num_layers if predictions else is_last
+        chunks.append(Contents(layers, without_experts, stage.count(PREDICTION), is_first, has_norm, is_last))
     stages = tuple(tuple(chunks[rank::pipeline]) for rank in range(pipeline))
     first, *between, last = [sum(chunk.layers for chunk in stage) for stage in stages] * (1 if pipeline > 1 else 2)
     most = 0 if pipeline == 1 else max(between, default=last)

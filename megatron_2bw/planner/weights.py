@@ -34,7 +34,7 @@ class Weights(NamedTuple):
         and the last stage has an output layer of its own, tied or not.
         """
         total = self.of_layers(held) + self._words(held, model) * self.word_embedding
-        return total + held.embedding * self.position_embedding + held.loss * self.final_norm
+        return total + held.embedding * self.position_embedding + held.final_norm * self.final_norm
 
     def of_layers(self, held: Contents) -> int:
         """Weights of layers, experts apart, and of what is before those that predict further tokens."""
@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     def others_of(self, held: Contents, model: Model) -> int:
         """Of the weights of a stage, those that are no matrix, and word embeddings and output layer."""
         of_layers = (held.layers + held.predictions) * self.vectors
-        norms = (held.loss + 3 * held.predictions) * self.final_norm
+        norms = (held.final_norm + 3 * held.predictions) * self.final_norm
         return self._words(held, model) * self.word_embedding + of_layers + norms
 
     def experts_of(self, held: Contents) -> int:

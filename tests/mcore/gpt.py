@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 
 from .case import SEQUENCE_LENGTH, VOCABULARY
 
@@ -31,8 +35,15 @@ def sequence(index: int, length: int, vocabulary: int = VOCABULARY) -> torch.Ten
 def build(args: Any, config: Any, **keywords: Any) -> GPTModel:
     """One stage."""
     has_engine = args.transformer_impl == "transformer_engine"
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=has_engine, normalization=args.normalization)
-    of_mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=has_engine) if args.mtp_num_layers else None
+    chunk = keywords.get("vp_stage")
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=has_engine, normalization=args.normalization, vp_stage=chunk
+    )
+    of_mtp = None
+    if args.mtp_num_layers:
+        # On a stage without others, of the kind that the last layer is of.
+        layer = spec if spec.layer_specs else get_gpt_decoder_layer_specs(config, has_engine, args.normalization)[-1]
+        of_mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=has_engine, vp_stage=chunk)
     return GPTModel(config=config, transformer_layer_spec=spec, mtp_block_spec=of_mtp, **keywords)
 
 

@@ -18,6 +18,7 @@ from megatron_2bw.planner.layout import Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import model_flags
 from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.pipeline_layout import stages_of
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.stages import contents_of
 from megatron_2bw.planner.weights import weights_of
@@ -140,6 +141,7 @@ def rank_of(layout: Layout, rank: int) -> Iterator[None]:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor,
             create_gloo_process_groups=False,
@@ -162,22 +164,24 @@ def built(args: Any, layout: Layout, stage: int) -> tuple[int, int, int]:
         config = core_transformer_config_from_args(args)
         config.use_cpu_initialization = config.init_model_with_meta_device = True
         config.perform_initialization = False
-        model = gpt.build(
-            args,
-            config,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=stage == 0,
-            post_process=stage == layout.pipeline - 1,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )
         counts = [0, 0, 0]
-        for name, parameter in model.named_parameters():
-            everywhere = layout.tensor if DUPLICATED in name else 1
-            counts[".experts." in name] += everywhere * parameter.numel()
-            counts[2] += parameter.numel() if _is_nonlinear_or_embedding(parameter) else 0
+        for chunk in range(layout.chunks):
+            model = gpt.build(
+                args,
+                config,
+                vocab_size=args.padded_vocab_size,
+                max_sequence_length=args.max_position_embeddings,
+                pre_process=stage == chunk == 0,
+                post_process=(stage, chunk) == (layout.pipeline - 1, layout.chunks - 1),
+                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+                position_embedding_type=args.position_embedding_type,
+                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+                vp_stage=chunk if layout.chunks > 1 else None,
+            )
+            for name, parameter in model.named_parameters():
+                everywhere = layout.tensor if DUPLICATED in name else 1
+                counts[".experts." in name] += everywhere * parameter.numel()
+                counts[2] += parameter.numel() if _is_nonlinear_or_embedding(parameter) else 0
     return counts[0], counts[1], counts[2]
 
 
@@ -185,13 +189,54 @@ def built(args: Any, layout: Layout, stage: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("name", BUILT)
 def test_as_many_weights(name: str, split: str, args_of: Callable[[Model, Layout], Any]) -> None:
     model = BUILT[name]
-    layout = layout_of(model, split)
+    check(model, layout_of(model, split), args_of)
+
+
+def check(model: Model, layout: Layout, args_of: Callable[[Model, Layout], Any]) -> None:
+    """Every stage."""
     weights = weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
     args = args_of(model, layout)
     for stage in range(layout.pipeline):
-        (held,) = contents_of(model, layout, stage)
-        expected = weights.of(held, model), weights.experts_of(held), weights.others_of(held, model)
-        assert built(args, layout, stage) == expected, stage
+        held = contents_of(model, layout, stage)
+        counts = [(weights.of(one, model), weights.experts_of(one), weights.others_of(one, model)) for one in held]
+        assert built(args, layout, stage) == tuple(map(sum, zip(*counts, strict=True))), stage
+
+
+FREE = [
+    ("gpt", "E|t*4|L", (1,)),
+    ("gpt", "Ett|t||tL", (1, 2)),
+    ("gpt", "|Et|ttt|L|", (1,)),
+    ("experts", "E|ttt|t|L", (1, 2)),
+    ("experts", "E|t||t|tt|L", (1, 2, 3)),
+    ("dense first layers", "E|t|ttt|L", (1, 2)),
+    ("one more token, tied", "Et|t*3|mL", (1,)),
+    ("one more token, tied", "Et|t*3|m|L", (1, 2)),
+    ("one more token, tied", "Et*4m|L", (1,)),
+    ("one more token, tied", "E|t*4|m|L", (1, 2)),
+    ("two more tokens", "Et|t|tt|,m*2|L|", (1, 2)),
+    ("deepseek", "Et|t*3|tmL", (1,)),
+    ("deepseek", "Et|t|t|tt|m|L", (1, 2, 3)),
+]
+"""Stages of which no two are alike, alone and empty ones among them, and as how many chunks of a rank."""
+
+
+@pytest.mark.parametrize(("name", "stages", "chunks"), [(*one, v) for *one, counts in FREE for v in counts])
+def test_as_many_weights_of_free_stages(
+    name: str, stages: str, chunks: int, args_of: Callable[[Model, Layout], Any]
+) -> None:
+    count = len(stages_of(stages))
+    layout = Layout(
+        schedule="megatron",
+        pipeline=count // chunks,
+        data=1,
+        global_batch=count,
+        pipeline_layout=stages,
+        precision=Precision.FP32,
+        fused_attention=False,
+    )
+    assert layout.chunks == chunks
+    assert problem(BUILT[name], layout) is None
+    check(BUILT[name], layout, args_of)
 
 
 def test_as_many_weights_of_a_whole_model(args_of: Callable[[Model, Layout], Any]) -> None:

@@ -279,7 +279,8 @@ def test_gathering_weights_during_forwards(stages: int, chunks: int, slow: bool)
         schedule="megatron", pipeline=stages, chunks=chunks, distributed_optimizer=True, overlap_gradients=True
     )
     pipelines = [pipeline_of(each, SMALL, cluster) for each in (after, replace(after, overlap_parameters=True))]
-    weights = weights_of(SMALL, 1).of(Contents(24 // stages, embedding=True, loss=stages == 1), SMALL)
+    held = Contents(24 // stages, embedding=True, final_norm=stages == 1, loss=stages == 1)
+    weights = weights_of(SMALL, 1).of(held, SMALL)
     gather_s = machine_of(cluster).reduce_scatter_s(2 * weights, 2, 1)
     forward_s, bucket_s = pipelines[0].first.forward_s, gather_s * 40e6 / weights
     hidden_s = {

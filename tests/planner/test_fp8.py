@@ -181,7 +181,7 @@ def test_embeddings_are_gathered_in_16_bits():
         for fp8 in (Fp8.NONE, Fp8.DELAYED)
     )
     held = weights_of(MODEL, 2)
-    whole = Contents(24, embedding=True, loss=True)
+    whole = Contents(24, embedding=True, final_norm=True, loss=True)
     both = (held.of(whole, MODEL), 2), (held.of_layers(whole), 1)
     assert held.of_layers(whole) == 24 * held.layer
     whole_s, of_layers_s = (machine.reduce_scatter_s(width * weights, 4, 2) for weights, width in both)

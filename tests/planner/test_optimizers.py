@@ -41,7 +41,7 @@ def test_bytes_per_weight():
     adam, sgd, lion, muon = (memory.stages(GPT, layout(optimizer=one)) for one in Optimizer)
     held = weights_of(GPT, 1)
     for stage in range(2):
-        weights = held.of(Contents(4, embedding=stage == 0, loss=stage == 1), GPT)
+        weights = held.of(Contents(4, embedding=stage == 0, final_norm=stage == 1, loss=stage == 1), GPT)
         biases = 1024 + 2 * 256 + 1024 + 4096 + 1024
         others = 1024 * 1024 + 4 * (biases + 4 * 1024) + (2 * 1024 if stage else 0)
         assert adam[stage].optimizer_bytes == 12 * weights
