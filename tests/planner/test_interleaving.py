@@ -1,0 +1,176 @@
+"""Megatron's interleaved schedule with chunks that differ: its order, its time and what it keeps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from fractions import Fraction
+
+import pytest
+
+from megatron_2bw.planner import costs, interleaving, memory
+from megatron_2bw.planner.activations import of_layer
+from megatron_2bw.planner.batch import batch_s
+from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.followed import uneven_one_f_one_b_s
+from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.periods import Pipeline, Stage, gpipe_s, inter_layer_s, interleaved_s
+from megatron_2bw.planner.stages import chunks_in_flight
+from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.simulate import Durations, simulate
+
+SIZES = [(2, 2, 2), (2, 6, 3), (3, 6, 2), (4, 8, 2), (4, 16, 3)]
+"""Ranks, microbatches, chunks."""
+
+
+def pipeline(each: tuple[Stage, ...], stages: int, microbatches: int, **more) -> Pipeline:
+    return Pipeline(
+        stages=stages, microbatches=microbatches, first=each[0], middle=each[1], last=each[-1], each=each, **more
+    )
+
+
+def drawn(rng: random.Random, count: int) -> tuple[Stage, ...]:
+    """Some of them empty."""
+    return tuple(Stage(rng.randint(0, 4), rng.randint(0, 8)) for _ in range(count))
+
+
+def layout(**changes) -> Layout:
+    return Layout(**({"schedule": "megatron", "data": 1} | changes))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), SIZES)
+def test_the_order_is_megatrons(ranks: int, microbatches: int, chunks: int, monkeypatch: pytest.MonkeyPatch):
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    table = schedules.get_schedule_table(microbatches, chunks, ranks)
+    for name in ("get_pipeline_model_parallel_world_size", "get_virtual_pipeline_model_parallel_world_size"):
+        monkeypatch.setattr(schedules.parallel_state, name, lambda: ranks)
+    for rank in range(ranks):
+        monkeypatch.setattr(schedules.parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
+        _, _, warmup, _ = schedules.get_pp_rank_microbatches(microbatches, chunks, ranks)
+        steps = list(interleaving.order(rank, ranks=ranks, microbatches=microbatches, chunks=chunks))
+        assert [(index, chunk) for forward, chunk, index in steps if forward] == table
+        assert [(index, chunks - 1 - chunk) for forward, chunk, index in steps if not forward] == table
+        ways = "".join("BF"[forward] for forward, *_ in steps)
+        assert ways == "F" * warmup + "FB" * (len(table) - warmup) + "B" * warmup
+
+
+def longest_s(p: Pipeline, chunks: int) -> Fraction:
+    """By the definition: an action begins when the one before it on its rank has ended and its input is there."""
+    count = p.stages * chunks
+    order = [
+        [
+            (forward, chunk * p.stages + rank, microbatch)
+            for forward, chunk, microbatch in interleaving.order(
+                rank, ranks=p.stages, microbatches=p.microbatches, chunks=chunks
+            )
+        ]
+        for rank in range(p.stages)
+    ]
+    ends, at, free = {}, [0] * p.stages, [Fraction(0)] * p.stages
+    channels: dict[tuple[int, bool], Fraction] = {}
+    arrivals: dict[tuple[bool, int, int], Fraction] = {}
+    while any(position < len(steps) for position, steps in zip(at, order, strict=True)):
+        for rank, steps in enumerate(order):
+            while at[rank] < len(steps):
+                forward, stage, microbatch = steps[at[rank]]
+                source = stage - 1 if forward else stage + 1
+                needs = (forward, source, microbatch)
+                if 0 <= source < count and needs not in arrivals:
+                    break
+                begin_s = max(free[rank], arrivals.get(needs, Fraction(0)))
+                free[rank] = ends[forward, stage, microbatch] = begin_s + p.each[stage][not forward]
+                if 0 <= (stage + 1 if forward else stage - 1) < count:
+                    boundary = stage if forward else stage - 1
+                    channel = (rank, forward)
+                    sent_s = max(free[rank], channels.get(channel, Fraction(0))) + p.links_s[boundary]
+                    arrivals[forward, stage, microbatch] = channels[channel] = sent_s
+                at[rank] += 1
+    return max(free)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), SIZES)
+@pytest.mark.parametrize("send_s", [0, Fraction(1, 4), 3])
+def test_the_time_is_the_longest_path(ranks: int, microbatches: int, chunks: int, send_s: Fraction):
+    """With the last transfer three times as long; what follows the last backward adds up."""
+    rng = random.Random(ranks * microbatches)
+    for _ in range(5):
+        each = drawn(rng, ranks * chunks)
+        sends_s = (send_s,) * (len(each) - 2) + (3 * send_s,)
+        p = pipeline(each, ranks, microbatches, send_s=send_s, sends_s=sends_s, update_s=2, gradients_s=1, norm_s=1)
+        planned = layout(pipeline=ranks, global_batch=microbatches, chunks=chunks)
+        assert batch_s(planned, p) == float(longest_s(p, chunks)) + 4
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), SIZES)
+def test_chunks_alike_have_the_closed_form(ranks: int, microbatches: int, chunks: int):
+    """Which is exact for free transfers and a last rank that takes longest."""
+    for first, last in (((0, 0), (0, 0)), ((1, 1), (3, 3)), ((0, 2), (5, 0))):
+        each = [Stage(1, 2)] * (ranks * chunks)
+        each[0], each[-1] = Stage(1 + first[0], 2 + first[1]), Stage(1 + last[0], 2 + last[1])
+        free = pipeline(tuple(each), ranks, microbatches)
+        sums = free.kinds
+        usual = Pipeline(
+            stages=ranks, microbatches=microbatches, first=sums[0], middle=Stage(chunks, 2 * chunks), last=sums[-1]
+        )
+        planned = layout(pipeline=ranks, global_batch=microbatches, chunks=chunks)
+        assert batch_s(planned, free) == interleaved_s(usual, chunks) == batch_s(planned, usual)
+
+
+@pytest.mark.parametrize("name", ["1f1b-flush", "gpipe", "inter-layer"])
+def test_transfers_that_differ(name: str):
+    """Of stages that all differ, against the simulator."""
+    closed_form_s = {"1f1b-flush": uneven_one_f_one_b_s, "gpipe": gpipe_s, "inter-layer": inter_layer_s}[name]
+    rng = random.Random(3)
+    for stages, microbatches in itertools.product((2, 3, 4, 6), (1, 3, 8, 60)):
+        each = drawn(rng, stages)
+        sends_s = tuple(Fraction(rng.randint(0, 12), 4) for _ in range(stages - 1))
+        p = pipeline(each, stages, microbatches, sends_s=sends_s, update_s=2, norm_s=1)
+        forwards_s, backwards_s = zip(*each, strict=True)
+        durations = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=sends_s, update_s=2, norm_s=1)
+        program = build(name, stages=stages, microbatches=microbatches)
+        assert closed_form_s(p) == simulate(program, durations, 1).makespan_s, p
+
+
+def test_as_many_transfers_as_boundaries():
+    durations = Durations(forward_s=1, backward_s=2, send_s=(1, 2, 3))
+    with pytest.raises(ValueError, match="send_s has 3 values for 3 stages; give one per boundary"):
+        simulate(build("1f1b-flush", stages=3, microbatches=3), durations, 1)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [*SIZES, (3, 30, 3), (4, 40, 2)])
+def test_the_most_that_is_kept(ranks: int, microbatches: int, chunks: int):
+    """With equal chunks it is what their number says; else what a look at the whole batch finds."""
+    planned = layout(pipeline=ranks, global_batch=microbatches, chunks=chunks)
+    rng = random.Random(5)
+    for rank in range(ranks):
+        sizes = {"ranks": ranks, "microbatches": microbatches}
+        assert interleaving.most_kept(rank, [7] * chunks, **sizes) == 7 * chunks_in_flight(planned, rank)
+        kept = [rng.randint(0, 9) for _ in range(chunks)]
+        now, found = 0, [0]
+        for forward, chunk, _ in interleaving.order(rank, **sizes, chunks=chunks):
+            now += kept[chunk] if forward else -kept[chunk]
+            found.append(now)
+        assert now == 0
+        assert interleaving.most_kept(rank, kept, **sizes) == max(found)
+
+
+def test_memory_of_chunks_that_differ():
+    """A layer more on the first chunk of a rank and one less on the second costs what is longer in flight."""
+    model = Model(num_layers=16, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=50257)
+    even, uneven = (
+        layout(pipeline=4, global_batch=16, pipeline_layout=text)
+        for text in ("E(tt|)*7ttL", "Ett|ttt|tt|tt|tt|t|tt|ttL")
+    )
+    before, after = (memory.stages(model, one) for one in (even, uneven))
+    assert [one.weights_bytes for one in before] == [one.weights_bytes for one in after]
+    kept = of_layer(model, even).kept
+    # Rank 1 has 9 forwards in flight: once, 8 of them are of the first chunk.
+    assert chunks_in_flight(even, 1) == 9
+    assert before[1].activations_bytes == pytest.approx(9 * 2 * kept)
+    assert after[1].activations_bytes == pytest.approx((8 * 3 + 1 * 1) * kept)
+    assert [one.activations_bytes for one in (before[2], before[3])] == [
+        one.activations_bytes for one in (after[2], after[3])
+    ]
+    cluster = CLUSTERS["dgx-h100"]
+    assert costs.iteration(model, uneven, cluster).time_s > costs.iteration(model, even, cluster).time_s
