@@ -68,11 +68,11 @@ def processor_share(cluster: Cluster) -> float:
 def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run, by closed form.
 
-    PipeDream and what runs in both directions have none and are simulated, and so are 2bw and the interleaved schedule
-    where more than the ends of the pipeline differ.
+    PipeDream and what runs in both directions have none and are simulated. Where more than the ends of the pipeline
+    differ, so is 2bw, and 1F1B and the interleaved schedule are followed.
     """
     if pipeline.each and layout.chunks > 1:
-        return _interleaved_s(pipeline)
+        return interleaving.followed_s(pipeline) + periods.flush_s(pipeline)
     if layout.schedule == "2bw" and pipeline.each:
         return simulated_s(layout, pipeline)
     if layout.schedule == "2bw":
@@ -101,17 +101,6 @@ def _has_lighter_ends(pipeline: Pipeline) -> bool:
     ends = (p.first, p.last) if p.stages > 2 else ()
     lighter = any(end[way] < p.middle[way] for end in ends for way in (0, 1))
     return lighter or (p.stages > 1 and p.first.forward_s > p.last.pair_s)
-
-
-def _interleaved_s(pipeline: Pipeline) -> float:
-    """Megatron's interleaved 1F1B, simulated."""
-    from megatron_2bw.schedule.simulate import Durations, simulate
-
-    p = pipeline
-    forwards_s, backwards_s = zip(*p.each, strict=True)
-    durations = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=p.links_s)
-    programs = interleaving.programs(p.stages, p.microbatches, len(p.each) // p.stages)
-    return float(simulate(programs, durations, 1).makespan_s) + periods.flush_s(p)
 
 
 def _repeated_s(layout: Layout, pipeline: Pipeline) -> float:

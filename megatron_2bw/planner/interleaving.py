@@ -1,13 +1,12 @@
-"""Megatron's interleaved 1F1B step by step, for chunks that differ: the order of a rank, and what is in flight."""
+"""Megatron's interleaved 1F1B step by step, for chunks that differ: the order, what it keeps and how long it takes."""
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_2bw.schedule.action import Action
-    from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.planner.periods import Pipeline
 
 _GROUPS = 4
 """Of as many microbatches as ranks: what a rank has in flight rises during the first two, and then repeats."""
@@ -54,24 +53,30 @@ def most_kept(rank: int, kept: Sequence[float], *, ranks: int, microbatches: int
     return most
 
 
-def programs(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Those of the simulator; chunk c of rank r is stage ``c*ranks + r``."""
-    from megatron_2bw.schedule.program import Schedule, backward, forward, programs_of, update
+def followed_s(pipeline: Pipeline) -> float:
+    """Seconds of a batch without what follows its last backward, from action to action.
 
-    def of(rank: int) -> Iterator[Action]:
-        for is_forward, chunk, microbatch in order(rank, ranks=ranks, microbatches=microbatches, chunks=chunks):
-            yield (forward if is_forward else backward)(chunk * ranks + rank, microbatch)
-        for chunk in range(chunks):
-            yield update(chunk * ranks + rank)
-
-    stages = ranks * chunks
-    return Schedule(
-        name="interleaved",
-        stages=stages,
-        microbatches=microbatches,
-        programs=programs_of(of(rank) for rank in range(ranks)),
-        delay=(0,) * stages,
-        weight_versions=(1,) * ranks,
-        in_flight=(chunks * microbatches,) * ranks,
-        per_boundary=microbatches,
-    )
+    An action begins when the one before it on its rank has ended and what it needs is there; what a rank sends forwards
+    or backwards goes in order.
+    """
+    p, count = pipeline, len(pipeline.each)
+    sizes = {"ranks": p.stages, "microbatches": p.microbatches, "chunks": count // p.stages}
+    waiting = [deque(order(rank, **sizes)) for rank in range(p.stages)]
+    ends_s, arrivals_s = [0.0] * p.stages, {}
+    sent_s = dict.fromkeys(itertools.product(range(p.stages), (True, False)), 0.0)
+    while any(waiting):
+        for rank, actions in enumerate(waiting):
+            while actions:
+                forward, chunk, microbatch = actions[0]
+                stage = chunk * p.stages + rank
+                source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+                needs = forward, stage, microbatch
+                if 0 <= source < count and needs not in arrivals_s:
+                    break
+                actions.popleft()
+                ends_s[rank] = max(ends_s[rank], arrivals_s.pop(needs, 0.0)) + p.each[stage][not forward]
+                if 0 <= target < count:
+                    begin_s = max(ends_s[rank], sent_s[rank, forward])
+                    sent_s[rank, forward] = begin_s + p.links_s[min(stage, target)]
+                    arrivals_s[forward, target, microbatch] = sent_s[rank, forward]
+    return max(ends_s)

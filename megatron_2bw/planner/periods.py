@@ -49,7 +49,7 @@ class Pipeline:
     norm_s: float = 0
     """What all stages then sum together."""
     each: tuple[Stage, ...] = ()
-    """Every chunk of every stage in the order of the model, where more of them differ. Stages are then simulated or
+    """Every chunk of every stage in the order of the model, where more of them differ. These are then simulated or
     followed, and ``middle`` is the slowest one between the ends."""
     sends_s: tuple[float, ...] = ()
     """Of these, from each to the next, where transfers differ."""

@@ -20,6 +20,8 @@ from megatron_2bw.planner.stages import chunks_in_flight
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import Durations, simulate
 
+from .interleaved import interleaved
+
 SIZES = [(2, 2, 2), (2, 6, 3), (3, 6, 2), (4, 8, 2), (4, 16, 3)]
 """Ranks, microbatches, chunks."""
 
@@ -55,43 +57,9 @@ def test_the_order_is_megatrons(ranks: int, microbatches: int, chunks: int, monk
         assert ways == "F" * warmup + "FB" * (len(table) - warmup) + "B" * warmup
 
 
-def longest_s(p: Pipeline, chunks: int) -> Fraction:
-    """By the definition: an action begins when the one before it on its rank has ended and its input is there."""
-    count = p.stages * chunks
-    order = [
-        [
-            (forward, chunk * p.stages + rank, microbatch)
-            for forward, chunk, microbatch in interleaving.order(
-                rank, ranks=p.stages, microbatches=p.microbatches, chunks=chunks
-            )
-        ]
-        for rank in range(p.stages)
-    ]
-    ends, at, free = {}, [0] * p.stages, [Fraction(0)] * p.stages
-    channels: dict[tuple[int, bool], Fraction] = {}
-    arrivals: dict[tuple[bool, int, int], Fraction] = {}
-    while any(position < len(steps) for position, steps in zip(at, order, strict=True)):
-        for rank, steps in enumerate(order):
-            while at[rank] < len(steps):
-                forward, stage, microbatch = steps[at[rank]]
-                source = stage - 1 if forward else stage + 1
-                needs = (forward, source, microbatch)
-                if 0 <= source < count and needs not in arrivals:
-                    break
-                begin_s = max(free[rank], arrivals.get(needs, Fraction(0)))
-                free[rank] = ends[forward, stage, microbatch] = begin_s + p.each[stage][not forward]
-                if 0 <= (stage + 1 if forward else stage - 1) < count:
-                    boundary = stage if forward else stage - 1
-                    channel = (rank, forward)
-                    sent_s = max(free[rank], channels.get(channel, Fraction(0))) + p.links_s[boundary]
-                    arrivals[forward, stage, microbatch] = channels[channel] = sent_s
-                at[rank] += 1
-    return max(free)
-
-
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), SIZES)
 @pytest.mark.parametrize("send_s", [0, Fraction(1, 4), 3])
-def test_the_time_is_the_longest_path(ranks: int, microbatches: int, chunks: int, send_s: Fraction):
+def test_the_time_is_the_simulators(ranks: int, microbatches: int, chunks: int, send_s: Fraction):
     """With the last transfer three times as long; what follows the last backward adds up."""
     rng = random.Random(ranks * microbatches)
     for _ in range(5):
@@ -99,7 +67,10 @@ def test_the_time_is_the_longest_path(ranks: int, microbatches: int, chunks: int
         sends_s = (send_s,) * (len(each) - 2) + (3 * send_s,)
         p = pipeline(each, ranks, microbatches, send_s=send_s, sends_s=sends_s, update_s=2, gradients_s=1, norm_s=1)
         planned = layout(pipeline=ranks, global_batch=microbatches, chunks=chunks)
-        assert batch_s(planned, p) == float(longest_s(p, chunks)) + 4
+        forwards_s, backwards_s = zip(*each, strict=True)
+        durations = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=sends_s)
+        simulated_s = simulate(interleaved(ranks, microbatches, chunks), durations, 1).makespan_s
+        assert batch_s(planned, p) == simulated_s + 4
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), SIZES)

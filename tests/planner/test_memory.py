@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import activations, interleaving, memory
+from megatron_2bw.planner import activations, memory
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.rules import problem
@@ -17,6 +17,7 @@ from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import Durations, simulate
 
 from . import measured
+from .interleaved import interleaved
 
 MODEL = Model(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=50257)
 LLAMA = replace(
@@ -205,7 +206,7 @@ def test_losses_that_are_open_at_once():
 def test_in_flight_of_the_interleaved_schedule():
     for ranks, groups, chunks in itertools.product((2, 3, 4), (1, 2, 4), (2, 3)):
         microbatches = ranks * groups
-        timeline = simulate(interleaving.programs(ranks, microbatches, chunks), Durations(forward_s=1, backward_s=2), 1)
+        timeline = simulate(interleaved(ranks, microbatches, chunks), Durations(forward_s=1, backward_s=2), 1)
         planned = layout(
             schedule="megatron", pipeline=ranks, data=1, microbatch=1, global_batch=microbatches, chunks=chunks
         )

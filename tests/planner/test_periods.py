@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_2bw.planner import interleaving
 from megatron_2bw.planner.followed import uneven_one_f_one_b_s
 from megatron_2bw.planner.periods import (
     Pipeline,
@@ -23,6 +22,8 @@ from megatron_2bw.schedule.lowering import with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+
+from .interleaved import interleaved
 
 EVEN = (0, 0), (0, 0)
 MORE_ON_FIRST_AND_LAST = [EVEN, ((0, 0), (1, 2)), ((1, 1), (3, 3)), ((0, 2), (5, 0))]
@@ -142,7 +143,7 @@ def simulated_interleaved_s(p: Pipeline, chunks: int) -> Fraction:
         forward_s[end] += stage.forward_s - p.middle.forward_s
         backward_s[end] += stage.backward_s - p.middle.backward_s
     times = Durations(forward_s=tuple(forward_s), backward_s=tuple(backward_s), send_s=p.send_s)
-    return simulate(interleaving.programs(p.stages, p.microbatches, chunks), times, 1).makespan_s
+    return simulate(interleaved(p.stages, p.microbatches, chunks), times, 1).makespan_s
 
 
 def simulated_two_bw_s(
