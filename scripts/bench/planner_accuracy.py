@@ -38,8 +38,8 @@ PUBLISHED = (
 
 UNPRICED = (
     "NeMo 24.07: fine-tuning. Megatron-Bridge: products in 4 bits, sharded parameters, layers of several kinds",
-    "(gpt-oss, Nemotron 3), a free choice of layers per stage (Llama 3.1 405B, Qwen3 235B), experts that kernels of",
-    "their own reach (DeepSeek-V3, Qwen3 30B, Kimi K2). ZeRO-3 (Narayanan et al., 2021, Table 2).",
+    "(gpt-oss, Nemotron 3), experts that kernels of their own reach (DeepSeek-V3, Qwen3, Kimi K2). ZeRO-3 (Narayanan",
+    "et al., 2021, Table 2).",
     "Megatron's other test cases: a hidden size up to 1024, images, reinforcement learning, or no vocabulary.",
     "Times of Mixtral's test cases called A100: 297 and 364 TFLOP/s per GPU are none of an A100's, with a peak of 312.",
 )
@@ -264,7 +264,7 @@ def memory_lines(folder: Path) -> Iterator[str]:
         "",
         "Most memory that torch had allocated (GB); nothing fitted but one constant, on the four trained Mixtrals",
     )
-    for row in (*measured.memory(folder), measured_deepseek.memory(folder)):
+    for row in (*measured.memory(folder), *measured_deepseek.memory(folder)):
         stages = memory.stages(row.model, row.layout)
         needed = [stage.allocated_bytes for stage in stages]
         predicted = needed[row.stage] if row.stage is not None else max(needed)
@@ -310,15 +310,15 @@ def report(folder: Path) -> Iterator[str]:
     shared = "H100, sequences shared by up to 32 ranks, products in 8 bits (Llama 2 7B, NeMo 24.07; not fitted)"
     yield from single(shared, measured_fp8.long_sequences(folder))
     yield from single(
-        "H100, B200, GB300, products in 8 bits (Megatron-Bridge; not fitted)", measured_fp8.bridge(folder)
+        "H100, B200, GB200, GB300, products in 8 bits (Megatron-Bridge; not fitted)", measured_fp8.bridge(folder)
     )
     yield from published_memory(folder)
     golden = "Interleaved, fused attention, deterministic kernels (Megatron's own test case; not fitted)"
     yield from single(golden, measured.golden_times(folder))
     experts = "Experts in parallel, H100 (Megatron's own test cases, Mixtral; times not fitted)"
     yield from single(experts, measured.mixtral_times(folder))
-    latent = "Latent attention, shared experts, a further token predicted, GB200 (Megatron's own test case; not fitted)"
-    yield from single(latent, [measured_deepseek.time(folder)])
+    latent = "Latent attention, shared experts, a further token predicted (Megatron's own test cases; not fitted)"
+    yield from single(latent, measured_deepseek.times(folder))
     yield from memory_lines(folder)
     yield from ("", "Not priced, and so without a line here", *UNPRICED)
 

@@ -1,11 +1,11 @@
-"""Megatron's own test case of a model like DeepSeek-V3 with 14 layers, as the planner's types.
+"""Megatron's own test cases of a model like DeepSeek-V3 with 14 layers, as the planner's types.
 
-The row leaves out what the test case's ``model_config.yaml`` says (NVIDIA/Megatron-LM, core_v0.19.0,
+The rows leave out what the test cases' ``model_config.yaml`` says (NVIDIA/Megatron-LM, core_v0.19.0,
 tests/functional_tests/test_cases/mixtral): all other sizes are those of DeepSeek-V3, and the tokenizer has 256,000
 words.
-Nothing says how many GPUs there were: with any other number than 32, weights, moments and gradients would be at least a
-fifth less than what lasts from batch to batch. Tokens get to their experts by kernels of their own (HybridEP), and are
-priced as by an all-to-all.
+Nothing says how many GPUs there were: with any other number than these, weights, moments and gradients would be at
+least a fifth less than what lasts from batch to batch. Tokens get to their experts by kernels of their own (HybridEP),
+and are priced as by an all-to-all.
 """
 
 from __future__ import annotations
@@ -13,39 +13,36 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.models import MODELS
 from tests.planner.measured import DATA, Row, read
-from tests.planner.measured_fp8 import GB300
+from tests.planner.measured_fp8 import GB200
 
-GPUS = 32
-GB200 = replace(GB300, name="gb200", memory_gb=186)
-"""Of the same source, with the same rates."""
-
-
-def _row(folder: Path) -> dict[str, str]:
-    (row,) = (
-        row
-        for row in read("megatron_core_v0.19_golden_values.csv", folder)
-        if row["test_case"].startswith("deepseekv3_proxy") and row["device"] == "GB200"
-    )
-    return row
+GPUS = {"GB200": 32, "H100": 64}
+_NVL72 = Cluster(name="gb200-nvl72", gpu=GB200, gpus_per_node=32, nodes=1, intra_node_gb_s=900, inter_node_gb_s=3200)
+"""A part of it."""
+_CLUSTERS = {"GB200": _NVL72, "H100": replace(CLUSTERS["dgx-h100"], nodes=8)}
 
 
-def lasting_bytes(folder: Path = DATA) -> float:
-    """What the last stage had allocated between batches."""
-    return float(_row(folder)["mem_allocated_bytes_max"])
+def _rows(folder: Path) -> list[dict[str, str]]:
+    rows = read("megatron_core_v0.19_golden_values.csv", folder)
+    return [row for row in rows if row["test_case"].startswith("deepseekv3_proxy")]
 
 
-def time(folder: Path = DATA) -> Row:
-    """Seconds per batch, on GPUs of one NVLink."""
-    return _of(_row(folder), "iter_time_median_s_second_half")
+def lasting_bytes(folder: Path = DATA) -> list[float]:
+    """What the last stages had allocated between batches."""
+    return [float(row["mem_allocated_bytes_max"]) for row in _rows(folder)]
 
 
-def memory(folder: Path = DATA) -> Row:
-    """Bytes of the last stage, which logs."""
-    return _of(_row(folder), "mem_max_allocated_bytes_max")
+def times(folder: Path = DATA) -> list[Row]:
+    """Seconds per batch."""
+    return [_of(row, "iter_time_median_s_second_half") for row in _rows(folder)]
+
+
+def memory(folder: Path = DATA) -> list[Row]:
+    """Bytes of the last stages, which log."""
+    return [_of(row, "mem_max_allocated_bytes_max") for row in _rows(folder)]
 
 
 def _of(row: dict[str, str], measured: str) -> Row:
@@ -61,7 +58,7 @@ def _of(row: dict[str, str], measured: str) -> Row:
     layout = Layout(
         schedule="megatron",
         pipeline=pipeline,
-        data=GPUS // (tensor * pipeline),
+        data=GPUS[row["device"]] // (tensor * pipeline),
         tensor=tensor,
         expert=int(row["expert-model-parallel-size"]),
         expert_tensor=int(row["expert-tensor-parallel-size"]),
@@ -71,16 +68,14 @@ def _of(row: dict[str, str], measured: str) -> Row:
         distributed_optimizer=True,
         overlap_gradients=True,
         overlap_parameters=True,
-    )
-    cluster = Cluster(
-        name="gb200-nvl72", gpu=GB200, gpus_per_node=GPUS, nodes=1, intra_node_gb_s=900, inter_node_gb_s=3200
+        pipeline_layout=row["pipeline-model-parallel-layout"],
     )
     return Row(
-        name="deepseekv3_proxy, GB200",
+        name=f"deepseekv3_proxy, {row['device']}",
         group="DeepSeek",
         model=model,
         layout=layout,
-        cluster=cluster,
+        cluster=_CLUSTERS[row["device"]],
         measured=float(row[measured]),
         stage=pipeline - 1,
     )

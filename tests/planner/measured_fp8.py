@@ -51,6 +51,8 @@ GB300 = Gpu(
     has_mxfp8=True,
 )
 """stas00/ml-engineering at 744d01e, compute/accelerator; memory as printed on the box."""
+GB200 = replace(GB300, name="gb200", memory_gb=186)
+"""Of the same source, with the same rates."""
 RACK = Cluster(name="gb300-nvl72", gpu=GB300, gpus_per_node=72, nodes=1, intra_node_gb_s=900, inter_node_gb_s=7200)
 """72 GPUs on one NVLink, and 800 Gbit/s each beyond."""
 
@@ -84,15 +86,28 @@ _PRECISIONS = {
 """As the recipes call them: current scaling, and blocks of 32."""
 _BRIDGE = {"fp8_parameters": True, "gradients_in_bf16": True, "fused_loss": True}
 """``_perf_precision``, ``_benchmark_common``."""
-_SYSTEMS = {"DGX-H100": CLUSTERS["dgx-h100"], "DGX-B200": CLUSTERS["dgx-b200"], "DGX-GB300": RACK}
-_BRIDGE_MODELS = {"LLAMA3_8B": MODELS["llama3-8b"], "LLAMA3_70B": MODELS["llama3-70b"]}
+_SYSTEMS = {
+    "DGX-H100": CLUSTERS["dgx-h100"],
+    "DGX-B200": CLUSTERS["dgx-b200"],
+    "DGX-GB200": replace(RACK, name="gb200-nvl72", gpu=GB200, gpus_per_node=64, inter_node_gb_s=3200),
+    "DGX-GB300": RACK,
+}
+"""Of a rack of GB200s, 64 of the 72, as many as a pipeline of 16 x 4; 400 Gbit/s each beyond."""
+_BRIDGE_MODELS = {
+    "LLAMA3_8B": MODELS["llama3-8b"],
+    "LLAMA3_70B": MODELS["llama3-70b"],
+    "LLAMA3.1_405B": MODELS["llama3-405b"],
+}
+_LAYOUTS = {
+    ("LLAMA3_70B", 8, 5): "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL",
+    ("LLAMA3.1_405B", 16, 4): "Et|(tt|)*62tL",
+    ("LLAMA3.1_405B", 16, 8): "E|(t|)*126L",
+}
+"""By stages and chunks: of the recipe for H100, and what embedding and loss counted as layers each come to."""
 
 
 def bridge(folder: Path = DATA) -> Iterator[Row]:
-    """Pretraining with Megatron-Bridge 25.11 and 26.04.01, as far as nothing of it is sharded, offloaded or in 4 bits.
-
-    Stages of Llama 3 70B are taken to be even; the recipes move one layer.
-    """
+    """Pretraining with Megatron-Bridge 25.11 and 26.04.01, as far as nothing is sharded, offloaded or in 4 bits."""
     for row in read("megatron_bridge_perf_summary.csv", folder):
         recipes = _PRECISIONS.get(row["precision"])
         of_version = row["container"].startswith(("25.11", "26.04.01"))
@@ -104,10 +119,11 @@ def bridge(folder: Path = DATA) -> Iterator[Row]:
             name = f"{row['model']}, {row['gpus']} x {row['system'][4:]}, {recipe}, B={row['gbs']}"
             cluster = _SYSTEMS[row["system"]]
             sizes = {**row, "tokens_per_s_per_gpu": rate}
-            yield _row(name, _BRIDGE_MODELS[row["model"]], sizes, cluster, recipe, **_BRIDGE)
+            free = _LAYOUTS.get((row["model"], int(row["pp"]), int(row["vp"]) if row["vp"].isdigit() else 1), "")
+            yield _row(name, _BRIDGE_MODELS[row["model"]], sizes, cluster, recipe, pipeline_layout=free, **_BRIDGE)
 
 
-def _row(name: str, model: Model, row: dict[str, str], node: Cluster, recipe: Fp8, **more: bool) -> Row:
+def _row(name: str, model: Model, row: dict[str, str], node: Cluster, recipe: Fp8, **more: bool | str) -> Row:
     gpus, tensor, pipeline, context = (int(row[key]) for key in ("gpus", "tp", "pp", "cp"))
     chunks = int(row["vp"]) if row["vp"].isdigit() else 1
     layout = Layout(

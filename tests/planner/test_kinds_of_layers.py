@@ -481,18 +481,21 @@ def test_a_plan_of_deepseek_v3():
         assert choice.layout.recompute_method is RecomputeMethod.BLOCK or choice.layout.recompute_layers == 1
 
 
-def test_megatrons_own_deepseek():
-    """Nothing was fitted on it; half or twice as many GPUs would have left another number of bytes between batches."""
-    row = measured_deepseek.time()
-    assert costs.iteration(row.model, row.layout, row.cluster).time_s == pytest.approx(row.measured, rel=0.06)
+@pytest.mark.parametrize(("index", "time", "kept", "most"), [(0, 0.06, 0.06, 0.08), (1, 0.3, 0.09, 0.02)])
+def test_megatrons_own_deepseek(index: int, time: float, kept: float, most: float):
+    """Nothing was fitted on them; twice as many GPUs would have left another number of bytes between batches, and half
+    as many could not have shared the experts of the second."""
+    row, measured_bytes = measured_deepseek.times()[index], measured_deepseek.lasting_bytes()[index]
+    assert problem(row.model, row.layout) is None
+    assert costs.iteration(row.model, row.layout, row.cluster).time_s == pytest.approx(row.measured, rel=time)
     lasting = []
     for data in (row.layout.data, 2 * row.layout.data):
         last = memory.stages(row.model, replace(row.layout, data=data))[-1]
         lasting.append(last.weights_bytes + last.gradients_bytes + last.optimizer_bytes)
-    assert lasting[0] == pytest.approx(measured_deepseek.lasting_bytes(), rel=0.06)
-    assert lasting[1] < 0.8 * measured_deepseek.lasting_bytes()
+    assert lasting[0] == pytest.approx(measured_bytes, rel=kept)
+    assert lasting[1] < 0.8 * measured_bytes
     needed = memory.stages(row.model, row.layout)[-1].allocated_bytes
-    assert needed == pytest.approx(measured_deepseek.memory().measured, rel=0.08)
+    assert needed == pytest.approx(measured_deepseek.memory()[index].measured, rel=most)
 
 
 LATENT = replace(
