@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_2bw.planner.accepted import DIST_MUON, PIPELINE_LAYOUT, check_accepted
 from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
@@ -20,10 +21,7 @@ from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.unpriced import (
     CHECKED,
     DISPATCHER,
-    DIST_MUON,
     GROUPED,
-    PIPELINE_LAYOUT,
-    check_accepted,
     check_pipedream,
     check_priced,
     optimizer_of,

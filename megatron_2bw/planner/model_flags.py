@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from megatron_2bw.planner.accepted import check_model
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import LATENT_SIZES, Kind, Model
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.patterns import dense_first, pattern_of
-from megatron_2bw.planner.unpriced import check_model
 
 MODEL_NUMBERS: dict[str, str] = {
     "--num-layers": "num_layers",

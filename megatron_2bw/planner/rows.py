@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.planner.accepted import DIST_MUON
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import FP8_FORMATS, LAYOUT_NUMBERS
@@ -32,7 +33,7 @@ from megatron_2bw.planner.patterns import dense_first
 from megatron_2bw.planner.report import prediction_json
 from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.search import price
-from megatron_2bw.planner.unpriced import DIST_MUON, uncovered
+from megatron_2bw.planner.unpriced import uncovered
 
 _OF_MEGATRON = {
     "global_batch_size": "global_batch",

@@ -130,8 +130,7 @@ def error_bar(
     if model.multi_latent_attention or model.moe_shared_expert_intermediate_size or model.mtp_num_layers:
         return ErrorBar(
             0.50,
-            "of three published runs, one took 6% longer, and two over several nodes, with other exchanges, 23% and 50% "
-            "less",
+            "of three published runs, one took 6% longer, two over many GPUs, with other exchanges, 23 or 50% less",
         )
     if by_muon:
         return ErrorBar(0.30, "assumed: no run with Muon was compared, whose updates are matrix products")
