@@ -136,8 +136,18 @@ def create_mirrored_group() -> dist.ProcessGroup:
     mine = _ranks(parallel_state.get_pipeline_model_parallel_group())
     everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    made = {ranks: dist.new_group(list(ranks[::-1]), sort_ranks=False) for ranks in sorted(set(everyone))}
+    made = {ranks: dist.new_group([_Descending(rank) for rank in ranks]) for ranks in sorted(set(everyone))}
     return made[mine]
+
+
+class _Descending(int):
+    """A rank that comes before lower ones where torch sorts the ranks of a group.
+
+    Only recent versions can be told not to sort them.
+    """
+
+    def __lt__(self, other: int) -> bool:
+        return int(self) > int(other) if isinstance(other, _Descending) else int(self) < other
 
 
 def create_update_groups(
