@@ -15,7 +15,6 @@ SLOW = {
     "test_a_killed_save_does_not_leave_a_mixture_of_two_runs": ("torch]",),
     "test_an_ordinary_schedule_goes_on_with_the_newest_weights": ("torch-",),
     "test_another_layout_goes_on_with_both_versions": ("torch_dist-PP2xDP2",),
-    "test_precisions_optimizers_and_models": ("distributed-fp32",),
     "test_every_rank_ends_by_itself": ("1-", "3-1f1b-flush"),
     "test_a_rank_that_is_killed_ends_the_others": ("2bw-first", "1f1b-flush"),
     "test_tied_and_clipped_no_further_off_than_rounding": ("d4", "d2-w2"),
@@ -60,7 +59,13 @@ SLOW = {
         "muon, lead, d4",
         "update-lead, bf16, tensor parallel",
     ),
-    "test_ordinary_oracle_is_megatron": ("the same, sequence parallel", "loss per token"),
+    "test_ordinary_oracle_is_megatron": (
+        "the same, sequence parallel",
+        "loss per token",
+        "whole experts, tensor parallel",
+    ),
+    "test_experts_of_two_replicas_no_further_off_than_megatron": ("whole",),
+    "test_precisions_optimizers_and_models": ("distributed-fp32", "muon-distributed"),
 }
 """By test: how its parameters begin. What they show, others show at less cost; the suite has 25 minutes."""
 

@@ -140,11 +140,10 @@ def validate(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -
 def planned(model: Model, space: Space) -> set[Layout]:
     """What ``plan`` would print for several clusters and batches, a few layouts each."""
     layouts = set()
-    for cluster, gpus in (("dgx-a100", 16), ("p3.16xlarge", 8), ("dgx-h100", 6)):
-        for batch in (16, 96):
-            with suppress(PlanError):
-                plan = search(model, sized(CLUSTERS[cluster], gpus=gpus), batch, space, keep=3)
-                layouts.update(choice.layout for choice in plan.choices)
+    for cluster, gpus, batch in (("dgx-a100", 16, 16), ("p3.16xlarge", 8, 16), ("dgx-h100", 6, 96)):
+        with suppress(PlanError):
+            plan = search(model, sized(CLUSTERS[cluster], gpus=gpus), batch, space, keep=3)
+            layouts.update(choice.layout for choice in plan.choices)
     return layouts
 
 
@@ -202,9 +201,9 @@ LIMITS: dict[str, tuple[object, ...]] = {
 
 @pytest.mark.parametrize("model", MODEL_CASES)
 def test_megatron_accepts_what_is_printed_under_any_limits(model: str, validate: Validate):
-    """Limits that a search would not choose by itself: 60 random sets of up to five."""
+    """Limits that a search would not choose by itself: 40 random sets of up to five."""
     chosen, found = random.Random(model), 0
-    for _ in range(60):
+    for _ in range(40):
         limited = chosen.sample(sorted(LIMITS), chosen.randint(1, 5))
         values = {limit: tuple(chosen.sample(LIMITS[limit], chosen.randint(1, 2))) for limit in limited}
         space = Space(**values, precision=chosen.choice([None, *Precision]), tight=chosen.random() < 0.3)
@@ -216,7 +215,7 @@ def test_megatron_accepts_what_is_printed_under_any_limits(model: str, validate:
                 assert args.data_parallel_size == choice.layout.data, (name(choice.layout), space)
                 assert config.pipeline_model_parallel_size == choice.layout.pipeline
                 found += 1
-    assert found > 30
+    assert found > 20
 
 
 @pytest.mark.parametrize("model", MODEL_CASES)
