@@ -40,6 +40,7 @@ SLOW = {
         *("d4-m8", "d4-m4", "d2-m4-w1", "d2-m1-w2", "d4]"),
         *("gems, d2, 2 replicas", "mixpipe, d4]", "mixpipe, d4, 2 replicas"),
         *("chimera, d4]", "chimera, d2, 2 replicas", "chimera, loss per token"),
+        "chimera, bf16, tensor parallel",
     ),
     "test_equal_to_the_last_bit": ("d2]", "lion"),
     "test_equal_to_the_loop_to_the_last_bit_untied_without_clipping": ("d2]",),
@@ -49,7 +50,7 @@ SLOW = {
     "test_aliases_are_the_same_schedule": ("dapple",),
     "test_megatron_is_untouched_with_the_extension_loaded": ("4-8-1", "2-4-1", "1-2-1"),
     "test_equal_to_the_oracle": (
-        *("GQA, SwiGLU, RoPE, RMSNorm, bf16, tensor parallel", "PP2xTP2, fp32"),
+        *("GQA, SwiGLU, RoPE, RMSNorm, bf16, tensor parallel", "PP2xTP2, fp32", "PP2xTP2, bf16"),
         *("PP2, bf16", "PP4, bf16", "PP2xDP2, fp32"),
     ),
     "test_equals_the_oracle": (
@@ -65,7 +66,7 @@ SLOW = {
         "whole experts, tensor parallel",
     ),
     "test_experts_of_two_replicas_no_further_off_than_megatron": ("whole",),
-    "test_precisions_optimizers_and_models": ("distributed-fp32", "muon-distributed"),
+    "test_precisions_optimizers_and_models": ("distributed-fp32", "muon-distributed", "several-tokens"),
 }
 """By test: how its parameters begin. What they show, others show at less cost; the suite has 25 minutes."""
 
