@@ -22,7 +22,15 @@ from megatron_2bw.mcore.rows import (
     words,
 )
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.pipeline_layout import EMBEDDING, LAYER, LOSS, PREDICTION, stages_of
+from megatron_2bw.planner.pipeline_layout import (
+    EMBEDDING,
+    LAYER,
+    LOSS,
+    PREDICTION,
+    has_an_empty_stage,
+    predicts_early,
+    stages_of,
+)
 
 
 def _leads_too_far(args: Any) -> bool:
@@ -68,11 +76,11 @@ def _stages_of(args: Any) -> tuple[str, ...]:
 
 
 def _predicts_before_the_last_stage(args: Any) -> bool:
-    return bool(getattr(args, "mtp_num_layers", None)) and any(PREDICTION in stage for stage in _stages_of(args)[:-1])
+    return bool(getattr(args, "mtp_num_layers", None)) and predicts_early(_stages_of(args))
 
 
 def _has_an_empty_stage(args: Any) -> bool:
-    return any(not {LAYER, PREDICTION}.intersection(stage) for stage in _stages_of(args)[1:-1])
+    return has_an_empty_stage(_stages_of(args))
 
 
 def _quantizes(args: Any) -> bool:

@@ -68,6 +68,16 @@ def chunks_of(text: str, pipeline: int) -> int:
     return stages // pipeline
 
 
+def predicts_early(stages: tuple[str, ...]) -> bool:
+    """Whether a stage before the last one predicts further tokens."""
+    return any(PREDICTION in stage for stage in stages[:-1])
+
+
+def has_an_empty_stage(stages: tuple[str, ...]) -> bool:
+    """Whether a stage between the first and the last has no weights."""
+    return any(not {LAYER, PREDICTION}.intersection(stage) for stage in stages[1:-1])
+
+
 def layout_problem(text: str, *, pipeline: int, num_layers: int, mtp_num_layers: int) -> Problem | None:
     """Why a model cannot be spread like that; None if it can.
 

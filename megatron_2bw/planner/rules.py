@@ -10,7 +10,7 @@ from megatron_2bw.planner.kernels import fp8_problem, fp8_size_problem, optimize
 from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
-from megatron_2bw.planner.pipeline_layout import LAYER, PREDICTION, stages_of
+from megatron_2bw.planner.pipeline_layout import PREDICTION, has_an_empty_stage, predicts_early, stages_of
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import most_layers, spread
 from megatron_2bw.schedule.registry import MIRRORED
@@ -276,8 +276,8 @@ def _free_problem(layout: Layout) -> Problem | None:
     """Why the schedule cannot run with stages like that: see ``mcore.refused``."""
     if layout.schedule == MEGATRON:
         return None
-    *before, _ = stages_of(layout.pipeline_layout)
-    if any(PREDICTION in stage for stage in before):
+    stages = stages_of(layout.pipeline_layout)
+    if predicts_early(stages):
         why = f"{layout.schedule} transfers tensors of one shape, and more go on from there"
         if layout.schedule in DELAYED:
             why = f"{layout.schedule} ties embeddings of the first and the last stage alone"
@@ -285,7 +285,7 @@ def _free_problem(layout: Layout) -> Problem | None:
             f"pipeline_layout {layout.pipeline_layout!r} has {PREDICTION} before the last stage: {why}",
             f"put {PREDICTION} into the last stage, or use schedule {MEGATRON}",
         )
-    if any(LAYER not in stage for stage in before[1:]):
+    if has_an_empty_stage(stages):
         return Problem(
             f"pipeline_layout {layout.pipeline_layout!r} has an empty stage: {layout.schedule} updates nothing there",
             f"give every stage a layer, or use schedule {MEGATRON}",
