@@ -48,7 +48,10 @@ class Device:
         self._shared: set[int] = set()
         self._given_back: dict[Line, list[Memory]] = {}
         """By owner, until that could have used it again."""
-        self._transfers: dict[tuple[str, int | None], Line] = {}
+        self._links: dict[tuple[str, int | None], Line] = {}
+        """By group, and by peer unless it is for collectives."""
+        self._transfers: set[Line] = set()
+        """What these use, torch keeps until they are waited for."""
         self._batch: list[tuple[Line, Line]] | None = None
         """Transfers that begin together, with the line that each belongs to."""
         self._works: dict[int, tuple[dist.Work, Seen]] = {}
@@ -87,12 +90,11 @@ class Device:
             after = {other.name: number for other, number in line.seen().items()}
             step = line.step()
             self.steps.append(Step(line.name, step, after, meeting, line.on_host, where))
-            transfers = self._transfers.values()  # What they use, torch keeps until they are waited for.
             self.races += [
                 f"{where}, in memory that was given back, not after the {access}"
                 for memory in self._given_back.pop(line, ())
                 for access in memory.under_way()
-                if access.line not in transfers
+                if access.line not in self._transfers
             ]
             for tensor, writes in uses:
                 extent = _extent(tensor)
@@ -128,14 +130,15 @@ class Device:
             return self.host
         peer = None if ends is None else ends[ends[0] == group.rank()]
         key = group.group_name, peer
-        if key not in self._transfers:
-            self._transfers[key] = self.new_line(f"{'group' if peer is None else 'link'} {group.group_desc}")
-        line = self._transfers[key]
+        if key not in self._links:
+            self._links[key] = self.new_line(f"{'group' if peer is None else 'link'} {group.group_desc}")
+        line = self._links[key]
         if self._batch is not None:
-            alone = self._transfers[f"{group.group_name} {len(self._lines)}", peer] = self.new_line(line.name)
+            alone = self.new_line(line.name)
             alone.after(line.seen())
             self._batch.append((alone, line))
             line = alone
+        self._transfers.add(line)
         line.after(self.stream.line.seen())
         self.launch(line, uses, what, meeting)
         return line
