@@ -9,4 +9,5 @@ cd "$ROOT"
 
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
-"$VENV/bin/python" -m pytest "$@"
+# Two files at a time: the ranks of a test wait for each other, too.
+"$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@"

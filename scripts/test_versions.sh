@@ -15,5 +15,5 @@ for version in 0.18.2 0.19.2; do
             --target "$packages" "megatron-core==$version" pyyaml==6.0.3  # 0.18 reads YAML without saying so.
     fi
     echo "megatron-core $version"
-    PYTHONPATH="$packages" "$VENV/bin/python" -m pytest tests/mcore tests/examples "$@"
+    PYTHONPATH="$packages" "$VENV/bin/python" -m pytest -n 2 --dist loadfile tests/mcore tests/examples "$@"
 done

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import unittest.mock
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -104,22 +104,22 @@ def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: floa
 def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, timeout_s: float = TIMEOUT_S) -> Ended:
     """Start one process per rank, wait for all and kill what still runs at the timeout."""
     start_s = time.monotonic()
-    port = _free_port()
     context = _context() if case.device == "cpu" else multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)]
-    with unittest.mock.patch.dict(os.environ, {} if case.device == "cpu" else ENVIRONMENT_ON_GPU):
-        for process in processes:
-            process.start()
-    try:
-        for process in processes:
-            process.join(max(0.0, start_s + timeout_s - time.monotonic()))
-        codes = [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # What a killed rank had started.
+    with _reserved_port() as port:
+        processes = [context.Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)]
+        with unittest.mock.patch.dict(os.environ, {} if case.device == "cpu" else ENVIRONMENT_ON_GPU):
+            for process in processes:
+                process.start()
+        try:
+            for process in processes:
+                process.join(max(0.0, start_s + timeout_s - time.monotonic()))
+            codes = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # What a killed rank had started.
     logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
     outputs = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
     return Ended(exit_codes=codes, outputs=outputs, seconds=time.monotonic() - start_s)
@@ -182,10 +182,13 @@ def _require_equal(what: str, found: Any, expected: Any) -> None:
         raise RuntimeError(f"{what} differ between ranks: {found} and {expected}")
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that no other job of this machine is given: rank 0 may listen on it, for both sides reuse addresses."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
