@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +13,14 @@ from typing import Any
 
 from .case import Case
 from .faults import before, in_call, kill_process
+from .harness import Ended
 
 WOKE_UP = 7
 """Exit code of a rank that hung for twice the timeout: nobody can be left to wait for it."""
+PLACE = re.compile(
+    r"stage (\d): (\S+ \(batches counted from the start of the run\)|between the calls of batches \d+ and \d+)"
+)
+"""The second is where Megatron adds up the losses of replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +74,19 @@ def _with_timeout(initialize: Callable[..., None], timeout: timedelta) -> Callab
         initialize(self, *args, **(keywords | {"timeout": timeout}))
 
     return wrapper
+
+
+def assert_places(ended: Ended, ranks: set[int], stages: int) -> dict[int, str]:
+    """What each of ``ranks`` says it was doing, at its own stage."""
+    replicas = len(ended.outputs) // stages
+    places = {}
+    for rank in ranks:
+        lines = [
+            line for line in ended.outputs[rank].splitlines() if f"rank {rank} failed with the error above" in line
+        ]
+        assert len(lines) == 1, ended.tails()
+        found = PLACE.search(lines[0])
+        assert found is not None, lines
+        assert int(found[1]) == rank // replicas
+        places[rank] = found[2]
+    return places

@@ -14,8 +14,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from .case import Case, Fault
-from .hangs import WOKE_UP, Loss, main
-from .harness import ENVIRONMENT, Ended, import_path, launch
+from .hangs import WOKE_UP, Loss, assert_places, main
+from .harness import ENVIRONMENT, import_path, launch
 from .worker import through_launcher, write_case
 
 MESSAGE = "the coolant of this test has leaked"
@@ -23,10 +23,6 @@ WITHIN_S = 20.0
 TIMEOUT_S = 10.0
 STARTED_WITHIN_S = 60.0
 """Of a loaded machine."""
-PLACE = re.compile(
-    r"stage (\d): (\S+ \(batches counted from the start of the run\)|between the calls of batches \d+ and \d+)"
-)
-"""The second is where Megatron adds up the losses of replicas."""
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
@@ -73,7 +69,7 @@ def test_a_rank_that_is_killed_ends_the_others(case: Case, rank: int, call: int,
     loss = Loss(rank=rank, kind="killed", place="forward", call=call, timeout_s=10 * STARTED_WITHIN_S)
     ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + WITHIN_S)
     assert ended.exit_codes == [-signal.SIGKILL if other == rank else 1 for other in range(case.ranks)], ended.tails()
-    _assert_places(ended, set(range(case.ranks)) - {rank}, case.stages)
+    assert_places(ended, set(range(case.ranks)) - {rank}, case.stages)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +84,7 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(case: Case, rank: 
     loss = Loss(rank=rank, kind="hanging", place="forward", call=call, timeout_s=TIMEOUT_S)
     ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + 2 * TIMEOUT_S)
     assert ended.exit_codes == [WOKE_UP if other == rank else 1 for other in range(case.ranks)], ended.tails()
-    _assert_places(ended, set(range(case.ranks)) - {rank}, case.stages)
+    assert_places(ended, set(range(case.ranks)) - {rank}, case.stages)
     beside = {rank - 1: "RECV_B", rank + 1: "RECV_F"}
     for other in beside.keys() & set(range(case.ranks)):
         waited = rf"PeerLostError: stage {other}: {other}{beside[other]}\d@\d .*, with rank {rank}, failed"
@@ -102,26 +98,10 @@ def test_a_reduction_that_hangs_is_named(tmp_path: Path) -> None:
     loss = Loss(rank=1, kind="hanging", place="reduction", call=7, timeout_s=TIMEOUT_S)
     ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + 2 * TIMEOUT_S)
     assert ended.exit_codes == [1, 1], ended.tails()
-    places = _assert_places(ended, {0, 1}, case.stages)
+    places = assert_places(ended, {0, 1}, case.stages)
     assert any("REDUCE_WAIT" in place or "UPDATE" in place for place in places.values()), places
     assert re.search(r"PeerLostError: stage 0: 0(REDUCE_WAIT:\w+|UPDATE)@\d .*: the .* failed", ended.outputs[0])
     assert re.search(r"PeerLostError: stage 1: 1(REDUCE_WAIT:\w+|UPDATE)@\d .*: not complete", ended.outputs[1])
-
-
-def _assert_places(ended: Ended, ranks: set[int], stages: int) -> dict[int, str]:
-    """What each of ``ranks`` says it was doing, at its own stage."""
-    replicas = len(ended.outputs) // stages
-    places = {}
-    for rank in ranks:
-        lines = [
-            line for line in ended.outputs[rank].splitlines() if f"rank {rank} failed with the error above" in line
-        ]
-        assert len(lines) == 1, ended.tails()
-        found = PLACE.search(lines[0])
-        assert found is not None, lines
-        assert int(found[1]) == rank // replicas
-        places[rank] = found[2]
-    return places
 
 
 @pytest.mark.parametrize(("code", "between", "closes"), [(0, True, True), (0, False, False), (1, True, False)])

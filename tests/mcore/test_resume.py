@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from megatron_2bw.mcore.symbols import megatron_version
 from .case import Case
 from .compare import FLOOR, deviation, differing
 from .features import BIASED, SEVERAL_TOKENS, SHARDED_BY_LAYERS
-from .harness import Results, collect, launch, merge, run
+from .harness import collect, launch, merge, run
 from .interrupted import Kill, killed, slow_to_write
 from .oracle import oracle
+from .saved import TRACKER, Saved, assert_continues, resume, save, saving, tail
 
 BATCHES = 12
 FORMATS = ["torch", "torch_dist"]
@@ -27,58 +28,8 @@ CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=BATCHES, clip=1.0,
 DETERMINED = Case(schedule="2bw", stages=2, microbatches=4, batches=BATCHES, tied=False)
 """Without dropout, whose numbers depend on the layout: equal to the oracle to the last bit."""
 ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
-TRACKER = "latest_checkpointed_iteration.txt"
 FILES_PER_SAVE = 2 if megatron_version().startswith("0.18") else 1
 """At most, of a rank."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A finished run and its checkpoints."""
-
-    case: Case
-    folder: Path
-    format: str
-    results: Results
-
-    def resumed(self, iteration: int, case: Case | None = None) -> Results:
-        """``case``, by default that of the run, continued from ``iteration`` as if the run had stopped there."""
-        (self.folder / TRACKER).write_text(str(iteration))
-        return resume(case or self.case, self.folder, self.format)
-
-
-def resume(case: Case, folder: Path, format_: str) -> Results:
-    """``case``, continued from what the tracker file in ``folder`` names."""
-    # Not from the cache: equal cases differ in what that file says.
-    return run.__wrapped__(replace(case, flags=(*case.flags, "--load", str(folder), "--ckpt-format", format_)))
-
-
-def saving(case: Case, folder: Path, format_: str, interval: int = 1, *flags: str) -> Case:
-    where = ("--save", str(folder), "--save-interval", str(interval), "--ckpt-format", format_)
-    return replace(case, flags=(*case.flags, *where, *flags))
-
-
-def save(case: Case, folder: Path, format_: str, interval: int = 1) -> Saved:
-    return Saved(case, folder, format_, run(saving(case, folder, format_, interval)))
-
-
-def tail(whole: Results, batches: int) -> Results:
-    """The last batches of a run."""
-    return replace(
-        whole,
-        losses=whole.losses[:, -batches:],
-        seeds=whole.seeds[:, -batches:],
-        norms=whole.norms[-batches:],
-        rates=whole.rates[-batches:],
-    )
-
-
-def assert_continues(found: Results, whole: Results, iteration: int) -> None:
-    """To the last bit: losses, norms, learning rates and weights."""
-    expected = tail(whole, BATCHES - iteration)
-    assert found.losses.shape[1] == BATCHES - iteration
-    assert differing(found, expected) == []
-    assert found.rates == expected.rates
 
 
 @pytest.fixture(scope="module", params=FORMATS)

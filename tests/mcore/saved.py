@@ -1,0 +1,62 @@
+"""Runs with checkpoints, and the same runs continued from one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .case import Case
+from .compare import differing
+from .harness import Results, run
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished run and its checkpoints."""
+
+    case: Case
+    folder: Path
+    format: str
+    results: Results
+
+    def resumed(self, iteration: int, case: Case | None = None) -> Results:
+        """``case``, by default that of the run, continued from ``iteration`` as if the run had stopped there."""
+        (self.folder / TRACKER).write_text(str(iteration))
+        return resume(case or self.case, self.folder, self.format)
+
+
+def resume(case: Case, folder: Path, format_: str) -> Results:
+    """``case``, continued from what the tracker file in ``folder`` names."""
+    # Not from the cache: equal cases differ in what that file says.
+    return run.__wrapped__(replace(case, flags=(*case.flags, "--load", str(folder), "--ckpt-format", format_)))
+
+
+def saving(case: Case, folder: Path, format_: str, interval: int = 1, *flags: str) -> Case:
+    where = ("--save", str(folder), "--save-interval", str(interval), "--ckpt-format", format_)
+    return replace(case, flags=(*case.flags, *where, *flags))
+
+
+def save(case: Case, folder: Path, format_: str, interval: int = 1) -> Saved:
+    return Saved(case, folder, format_, run(saving(case, folder, format_, interval)))
+
+
+def tail(whole: Results, batches: int) -> Results:
+    """The last batches of a run."""
+    return replace(
+        whole,
+        losses=whole.losses[:, -batches:],
+        seeds=whole.seeds[:, -batches:],
+        norms=whole.norms[-batches:],
+        rates=whole.rates[-batches:],
+    )
+
+
+def assert_continues(found: Results, whole: Results, iteration: int) -> None:
+    """To the last bit: losses, norms, learning rates and weights."""
+    left = whole.losses.shape[1] - iteration
+    expected = tail(whole, left)
+    assert found.losses.shape[1] == left
+    assert differing(found, expected) == []
+    assert found.rates == expected.rates
