@@ -25,7 +25,18 @@ def test_what_a_command_says_and_how_it_ends(command: tuple[str, ...], code: int
     assert gpu_report._output_of(command, end_s=time.monotonic() + 60) == (code, "1")
 
 
-def test_what_takes_too_long_is_stopped() -> None:
-    code, said = gpu_report._output_of(("-c", "print(1, flush=True); import time; time.sleep(60)"), end_s=0.0)
+def test_what_takes_too_long_is_stopped_and_says_what_failed(tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text("import time\ndef test_a():\n    assert 1 == 2\ndef test_b():\n    time.sleep(60)\n")
+    code, said = gpu_report._output_of(("-m", "pytest", "-p", "no:cacheprovider", str(file)), time.monotonic() + 5.0)
     assert code == 1
-    assert said.endswith("stopped: not done 540 s after the start")
+    assert "assert 1 == 2" in said
+    assert said.endswith("stopped: not done 510 s after the start")
+
+
+def test_what_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "TO_END_S", 0.5)
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    code, said = gpu_report._output_of(("-c", deaf), time.monotonic() + 2.0)
+    assert code == 1
+    assert said.startswith("1\nstopped")
