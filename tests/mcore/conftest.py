@@ -68,7 +68,7 @@ SLOW = {
     "test_experts_of_two_replicas_no_further_off_than_megatron": ("whole",),
     "test_precisions_optimizers_and_models": ("distributed-fp32", "muon-distributed", "several-tokens"),
 }
-"""By test: how its parameters begin. What they show, others show at less cost; the suite has a quarter of an hour."""
+"""By test: how its parameters begin. What they show, others show at less cost; the suite has 25 minutes."""
 
 
 @pytest.hookimpl(tryfirst=True)
