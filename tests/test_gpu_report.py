@@ -15,6 +15,16 @@ import gpu_report
 import schedules
 
 
+def test_every_gpu_test_is_run_once() -> None:
+    files = {str(path.relative_to(gpu_report.ROOT)) for path in gpu_report.ROOT.glob("tests/gpu/test_*.py")}
+    collected = []
+    for command in gpu_report.TESTS:
+        code, said = gpu_report._output_of((*command, "--collect-only", "-n", "0"), end_s=time.monotonic() + 60)
+        assert code == 0
+        collected += {line.partition("::")[0] for line in said.splitlines() if "::" in line}
+    assert sorted(collected) == sorted(files)
+
+
 def test_the_benchmark_takes_its_arguments() -> None:
     assert gpu_report.ROOT / gpu_report.BENCH[0] == Path(schedules.__file__)
     assert schedules.parser().parse_args(gpu_report.BENCH[1:]).part == "gpt"
@@ -28,10 +38,11 @@ def test_what_a_command_says_and_how_it_ends(command: tuple[str, ...], code: int
 def test_what_takes_too_long_is_stopped_and_says_what_failed(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import time\ndef test_a():\n    assert 1 == 2\ndef test_b():\n    time.sleep(60)\n")
-    code, said = gpu_report._output_of(("-m", "pytest", "-p", "no:cacheprovider", str(file)), time.monotonic() + 5.0)
+    command = ("-m", "pytest", "-p", "no:cacheprovider", "-n", "2", str(file))
+    code, said = gpu_report._output_of(command, time.monotonic() + 10.0)
     assert code == 1
     assert "assert 1 == 2" in said
-    assert said.endswith("stopped: not done 510 s after the start")
+    assert said.endswith("stopped: not done 495 s after the start")
 
 
 def test_what_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 from delayed_training import Trial, train
 from language_models import Size
 
+pytestmark = pytest.mark.gpu
 SIZE = Size(layers=2, hidden=64, sequence=64, batch=16, steps=50)
 WITHIN = 2e-3
 """Of a loss in bf16."""
