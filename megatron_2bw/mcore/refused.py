@@ -21,6 +21,7 @@ from megatron_2bw.mcore.rows import (
     given,
     words,
 )
+from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.pipeline_layout import (
     EMBEDDING,
@@ -59,6 +60,13 @@ def _is_sharded_by_layers(args: Any) -> bool:
 
 def _gathers_weights_one_by_one(args: Any) -> bool:
     return _is_sharded_by_layers(args) and getattr(args, "use_layer_wise_param_layout", None) is False
+
+
+def _sums_experts_over_wrong_ranks(args: Any) -> bool:
+    """Megatron 0.18 takes such experts for weights that the tensor-parallel ranks split like all others."""
+    split = getattr(args, "expert_tensor_parallel_size", None)
+    is_split_apart = args.num_experts and split not in (None, args.tensor_model_parallel_size)
+    return bool(is_split_apart) and args.expert_model_parallel_size == 1 and megatron_version().startswith("0.18.")
 
 
 def _stages_of(args: Any) -> tuple[str, ...]:
@@ -232,6 +240,13 @@ REFUSED: tuple[Refused, ...] = (
         schedules=MIRRORED,
         reason="loads and losses of experts are counted once per rank, and a rank has two stages",
         remedy=USE_FLUSH,
+    ),
+    Refused(
+        flag="--expert-tensor-parallel-size, without --expert-model-parallel-size, in Megatron 0.18",
+        is_set=_sums_experts_over_wrong_ranks,
+        schedules=OURS,
+        reason="Megatron 0.18 sums these experts' gradients over the wrong ranks, and their copies drift apart",
+        remedy="use megatron-core 0.19, leave the flag out, or set --expert-model-parallel-size above 1",
     ),
     Refused(
         flag="--grad-reduce-in-bf16",

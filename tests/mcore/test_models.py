@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_2bw.mcore.symbols import megatron_version
+
 from .case import Case
 from .compare import deviation
 from .features import EXACT, EXPERTS, TWO_REPLICAS
@@ -23,20 +25,31 @@ CALIBRATED = [
 ]
 
 
-@pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    is_split_apart = case.expert_tensor_parallel not in (0, case.tensor_parallel) and case.expert_parallel == 1
+    wrong = is_split_apart and megatron_version().startswith("0.18.")
+    return [pytest.mark.skipif(wrong, reason="Megatron 0.18 sums these experts' gradients over the wrong ranks")]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=_marks(case)) for name, case in EXACT.items()])
 def test_equal_to_the_oracle(case: Case) -> None:
     assert compared(case).problems() == []
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(EXACT[name])) for name in CALIBRATED])
 def test_ordinary_oracle_is_megatron(name: str) -> None:
     assert compared(replace(EXACT[name], schedule=None), delay=0).problems() == []
 
 
-@pytest.mark.parametrize("shared", [{"expert_parallel": 2}, {"expert_tensor_parallel": 2}], ids=["whole", "split"])
-def test_experts_of_two_replicas_no_further_off_than_megatron(shared: dict[str, int]) -> None:
+SHARED = {
+    "whole": replace(TWO_REPLICAS, model=EXPERTS, expert_parallel=2),
+    "split": replace(TWO_REPLICAS, model=EXPERTS, expert_tensor_parallel=2),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=_marks(case)) for name, case in SHARED.items()])
+def test_experts_of_two_replicas_no_further_off_than_megatron(case: Case) -> None:
     """Experts on two ranks add up tokens of both replicas in another order; the oracle has them on one."""
-    case = replace(TWO_REPLICAS, model=EXPERTS, **shared)
     stock = replace(case, schedule=None)
     assert deviation(run(case), oracle(case, delay=1)).within(
         deviation(run(stock), oracle(stock, delay=0)).at_least(2e-6)

@@ -7,12 +7,14 @@ from copy import copy
 
 import pytest
 
+from megatron_2bw.mcore import refused
 from megatron_2bw.mcore.arguments import ArgumentError, _exit, _map, _refuse, add_arguments
 from megatron_2bw.mcore.rows import STOCK
 from megatron_2bw.mcore.support import MAPPED, OURS, REFUSED, SLOWED
 from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.schedule.registry import SCHEDULES
 
+OLD_EXPERTS = "--expert-tensor-parallel-size, without --expert-model-parallel-size, in Megatron 0.18"
 SETTINGS: dict[str, list[dict[str, object]]] = {
     "--mixpipe-k / --mixpipe-gamma": [{"mixpipe_k": 4}, {"mixpipe_gamma": 1}],
     "--num-experts": [{"num_experts": 4}],
@@ -51,6 +53,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     ],
     "has_cond_embedder / flextron of the config": [{"has_cond_embedder": True}, {"flextron": True}],
     "--pipeline-model-parallel-comm-backend ucc": [{"pipeline_model_parallel_comm_backend": "ucc"}],
+    OLD_EXPERTS: [{"num_experts": 4, "expert_tensor_parallel_size": 2}],
     "--grad-reduce-in-bf16": [{"grad_reduce_in_bf16": True}],
     "--ddp-param-name-patterns-for-fp32-local-accumulation": [
         {"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]}
@@ -206,7 +209,11 @@ def test_defaults_pass_without_a_word(defaults: argparse.Namespace, schedule: st
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.flag} {min(row.schedules)}")
-def test_refused_with_flag_reason_and_remedy(defaults: argparse.Namespace, row) -> None:
+def test_refused_with_flag_reason_and_remedy(
+    defaults: argparse.Namespace, row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if row.flag == OLD_EXPERTS:
+        monkeypatch.setattr(refused, "megatron_version", lambda: "0.18.2")
     for settings in SETTINGS[row.flag]:
         for schedule in OURS | STOCK:
             args = _with(defaults, schedule, settings)
@@ -216,6 +223,15 @@ def test_refused_with_flag_reason_and_remedy(defaults: argparse.Namespace, row) 
                 assert all(part in str(refusal.value) for part in (row.flag, schedule, row.reason, row.remedy))
             elif _name(row) not in {_name(other) for other in REFUSED if schedule in other.schedules}:
                 _refuse(args, schedule)
+
+
+@pytest.mark.parametrize("kept", [{"expert_tensor_parallel_size": 1}, {"expert_model_parallel_size": 2}, "0.19.2"])
+def test_experts_are_refused_only_where_megatron_fails(
+    defaults: argparse.Namespace, kept: dict[str, int] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (settings,) = SETTINGS[OLD_EXPERTS]
+    monkeypatch.setattr(refused, "megatron_version", lambda: kept if isinstance(kept, str) else "0.18.2")
+    _refuse(_with(defaults, "2bw", settings | (kept if isinstance(kept, dict) else {})), "2bw")
 
 
 def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsys: pytest.CaptureFixture) -> None:
