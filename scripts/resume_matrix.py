@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import heading
 
 from tests.mcore.compare import differing
-from tests.mcore.saved import save, tail
-from tests.mcore.test_resume import BATCHES, CASE, FORMATS
+from tests.mcore.saved import BATCHES, CASE, save, tail
+from tests.mcore.test_resume import FORMATS
 
 SETTINGS = {
     "PP2, fp32": CASE,

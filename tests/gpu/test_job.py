@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.mcore import saved
 from tests.mcore.case import EVALUATION_ITERATIONS, Case
 from tests.mcore.compare import FLOOR, deviation, differing
 from tests.mcore.hangs import WOKE_UP, Loss, assert_places, main
@@ -19,11 +20,8 @@ from tests.mcore.saved import assert_continues, save, tail
 
 pytestmark = pytest.mark.gpu
 
-BATCHES = 12
-DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
-CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=BATCHES, clip=1.0, model=DROPOUT, device="cuda")
-DETERMINED = replace(CASE, microbatches=4, clip=0.0, tied=False, model=())
-"""Without dropout, whose numbers depend on the layout: equal to the oracle to the last bit."""
+CASE = replace(saved.CASE, device="cuda")
+DETERMINED = replace(saved.DETERMINED, device="cuda")
 STARTED_WITHIN_S = 90.0
 TIMEOUT_S = 10.0
 
@@ -45,11 +43,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(case: Case, format_: str, tmp_pa
 
 
 def test_other_schedules_and_layouts_go_on_from_its_checkpoint(tmp_path: Path) -> None:
-    saved = save(DETERMINED, tmp_path, "torch_dist", interval=6)
-    stock = saved.resumed(6, replace(DETERMINED, schedule="megatron"))
+    whole = save(DETERMINED, tmp_path, "torch_dist", interval=6)
+    stock = whole.resumed(6, replace(DETERMINED, schedule="megatron"))
     newest = tail(oracle(DETERMINED, delay=1, delayed_batches=6), 6)
     assert differing(stock, newest, norms=False) == []
-    four = saved.resumed(6, replace(DETERMINED, stages=4))
+    four = whole.resumed(6, replace(DETERMINED, stages=4))
     assert max(deviation(four, tail(oracle(DETERMINED, delay=1), 6))) <= FLOOR
 
 

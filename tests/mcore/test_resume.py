@@ -19,14 +19,9 @@ from .features import BIASED, SEVERAL_TOKENS, SHARDED_BY_LAYERS
 from .harness import collect, launch, merge, run
 from .interrupted import Kill, killed, slow_to_write
 from .oracle import oracle
-from .saved import TRACKER, Saved, assert_continues, resume, save, saving, tail
+from .saved import BATCHES, CASE, DETERMINED, TRACKER, Saved, assert_continues, resume, save, saving, tail
 
-BATCHES = 12
 FORMATS = ["torch", "torch_dist"]
-DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
-CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=BATCHES, clip=1.0, model=DROPOUT)
-DETERMINED = Case(schedule="2bw", stages=2, microbatches=4, batches=BATCHES, tied=False)
-"""Without dropout, whose numbers depend on the layout: equal to the oracle to the last bit."""
 ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 FILES_PER_SAVE = 2 if megatron_version().startswith("0.18") else 1
 """At most, of a rank."""

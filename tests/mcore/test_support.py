@@ -225,13 +225,16 @@ def test_refused_with_flag_reason_and_remedy(
                 _refuse(args, schedule)
 
 
-@pytest.mark.parametrize("kept", [{"expert_tensor_parallel_size": 1}, {"expert_model_parallel_size": 2}, "0.19.2"])
+@pytest.mark.parametrize(
+    ("kept", "version"),
+    [({"expert_tensor_parallel_size": 1}, "0.18.2"), ({"expert_model_parallel_size": 2}, "0.18.2"), ({}, "0.19.2")],
+)
 def test_experts_are_refused_only_where_megatron_fails(
-    defaults: argparse.Namespace, kept: dict[str, int] | str, monkeypatch: pytest.MonkeyPatch
+    defaults: argparse.Namespace, kept: dict[str, object], version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (settings,) = SETTINGS[OLD_EXPERTS]
-    monkeypatch.setattr(refused, "megatron_version", lambda: kept if isinstance(kept, str) else "0.18.2")
-    _refuse(_with(defaults, "2bw", settings | (kept if isinstance(kept, dict) else {})), "2bw")
+    monkeypatch.setattr(refused, "megatron_version", lambda: version)
+    _refuse(_with(defaults, "2bw", settings | kept), "2bw")
 
 
 def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsys: pytest.CaptureFixture) -> None:
