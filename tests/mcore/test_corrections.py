@@ -13,7 +13,7 @@ from .faults import INFINITE_GRADIENT
 from .harness import run
 from .matrix import compared
 from .oracle import oracle
-from .test_resume import DROPOUT, assert_continues, save
+from .saved import DROPOUT, assert_continues, save
 
 CASE = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=12, lead=2.0)
 CASES = {

@@ -14,8 +14,8 @@ from .faults import INFINITE_GRADIENT
 from .features import ALL_TO_ALL
 from .harness import collect, merge, run
 from .matrix import compared
+from .saved import DROPOUT, assert_continues, save
 from .test_overflow import _loss_scales
-from .test_resume import DROPOUT, assert_continues, save
 
 CASE = Case(schedule="2bw", stages=2, microbatches=4, tied=False, batches=12, delayed=2, record_gradients=True)
 SHARDED = replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16")

@@ -18,7 +18,7 @@ from .faults import INFINITE_GRADIENT
 from .harness import Ended, Results, collect, launch, merge, run
 from .matrix import compared
 from .oracle import oracle
-from .test_resume import BATCHES, DROPOUT, assert_continues, save
+from .saved import BATCHES, DROPOUT, assert_continues, save
 
 GEMS = Case(schedule="gems", stages=2, microbatches=4, batches=12, tied=False)
 CHIMERA = replace(GEMS, schedule="chimera")

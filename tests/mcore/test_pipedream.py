@@ -12,7 +12,7 @@ from .compare import differing
 from .features import BIASED
 from .harness import run
 from .oracle import oracle
-from .test_resume import BATCHES, DROPOUT, assert_continues, save
+from .saved import BATCHES, DROPOUT, assert_continues, save
 
 PIPEDREAM = Case(schedule="pipedream", tied=False, record_gradients=True)
 

@@ -16,7 +16,7 @@ from .features import BIASED
 from .harness import collect, merge, run
 from .matrix import compared
 from .oracle import oracle
-from .test_resume import DROPOUT, assert_continues, save
+from .saved import DROPOUT, assert_continues, save
 
 CASE = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=12, synchronous=5)
 CASES = {
