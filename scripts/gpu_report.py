@@ -9,6 +9,7 @@ fast it is. With two or more, one rank runs on each over NCCL, and the schedules
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -56,18 +57,26 @@ def main() -> int:
 def _output_of(command: tuple[str, ...], end_s: float) -> tuple[int, str]:
     """Exit code and output; what is not done in time is stopped, and the report says so."""
     with subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # A group of its own: a signal reaches pytest's workers, too, as in a terminal.
     ) as process:
         try:
             output, _ = process.communicate(timeout=max(1.0, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # pytest then ends the ranks and says what has failed so far.
+            os.killpg(process.pid, signal.SIGINT)  # pytest then ends the ranks and says what has failed so far.
             try:
                 output, _ = process.communicate(timeout=TO_END_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # All that write to the pipe: it is read to its end.
                 output, _ = process.communicate()
             return 1, f"{output.strip()}\nstopped: not done {LIMIT_S:.0f} s after the start"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, output.strip()
 
 

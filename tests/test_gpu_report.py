@@ -45,9 +45,16 @@ def test_what_takes_too_long_is_stopped_and_says_what_failed(tmp_path: Path) -> 
     assert said.endswith("stopped: not done 495 s after the start")
 
 
-def test_what_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_report, "TO_END_S", 0.5)
-    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    finished = tmp_path / "finished"
+    # What it has started is deaf, too, and keeps the pipe open.
+    started = f"import pathlib, time; time.sleep(20); pathlib.Path({str(finished)!r}).touch()"
+    deaf = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(1, flush=True); "
+        f"subprocess.run([sys.executable, '-c', {started!r}])"
+    )
     code, said = gpu_report._output_of(("-c", deaf), time.monotonic() + 2.0)
     assert code == 1
     assert said.startswith("1\nstopped")
+    assert not finished.exists()
