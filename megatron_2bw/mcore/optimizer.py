@@ -18,8 +18,8 @@ from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
 from megatron_2bw.mcore.routers import Routers
 from megatron_2bw.mcore.stock_optimizer import (
+    accumulated,
     forget_shards_of_weights,
-    gradients_for_norm,
     hyperparameters_of,
     scaler_of,
     statistics_group,
@@ -291,27 +291,16 @@ class DelayedOptimizer:
             raise RuntimeError(f"the gradient of batch {batch} (counted from the start of the run) has norm {norm}")
 
     def _part(self, optimizer: Any) -> Part:
-        """Find the captured counterpart of every gradient that ``optimizer`` updates with.
-
-        Megatron's own code says which these are: asked once, as the captured ones stay where they are.
-        """
+        """Find the captured counterpart of every gradient that ``optimizer`` updates with, once: they stay there."""
+        group = statistics_group(optimizer)
         if optimizer.is_stub_optimizer:
             self._main_gradients[optimizer] = []
-            return Part([], [], statistics_group(optimizer))
-        if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer):
-            optimizer._copy_model_grads_to_main_grads()
-        else:
-            optimizer.prepare_grads()
-        pairs = [
-            (parameter, self._captured.view_of(parameter.grad))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        for_norm = [self._captured.view_of(gradient) for gradient in gradients_for_norm(optimizer)]
-        optimizer.zero_grad()
+            return Part([], [], group)
+        found = accumulated(optimizer, self._model)
+        pairs = [(parameter, self._captured.view_of(gradient)) for parameter, gradient in found.gradients]
         self._main_gradients[optimizer] = pairs
-        return Part([gradient for _, gradient in pairs], for_norm, statistics_group(optimizer))
+        for_norm = [self._captured.view_of(gradient) for gradient in found.for_norm]
+        return Part([gradient for _, gradient in pairs], for_norm, group)
 
     def _take_over(self) -> None:
         """Give Megatron's step what the chain has found out, where it would ask all ranks."""
@@ -340,7 +329,7 @@ class DelayedOptimizer:
     def _prepare_grads(self, optimizer: Any) -> bool:
         """In place of Megatron's; the chain has removed the loss scale and looked for overflows."""
         for parameter, gradient in self._main_gradients[optimizer]:
-            parameter.grad = gradient
+            parameter.grad = gradient.float()
         scaler = scaler_of(optimizer)
         if scaler is None:
             return False

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import reduce_scatter_with_fp32_accumulation
 from megatron.core.optimizer import clip_grads
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -107,6 +108,7 @@ class GradientReductions:
         self._count_zeros = count_zeros
         average = model.ddp_config.average_in_collective
         self._operation = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        self._scatters_to_fp32 = model.ddp_config.reduce_scatter_with_fp32_accumulation
         self._replicated = _replicated_gradients(model, captured) if groups.tensor is not None else {}
         self._tied = _tied_gradient(model, captured) if groups.embedding is not None else None
         self.links: dict[Reduction, Callable[[], object]] = {
@@ -168,7 +170,9 @@ class GradientReductions:
         target = whole if source.region.is_sharded else kept
         if scaling != 1.0:
             target *= scaling
-        if source.region.is_sharded:
+        if source.region.is_sharded and self._scatters_to_fp32:
+            reduce_scatter_with_fp32_accumulation(part, whole, op=self._operation, group=peers, async_op=False)
+        elif source.region.is_sharded:
             dist.reduce_scatter_tensor(part, whole, op=self._operation, group=peers)
         elif peers is not None:
             dist.all_reduce(target, op=self._operation, group=peers)
@@ -203,11 +207,12 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 
 
 def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """On the host, float32, no dimensions."""
+    """On the host, float32, no dimensions; Megatron, too, copies gradients in bf16 to fp32 first."""
     if not gradients:
         return torch.zeros([])
     overflow = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
-    norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+    in_fp32 = [gradient.float() for gradient in gradients]
+    norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [in_fp32], False)
     return (norm**2.0).reshape([]).cpu()
 
 

@@ -249,10 +249,11 @@ REFUSED: tuple[Refused, ...] = (
         remedy="use megatron-core 0.19, leave the flag out, or set --expert-model-parallel-size above 1",
     ),
     Refused(
-        flag="--grad-reduce-in-bf16",
+        flag="--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective",
+        is_set=lambda args: args.ddp_reduce_scatter_with_fp32_accumulation and args.ddp_average_in_collective,
         schedules=DELAYED,
-        reason="delayed updates use gradients in fp32",
-        remedy="leave the flag out",
+        reason="Megatron's reduce-scatter in fp32 sums and takes no mean",
+        remedy="leave --ddp-average-in-collective out",
     ),
     Refused(
         flag="--ddp-param-name-patterns-for-fp32-local-accumulation",

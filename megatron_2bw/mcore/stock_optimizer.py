@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from megatron_2bw.mcore.routers import Routers
@@ -52,8 +55,67 @@ def scaler_of(optimizer: Any) -> Any:
     return getattr(optimizer, "grad_scaler", None)
 
 
-def gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
-    """Those of ``optimizer`` that count in the global norm."""
+class Accumulated(NamedTuple):
+    """What one of Megatron's optimizers updates with: views of accumulation buffers, in their precision."""
+
+    gradients: list[tuple[torch.nn.Parameter, torch.Tensor]]
+    """By the parameter that the optimizer updates."""
+    for_norm: list[torch.Tensor]
+    """Those that count in the global norm."""
+
+
+def accumulated(optimizer: Any, model: torch.nn.Module) -> Accumulated:
+    """Find the gradients of ``optimizer``, which is not a stub; Megatron's own code says which these are.
+
+    Args:
+        optimizer: one of Megatron's.
+        model: the stage, wrapped in DistributedDataParallel.
+    """
+    with _accumulating_in_fp32(model) as buffered:
+        if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer):
+            optimizer._copy_model_grads_to_main_grads()
+        else:
+            optimizer.prepare_grads()
+        gradients = [
+            (parameter, buffered(parameter.grad))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        found = Accumulated(gradients, [buffered(gradient) for gradient in _gradients_for_norm(optimizer)])
+        optimizer.zero_grad()
+    return found
+
+
+@contextmanager
+def _accumulating_in_fp32(model: torch.nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Inside, all buffers seem to be in fp32, and Megatron copies nothing; yields what finds the true view.
+
+    The stand-ins take memory before there are activations and moments.
+    """
+    buffers: dict[int, torch.Tensor] = {}
+
+    def buffered(grad: torch.Tensor) -> torch.Tensor:
+        buffer = buffers.get(grad.untyped_storage().data_ptr())
+        if buffer is None:
+            return grad
+        return buffer.as_strided(grad.shape, grad.stride(), buffer.storage_offset() + grad.storage_offset())
+
+    with ExitStack() as replaced:
+        for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+            data = buffer.grad_data
+            if data.dtype == torch.float32:
+                continue
+            stand_in = torch.empty_like(data, dtype=torch.float32)
+            buffers[stand_in.untyped_storage().data_ptr()] = data
+            for parameter in buffer.params:
+                grad = parameter.main_grad
+                view = stand_in.as_strided(grad.shape, grad.stride(), grad.storage_offset() - data.storage_offset())
+                replaced.callback(replace(parameter, "main_grad", view))
+        yield buffered
+
+
+def _gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
     if hasattr(optimizer, "get_grads_for_grad_norm"):
         return optimizer.get_grads_for_grad_norm()
     return optimizer.get_main_grads_for_grad_norm()  # Megatron 0.18.

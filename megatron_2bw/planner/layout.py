@@ -227,9 +227,7 @@ class Layout:
     @property
     def gradient_width(self) -> int:
         """Bytes per number of the buffer in which microbatches are summed."""
-        if self.schedule == "2bw":
-            return 4
-        in_fp16 = self.precision is Precision.FP16 and not self.gradients_in_fp32
+        in_fp16 = self.precision is Precision.FP16 and not self.gradients_in_fp32 and self.schedule != "2bw"
         return 2 if in_fp16 or (self.gradients_in_bf16 and self.precision is Precision.BF16) else 4
 
     def shards(self, replicas: int) -> int:

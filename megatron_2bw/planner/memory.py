@@ -13,6 +13,7 @@ from megatron_2bw.planner.interleaving import most_kept
 from megatron_2bw.planner.layout import FP32_BYTES, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.programs import open_losses
+from megatron_2bw.planner.rules import DELAYED
 from megatron_2bw.planner.stages import Contents, chunks_in_flight, contents_of, free_stages
 from megatron_2bw.planner.weights import Weights, weights_of
 from megatron_2bw.schedule.registry import MIRRORED
@@ -147,10 +148,18 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
         optimizer_bytes=states.optimizer,
         activations_bytes=kept,
         logits_bytes=logits,
-        # A flush leaves no activations while weights are updated.
-        working_bytes=max(working, states.update - kept - logits),
+        working_bytes=_with_update(layout, working, states.update, kept + logits),
         reserve_bytes=CONTEXT_BYTES + FRAGMENTED_SHARE * (kept + logits + working),
     )
+
+
+def _with_update(layout: Layout, working: float, update: float, kept: float) -> float:
+    """Bytes of what is under way: of computation, and of an update, beside the activations that are kept."""
+    if layout.schedule in DELAYED:  # The norm is found while the stage computes.
+        return working + update
+    if layout.schedule == "pipedream":
+        return max(working, update)
+    return max(working, update - kept)  # A flush leaves no activations.
 
 
 class WeightStates(NamedTuple):
@@ -192,7 +201,7 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
     Args:
         replicas: w, ranks with the same weight.
 
-    fp16 without 2bw sums gradients in 16 bits unless ``gradients_in_fp32``, and copies them to fp32 for the update;
+    Gradients in 16 bits, which fp16 without 2bw has unless ``gradients_in_fp32``, are copied to fp32 for the update;
     Megatron-LM before Core, and so PipeDream-2BW's code, kept the copy.
 
     >>> for schedule in ("megatron", "2bw"):
@@ -206,7 +215,7 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
     2bw 24
     2bw 12.0
     """
-    delayed = layout.schedule == "2bw"
+    delayed = layout.schedule in DELAYED
     width, shards = layout.precision.width, layout.shards(replicas)
     in_16_bits = layout.gradient_width < FP32_BYTES
     main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES
@@ -216,7 +225,7 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
         weight=width,
         older_weight=width if delayed or layout.schedule == "pipedream" else 0,
         gradient=layout.gradient_width,
-        captured_gradient=_shared(FP32_BYTES, shards) if captures else 0,
+        captured_gradient=_shared(layout.gradient_width, shards) if captures else 0,
         optimizer=_shared(main_weight + layout.optimizer.moments * FP32_BYTES + kept * FP32_BYTES, shards),
         update=_shared(FP32_BYTES, shards) if in_16_bits and not kept else 0,
     )

@@ -19,7 +19,6 @@ from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 MEGATRON = "megatron"
 DELAYED = frozenset({"2bw"})
 """Schedules whose gradients are one step old."""
-_GRADIENTS_IN_FP32 = DELAYED | {"pipedream"}
 _CACHES_NO_FP8 = DELAYED | MIRRORED | {"pipedream"}
 _BY_PROGRAMS = MIRRORED | {"pipedream"}
 """Schedules that take only some numbers of microbatches."""
@@ -201,8 +200,6 @@ def schedule_problem(layout: Layout) -> Problem | None:
     most = (layout.pipeline - (layout.mixpipe_k or layout.pipeline)) // 2
     if layout.mixpipe_gamma > most:
         return Problem(f"mixpipe_gamma {layout.mixpipe_gamma}: at most (d - k)/2 = {most}", f"use {most}")
-    if layout.gradients_in_bf16 and layout.schedule in _GRADIENTS_IN_FP32:
-        return Problem(f"gradients_in_bf16: {layout.schedule} sums gradients in fp32", "switch it off")
     if layout.gradient_buffers not in (1, 2):
         return Problem(f"gradient_buffers {layout.gradient_buffers}: there are 1 or 2", "use 2")
     return None

@@ -20,7 +20,7 @@ _PRECISION = {
     "fp16": "--fp16 --accumulate-allreduce-grads-in-fp32 --hysteresis 1 "
     f"--initial-loss-scale {LOSS_SCALE} --loss-scale-window {LOSS_SCALE_WINDOW}",
 }
-"""Main gradients are in fp32 everywhere; the loss scale moves in runs of a dozen batches."""
+"""Main gradients are in fp32 unless --grad-reduce-in-bf16; the loss scale moves in runs of a dozen batches."""
 _OPTIMIZER = {
     "adam": "",
     "muon": "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2 --muon-no-split-qkv "

@@ -28,6 +28,7 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.transformer.module import Float16Module
     from megatron.training import training
 
     import megatron_2bw
@@ -35,13 +36,15 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
     from .record import RankRecord, record_updates
 
     record, models = RankRecord(), []
-    record_updates(case, record, models)
+    optimizers = record_updates(case, record, models)
 
     def build() -> DistributedDataParallel:
         ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         bare = provide(case.kind, record, models, *ends)
         bare.config.finalize_model_grads_func = finalize_model_grads
-        return DistributedDataParallel(bare.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), bare)
+        module = Float16Module(bare.config, bare) if args.bf16 else bare
+        sums = DistributedDataParallelConfig(grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32)
+        return DistributedDataParallel(bare.config, sums, module)
 
     model = build()
     config, overrides = training.get_megatron_optimizer_config(args)
@@ -74,6 +77,8 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
             pipeline.optimizer.step()
             scheduler.step(case.global_batch_size)
         pipeline.close()
+    if args.bf16:
+        record.main = optimizers.main_weights()
     write(record, models[0], folder / f"rank{rank}.pt")
 
 

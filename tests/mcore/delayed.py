@@ -76,6 +76,10 @@ class Training:
     partial_sums: list[bool]
     """Per parameter of the model: each tensor-parallel rank has the gradient of a part of the batch's work."""
     per_token: bool
+    accumulated_in: torch.dtype
+    """Sums of gradients over microbatches, replicas and ranks."""
+    replicas_in_fp32: bool
+    """The sum over replicas is in fp32 before it is rounded."""
     more_delay: list[int]
     """Per parameter of the model, then per bias of the routers, beside that of the rules."""
     routers: Routers
@@ -129,14 +133,14 @@ class Training:
     ) -> list[torch.Tensor]:
         """Of the mean over microbatches, each a mean over its tokens, then over replicas; or over all tokens.
 
-        Accumulated in fp32 over microbatches, summed over replicas, then over ranks and copies, then unscaled.
+        Accumulated over microbatches, summed over replicas, then over ranks and copies, then, in fp32, unscaled.
         """
         case, tokens = self.case, 0
         self.routers.begin_batch()
         total: list[torch.Tensor] | None = None
         for replica in range(case.replicas):
             directions = [
-                [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.model.parameters()]
+                [torch.zeros_like(parameter, dtype=self.accumulated_in) for parameter in self.model.parameters()]
                 for _ in range(self.rules.directions)
             ]
             for microbatch in range(case.microbatches):
@@ -151,7 +155,10 @@ class Training:
             part = [sum(gradients[1:], gradients[0]) for gradients in zip(*directions, strict=True)]
             if not self.per_token:
                 part = [gradient / case.replicas for gradient in part]
+            if self.replicas_in_fp32:
+                part = [gradient.float() for gradient in part]
             total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
+        total = [gradient.to(self.accumulated_in) for gradient in total]
         for gradient, is_partial in zip(total, self.partial_sums, strict=True):
             if is_partial:
                 dist.all_reduce(gradient)
@@ -160,7 +167,7 @@ class Training:
             total = [gradient * (1.0 / torch.tensor(max(tokens, 1))) for gradient in total]
         if batch in self.rules.infinite:
             total[0].view(-1)[0] = math.inf
-        return [gradient * (1.0 / scale) for gradient in total]
+        return [gradient.float() * (1.0 / scale) for gradient in total]
 
     def backward(self, position: int, scale: float) -> int:
         """Of the microbatch at ``position`` in the order of the samples; returns its number of tokens."""
@@ -325,6 +332,8 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
         loss_scale=LossScale.of(args),
         partial_sums=[_is_partial_sum(shard.name, parameter, args) for parameter, shard in named.items()],
         per_token=args.calculate_per_token_loss,
+        accumulated_in=torch.bfloat16 if args.bf16 and args.grad_reduce_in_bf16 else torch.float32,
+        replicas_in_fp32=args.ddp_reduce_scatter_with_fp32_accumulation,
         more_delay=[
             _pipedream_delay(name, rules.pipedream_stages)
             for name in [*(shard.name for shard in named.values()), *routers.names]

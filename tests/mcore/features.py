@@ -32,6 +32,7 @@ SEVERAL_TOKENS = tuple("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --posit
 ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
 EXPERTS_IN_TENSOR_PARALLEL = replace(CASE, model=EXPERTS, tensor_parallel=2, sequence_parallel=True)
 SHARDED_BY_LAYERS = replace(CASE, replicas=2, optimizer="muon", distributed_optimizer=True, precision="bf16")
+IN_BF16 = ("--grad-reduce-in-bf16",)
 PER_TOKEN = ("--calculate-per-token-loss",)
 TWO_REPLICAS = replace(CASE, replicas=2, microbatches=2)
 EXACT = {
@@ -69,6 +70,17 @@ EXACT = {
     ),
     "pipeline layout": replace(CASE, stages=3, flags=("--pipeline-model-parallel-layout", "Et|ttt|L"), tied=True),
     "fused gradients, bf16": replace(CASE, fused_gradients=True, precision="bf16", tied=True),
+    "gradients in bf16, tensor parallel": replace(CASE, model=IN_BF16, precision="bf16", tensor_parallel=2, tied=True),
+    "gradients in bf16, distributed optimizer, loss per token": replace(
+        TWO_REPLICAS, model=(*IN_BF16, *PER_TOKEN), precision="bf16", distributed_optimizer=True, tied=True
+    ),
+    "gradients in bf16, summed in fp32 over four replicas": replace(
+        TWO_REPLICAS,
+        replicas=4,
+        model=(*IN_BF16, "--ddp-reduce-scatter-with-fp32-accumulation"),
+        precision="bf16",
+        distributed_optimizer=True,
+    ),
     "one gradient buffer, bf16, distributed optimizer": replace(
         TWO_REPLICAS,
         precision="bf16",
@@ -129,6 +141,18 @@ MORE = {
     "fused gradients": replace(CASE, fused_gradients=True),
     "fused gradients, distributed optimizer": replace(TWO_REPLICAS, fused_gradients=True, distributed_optimizer=True),
     "fused gradients, fp16, tensor parallel": replace(CASE, fused_gradients=True, precision="fp16", tensor_parallel=2),
+    "gradients in bf16": replace(CASE, model=IN_BF16, precision="bf16"),
+    "gradients in bf16, fused, one gradient buffer": replace(
+        CASE, model=IN_BF16, precision="bf16", fused_gradients=True, flags=("--pipeline-gradient-buffers", "1")
+    ),
+    "gradients in bf16, experts, distributed optimizer, one gradient buffer": replace(
+        TWO_REPLICAS,
+        model=(*IN_BF16, *BIASED),
+        precision="bf16",
+        distributed_optimizer=True,
+        flags=("--pipeline-gradient-buffers", "1"),
+    ),
+    "gradients in bf16, muon, distributed optimizer": replace(SHARDED_BY_LAYERS, model=IN_BF16),
     "one gradient buffer": replace(CASE, flags=("--pipeline-gradient-buffers", "1")),
     "one gradient buffer, fp16, tensor parallel": replace(
         CASE, precision="fp16", tensor_parallel=2, flags=("--pipeline-gradient-buffers", "1")

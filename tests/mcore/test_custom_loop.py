@@ -10,14 +10,18 @@ import pytest
 from . import custom_loop
 from .case import Case
 from .compare import differing
-from .features import BIASED, GLOBALLY_BALANCED
+from .features import BIASED, GLOBALLY_BALANCED, IN_BF16
 from .harness import collect, merge, run
 from .oracle import oracle
 
 CASES = (Case(stages=2, microbatches=2, tied=False, batches=12), Case(stages=2, microbatches=2, replicas=2, batches=12))
 
 
-@pytest.mark.parametrize("case", CASES, ids=["untied", "tied-w2"])
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, replace(CASES[1], precision="bf16", model=IN_BF16)],
+    ids=["untied", "tied-w2", "gradients in bf16, tied-w2"],
+)
 def test_equals_the_oracle(case: Case) -> None:
     found = looped(replace(case, schedule="2bw"))
     expected = oracle(replace(case, schedule="2bw"), delay=1)

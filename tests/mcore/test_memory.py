@@ -10,6 +10,7 @@ import pytest
 from megatron_2bw.schedule.registry import build
 
 from .case import Case
+from .features import IN_BF16
 from .harness import collect
 from .memory import Memory, measure
 
@@ -26,8 +27,22 @@ def test_the_peak_has_one_more_copy_of_weights_and_gradients(precision: str) -> 
         assert ours.in_flight == theirs.in_flight == case.stages - stage
 
 
-@pytest.mark.parametrize(("distributed", "buffers"), [(True, 2), (True, 1), (False, 1)])
-def test_what_lasts_is_a_copy_of_the_weights_and_of_what_is_updated_here(distributed: bool, buffers: int) -> None:
+def test_gradients_in_bf16_are_copied_to_fp32_beside_activations() -> None:
+    """So two buffers of half the size save nothing at the peak."""
+    whole = Case(schedule="2bw", stages=2, microbatches=2, batches=6, precision="bf16", flags=LARGE)
+    half = replace(whole, flags=(*LARGE, *IN_BF16))
+    for in_fp32, in_bf16 in zip(of_each_stage(whole), of_each_stage(half), strict=True):
+        assert in_bf16.gradients == in_fp32.gradients // 2
+        assert in_bf16.lasting == pytest.approx(in_fp32.lasting - in_fp32.gradients, rel=WITHIN)
+        assert in_bf16.peak == pytest.approx(in_fp32.peak, rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "buffers", "flags"), [(True, 2, ()), (True, 2, IN_BF16), (True, 1, ()), (False, 1, ())]
+)
+def test_what_lasts_is_a_copy_of_the_weights_and_of_what_is_updated_here(
+    distributed: bool, buffers: int, flags: tuple[str, ...]
+) -> None:
     case = Case(
         schedule="2bw",
         stages=2,
@@ -37,7 +52,7 @@ def test_what_lasts_is_a_copy_of_the_weights_and_of_what_is_updated_here(distrib
         precision="bf16",
         recompute="full",
         distributed_optimizer=distributed,
-        flags=(*LARGE, "--pipeline-gradient-buffers", str(buffers)),
+        flags=(*LARGE, *flags, "--pipeline-gradient-buffers", str(buffers)),
     )
     for ours, theirs in compared(case):
         expected = ours.weights + (ours.gradients if buffers == 2 else 0)

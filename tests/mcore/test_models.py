@@ -19,6 +19,8 @@ CALIBRATED = [
     "the same, sequence parallel",
     "multi-latent attention",
     "loss per token, fp16",
+    "gradients in bf16, distributed optimizer, loss per token",
+    "gradients in bf16, summed in fp32 over four replicas",
     "experts with biases, bf16, distributed optimizer, full recompute",
     "experts, loss over the batch",
     "whole experts, tensor parallel, distributed optimizer",

@@ -9,7 +9,7 @@ import pytest
 
 from .case import Case, Fault
 from .compare import differing
-from .features import BIASED
+from .features import BIASED, IN_BF16
 from .harness import run
 from .oracle import oracle
 from .saved import BATCHES, DROPOUT, assert_continues, save
@@ -24,6 +24,7 @@ PIPEDREAM = Case(schedule="pipedream", tied=False, record_gradients=True)
         replace(PIPEDREAM, stages=4),
         replace(PIPEDREAM, stages=4, batches=2),
         replace(PIPEDREAM, stages=2, replicas=2, distributed_optimizer=True, precision="bf16"),
+        replace(PIPEDREAM, stages=2, replicas=2, precision="bf16", model=IN_BF16),
         replace(PIPEDREAM, stages=2, tensor_parallel=2, recompute="full", precision="bf16"),
         replace(PIPEDREAM, stages=4, optimizer="muon"),
         replace(PIPEDREAM, stages=2, optimizer="lion"),
@@ -35,6 +36,7 @@ PIPEDREAM = Case(schedule="pipedream", tied=False, record_gradients=True)
         "d4",
         "d4-shorter-than-its-delay",
         "d2-w2-distributed-bf16",
+        "d2-w2-gradients-in-bf16",
         "d2-t2-recompute-bf16",
         "muon",
         "lion",

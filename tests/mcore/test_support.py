@@ -54,7 +54,14 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "has_cond_embedder / flextron of the config": [{"has_cond_embedder": True}, {"flextron": True}],
     "--pipeline-model-parallel-comm-backend ucc": [{"pipeline_model_parallel_comm_backend": "ucc"}],
     OLD_EXPERTS: [{"num_experts": 4, "expert_tensor_parallel_size": 2}],
-    "--grad-reduce-in-bf16": [{"grad_reduce_in_bf16": True}],
+    "--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective": [
+        {
+            "ddp_reduce_scatter_with_fp32_accumulation": True,
+            "ddp_average_in_collective": True,
+            "bf16": True,
+            "grad_reduce_in_bf16": True,
+        }
+    ],
     "--ddp-param-name-patterns-for-fp32-local-accumulation": [
         {"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]}
     ],

@@ -262,8 +262,6 @@ def test_gradients_in_bf16():
         ({"schedule": "2bw", "fp8": Fp8.DELAYED}, "fp8 delayed: 2bw changes weights whose copies"),
         ({"schedule": "chimera", "fp8": Fp8.DELAYED}, "fp8 delayed: chimera changes weights whose copies"),
         ({"schedule": "pipedream", "fp8": Fp8.DELAYED}, "fp8 delayed: pipedream changes weights whose copies"),
-        ({"schedule": "pipedream", "gradients_in_bf16": True}, "gradients_in_bf16: pipedream sums gradients in fp32"),
-        ({"schedule": "2bw", "gradients_in_bf16": True}, "gradients_in_bf16: 2bw sums gradients in fp32"),
         ({"fp8_parameters": True}, "fp8_parameters needs fp8; use fp8 delayed"),
         (
             {"fp8": Fp8.DELAYED, "fp8_parameters": True, "distributed_optimizer": False},

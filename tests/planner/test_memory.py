@@ -229,6 +229,8 @@ def test_interleaving_keeps_more():
         ({"schedule": "2bw"}, (2, 2, 4, 4, 12)),
         ({"schedule": "2bw", "gradient_buffers": 1}, (2, 2, 4, 0, 12)),
         ({"schedule": "2bw", "distributed_optimizer": True}, (2, 2, 4, 2, 6)),
+        ({"schedule": "2bw", "gradients_in_bf16": True}, (2, 2, 2, 2, 12)),
+        ({"schedule": "2bw", "gradients_in_bf16": True, "distributed_optimizer": True}, (2, 2, 2, 1, 6)),
         ({"precision": Precision.FP32}, (4, 0, 4, 0, 8)),
         ({"schedule": "2bw", "precision": Precision.FP32}, (4, 4, 4, 4, 8)),
         ({"precision": Precision.FP16}, (2, 0, 2, 0, 12)),
@@ -298,6 +300,19 @@ def test_components_add_up():
         assert stage.total_bytes == pytest.approx(stage.allocated_bytes + stage.reserve_bytes)
         assert stage.reserve_bytes >= memory.CONTEXT_BYTES
         assert stage.allocated_bytes > stage.weights_bytes + stage.optimizer_bytes
+
+
+def test_copies_of_gradients_beside_activations():
+    """2bw, and for its own update PipeDream, copies gradients in bf16 to fp32 while others compute."""
+    for schedule, at_once in (("2bw", True), ("pipedream", False)):
+        shape = {"schedule": schedule, "recompute": Recompute.FULL}
+        if schedule == "pipedream":
+            shape |= {"data": 1, "microbatch": 1, "global_batch": 1}
+        half, whole = (memory.stages(MODEL, layout(**shape, gradients_in_bf16=on))[1] for on in (True, False))
+        copied = 4 * 6 * MODEL.layer_parameters
+        expected = whole.working_bytes + copied if at_once else max(whole.working_bytes, copied)
+        assert half.working_bytes == pytest.approx(expected)
+        assert half.activations_bytes == whole.activations_bytes
 
 
 def test_fp16_copies_gradients_for_the_update():
