@@ -9,7 +9,6 @@ fast it is. With two or more, one rank runs on each over NCCL, and the schedules
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import subprocess
@@ -41,6 +40,7 @@ def main() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; scripts/test.sh runs what a CPU can show")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Stops what runs first.
     end_s = time.monotonic() + LIMIT_S
     code, parts = 0, ["\n".join(heading())]
     for command in (*TESTS, *([BENCH] if torch.cuda.device_count() > 1 else [])):
@@ -67,17 +67,25 @@ def _output_of(command: tuple[str, ...], end_s: float) -> tuple[int, str]:
         try:
             output, _ = process.communicate(timeout=max(1.0, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # pytest then ends the ranks and says what has failed so far.
-            try:
-                output, _ = process.communicate(timeout=TO_END_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # All that write to the pipe: it is read to its end.
-                output, _ = process.communicate()
-            return 1, f"{output.strip()}\nstopped: not done {LIMIT_S:.0f} s after the start"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            return 1, f"{_stop(process).strip()}\nstopped: not done {LIMIT_S:.0f} s after the start"
+        except BaseException:
+            _stop(process)
+            raise
     return process.returncode, output.strip()
+
+
+def _stop(process: subprocess.Popen[str]) -> str:
+    """End a process and its group; returns what it has said.
+
+    Ranks have sessions of their own: pytest ends them when it is interrupted, and says what has failed so far.
+    """
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        output, _ = process.communicate(timeout=TO_END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # All that write to the pipe: it is read to its end.
+        output, _ = process.communicate()
+    return output
 
 
 if __name__ == "__main__":

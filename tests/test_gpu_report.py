@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,6 +46,25 @@ def test_what_takes_too_long_is_stopped_and_says_what_failed(tmp_path: Path) -> 
     assert code == 1
     assert "assert 1 == 2" in said
     assert said.endswith("stopped: not done 495 s after the start")
+
+
+def test_an_interrupt_is_passed_on(tmp_path: Path) -> None:
+    """pytest then ends the ranks, which have sessions of their own."""
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    waiting = (
+        f"import pathlib, time; pathlib.Path({str(started)!r}).touch()\ntry: time.sleep(60)\n"
+        f"finally: pathlib.Path({str(ended)!r}).touch()"
+    )
+
+    def interrupt() -> None:
+        while not started.exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report._output_of(("-c", waiting), time.monotonic() + 60.0)
+    assert ended.exists()
 
 
 def test_what_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
