@@ -17,6 +17,7 @@ from megatron_2bw.mcore.timers import CallTimers
 _DDP_NAMES = {
     "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
     "param_name_patterns_for_fp32_local_accumulation": "ddp_param_name_patterns_for_fp32_local_accumulation",
+    "average_in_collective": "ddp_average_in_collective",
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
 }
 """Fields of DistributedDataParallelConfig that Megatron's flags call otherwise."""
@@ -56,6 +57,8 @@ def check_configs(schedule: str, model: torch.nn.Module, optimizer: Any) -> None
         for row in MAPPED
         if row.applies(args, schedule)
     ]
+    if get_model_config(model).bf16 and not optimizer.config.bf16:
+        problems.append("bf16 is set in the config of the model and not in that of the optimizer: set it in both")
     if problems:
         raise ValueError("\n".join(problems))
 

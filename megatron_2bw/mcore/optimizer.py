@@ -18,6 +18,7 @@ from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
 from megatron_2bw.mcore.routers import Routers
 from megatron_2bw.mcore.stock_optimizer import (
+    Accumulated,
     accumulated,
     forget_shards_of_weights,
     hyperparameters_of,
@@ -110,7 +111,7 @@ class DelayedOptimizer:
         self._routers = Routers(model)
         self.weights = versions_of(inner, model, self._routers, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        parts = [self._part(optimizer) for optimizer in inner.chained_optimizers]
+        parts = list(map(self._part, inner.chained_optimizers, accumulated(inner, model)))
         groups = create_update_groups(
             timeout,
             tied_embeddings=tied_embeddings,
@@ -290,17 +291,12 @@ class DelayedOptimizer:
         elif not math.isfinite(norm):
             raise RuntimeError(f"the gradient of batch {batch} (counted from the start of the run) has norm {norm}")
 
-    def _part(self, optimizer: Any) -> Part:
-        """Find the captured counterpart of every gradient that ``optimizer`` updates with, once: they stay there."""
-        group = statistics_group(optimizer)
-        if optimizer.is_stub_optimizer:
-            self._main_gradients[optimizer] = []
-            return Part([], [], group)
-        found = accumulated(optimizer, self._model)
+    def _part(self, optimizer: Any, found: Accumulated) -> Part:
+        """The captured counterparts of the gradients of ``optimizer``, which stay where they are."""
         pairs = [(parameter, self._captured.view_of(gradient)) for parameter, gradient in found.gradients]
         self._main_gradients[optimizer] = pairs
         for_norm = [self._captured.view_of(gradient) for gradient in found.for_norm]
-        return Part([gradient for _, gradient in pairs], for_norm, group)
+        return Part([gradient for _, gradient in pairs], for_norm, statistics_group(optimizer))
 
     def _take_over(self) -> None:
         """Give Megatron's step what the chain has found out, where it would ask all ranks."""

@@ -175,7 +175,7 @@ def set_recompute(args: Any, recompute: Recompute) -> None:
 
 
 def _build(ends: Ends) -> torch.nn.Module:
-    """A stage in Megatron's wrappers, which sum gradients into fp32 buffers."""
+    """A stage in Megatron's wrappers, which sum gradients into buffers."""
     args = get_args()
     gc.collect()  # The stage before, whose hooks refer to it.
     torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from megatron_2bw.mcore.rows import (
     Refused,
     above,
     given,
+    sums_in_bf16,
     words,
 )
 from megatron_2bw.mcore.symbols import megatron_version
@@ -56,6 +57,12 @@ def _leads_lion(args: Any) -> bool:
 def _is_sharded_by_layers(args: Any) -> bool:
     is_distributed = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
     return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and is_distributed)
+
+
+def _scatters_a_mean_to_fp32(args: Any) -> bool:
+    is_asked = args.ddp_reduce_scatter_with_fp32_accumulation and args.ddp_average_in_collective
+    is_sharded = args.use_distributed_optimizer or _is_sharded_by_layers(args)
+    return is_asked and is_sharded and sums_in_bf16(args)
 
 
 def _gathers_weights_one_by_one(args: Any) -> bool:
@@ -249,8 +256,15 @@ REFUSED: tuple[Refused, ...] = (
         remedy="use megatron-core 0.19, leave the flag out, or set --expert-model-parallel-size above 1",
     ),
     Refused(
+        flag="--loss-scale with --grad-reduce-in-bf16",
+        is_set=lambda args: args.loss_scale and sums_in_bf16(args),
+        schedules=DELAYED,
+        reason="a delayed update removes the loss scale from gradients as they are, which would round them once more",
+        remedy="leave --loss-scale out, which bf16 does not need",
+    ),
+    Refused(
         flag="--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective",
-        is_set=lambda args: args.ddp_reduce_scatter_with_fp32_accumulation and args.ddp_average_in_collective,
+        is_set=_scatters_a_mean_to_fp32,
         schedules=DELAYED,
         reason="Megatron's reduce-scatter in fp32 sums and takes no mean",
         remedy="leave --ddp-average-in-collective out",

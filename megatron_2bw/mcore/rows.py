@@ -47,6 +47,11 @@ def above(name: str, limit: float) -> Callable[[Any], bool]:
     return lambda args: (getattr(args, name, None) or limit) > limit
 
 
+def sums_in_bf16(args: Any) -> bool:
+    """Whether gradients are summed in bf16; the flag says nothing in other precisions."""
+    return args.bf16 and args.grad_reduce_in_bf16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A flag that does not simply work, under some of the schedules."""

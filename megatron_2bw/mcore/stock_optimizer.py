@@ -64,27 +64,33 @@ class Accumulated(NamedTuple):
     """Those that count in the global norm."""
 
 
-def accumulated(optimizer: Any, model: torch.nn.Module) -> Accumulated:
-    """Find the gradients of ``optimizer``, which is not a stub; Megatron's own code says which these are.
+def accumulated(inner: Any, model: torch.nn.Module) -> list[Accumulated]:
+    """Find the gradients of each chained optimizer; Megatron's own code says which these are.
 
     Args:
-        optimizer: one of Megatron's.
+        inner: Megatron's optimizer (a ChainedOptimizer).
         model: the stage, wrapped in DistributedDataParallel.
     """
     with _accumulating_in_fp32(model) as buffered:
-        if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer):
-            optimizer._copy_model_grads_to_main_grads()
-        else:
-            optimizer.prepare_grads()
-        gradients = [
-            (parameter, buffered(parameter.grad))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        found = Accumulated(gradients, [buffered(gradient) for gradient in _gradients_for_norm(optimizer)])
-        optimizer.zero_grad()
-    return found
+        return [_accumulated(optimizer, buffered) for optimizer in inner.chained_optimizers]
+
+
+def _accumulated(optimizer: Any, buffered: Callable[[torch.Tensor], torch.Tensor]) -> Accumulated:
+    if optimizer.is_stub_optimizer:
+        return Accumulated([], [])
+    if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer):
+        optimizer._copy_model_grads_to_main_grads()
+    else:
+        optimizer.prepare_grads()
+    gradients = [
+        (parameter, buffered(parameter.grad))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    for_norm = [buffered(gradient) for gradient in _gradients_for_norm(optimizer)]
+    optimizer.zero_grad()
+    return Accumulated(gradients, for_norm)
 
 
 @contextmanager

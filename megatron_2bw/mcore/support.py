@@ -21,6 +21,7 @@ from megatron_2bw.mcore.rows import (
     attribute,
     given,
     set_to,
+    sums_in_bf16,
 )
 
 __all__ = ["MAPPED", "OURS", "REFUSED", "SLOWED", "table"]
@@ -30,10 +31,6 @@ def _off(flag: str, schedules: frozenset[str], reason: str, is_set: Callable[[An
     """A switch that is on."""
     change = set_to(attribute(flag), False)
     return Mapped(flag=flag, is_set=is_set, schedules=schedules, becomes="off", reason=reason, change=change)
-
-
-def _sums_in_bf16(args: Any) -> bool:
-    return args.bf16 and args.grad_reduce_in_bf16
 
 
 MAPPED: tuple[Mapped, ...] = (
@@ -70,14 +67,14 @@ MAPPED: tuple[Mapped, ...] = (
         is_set=lambda args: args.fp16 and not args.accumulate_allreduce_grads_in_fp32,
         schedules=DELAYED,
         becomes="on",
-        reason="overflows are looked for in gradients in fp32",
+        reason="a delayed update removes the loss scale from gradients in fp32",
         change=set_to("accumulate_allreduce_grads_in_fp32", True),
     ),
     _off(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         DELAYED,
         "gradients are in fp32 already",
-        is_set=lambda args: args.ddp_reduce_scatter_with_fp32_accumulation and not _sums_in_bf16(args),
+        is_set=lambda args: args.ddp_reduce_scatter_with_fp32_accumulation and not sums_in_bf16(args),
     ),
     _off(
         "--ckpt-assume-constant-structure",

@@ -34,7 +34,7 @@ class RecomputeMethod(StrEnum):
 
 
 class Precision(StrEnum):
-    """Of forward and backward; main weights and gradients are in fp32."""
+    """Of forward and backward; main weights are in fp32, gradients as `Layout.gradient_width` says."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -155,7 +155,7 @@ class Layout:
     keeps_main_gradients: bool = False
     """fp16: the update's gradients in fp32 stay until the next one, as in Megatron-LM before Core."""
     gradients_in_fp32: bool = False
-    """fp16: ``--accumulate-allreduce-grads-in-fp32``, which bf16, fp32 and 2bw do by themselves."""
+    """fp16: ``--accumulate-allreduce-grads-in-fp32``, which 2bw does by itself."""
     gradients_in_bf16: bool = False
     """bf16: ``--grad-reduce-in-bf16``."""
     chunks: int = 1

@@ -155,8 +155,9 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
 
 def _with_update(layout: Layout, working: float, update: float, kept: float) -> float:
     """Bytes of what is under way: of computation, and of an update, beside the activations that are kept."""
-    if layout.schedule in DELAYED:  # The norm is found while the stage computes.
-        return working + update
+    if layout.schedule in DELAYED:
+        # The norm has copies of its own, made while the stage computes, on a stream whose memory others do not get.
+        return update + max(working, update)
     if layout.schedule == "pipedream":
         return max(working, update)
     return max(working, update - kept)  # A flush leaves no activations.

@@ -113,6 +113,10 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     ),
     **{flag: (_orthogonalizes_otherwise, f"priced with {usual}") for flag, usual in _OF_MUON.items()},
     "--use-precision-aware-optimizer": (_given, "priced with Adam's state in fp32"),
+    "--ddp-reduce-scatter-with-fp32-accumulation": (
+        lambda options, flag: flag in options and "--grad-reduce-in-bf16" in options,
+        "priced without a second copy of the gradients in bf16 while replicas sum them",
+    ),
     "--first-last-layers-bf16": (_given, "priced with all layers in 8 bits"),
     **dict.fromkeys(
         ("--no-fp8-wgrad", "--disable-fp8-wgrad"), (_given, "priced with gradients of weights from products in 8 bits")

@@ -126,6 +126,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
             return str(error)
         return ""
 
+    mean_in_fp32 = {"reduce_scatter_with_fp32_accumulation": True, "average_in_collective": True}
     answers = [
         answer("2bw", {}, {"overlap_grad_reduce": True}),
         answer("2bw", {"qk_clip": True}, {}),
@@ -138,6 +139,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
         answer("gpipe", {}, {}, lambda pipeline: pipeline.forward_backward(synchronous=True)),
         answer("2bw", {}, {}, is_frozen=True),
+        answer("2bw", {"bf16": True}, {"use_distributed_optimizer": True} | mean_in_fp32),
         answer("2bw", {}, {}, lambda pipeline: None),
         answer("chimera", {}, {}),
     ]

@@ -70,7 +70,9 @@ EXACT = {
     ),
     "pipeline layout": replace(CASE, stages=3, flags=("--pipeline-model-parallel-layout", "Et|ttt|L"), tied=True),
     "fused gradients, bf16": replace(CASE, fused_gradients=True, precision="bf16", tied=True),
-    "gradients in bf16, tensor parallel": replace(CASE, model=IN_BF16, precision="bf16", tensor_parallel=2, tied=True),
+    "gradients in bf16, tensor and sequence parallel": replace(
+        CASE, model=IN_BF16, precision="bf16", tensor_parallel=2, sequence_parallel=True, tied=True
+    ),
     "gradients in bf16, distributed optimizer, loss per token": replace(
         TWO_REPLICAS, model=(*IN_BF16, *PER_TOKEN), precision="bf16", distributed_optimizer=True, tied=True
     ),

@@ -67,7 +67,9 @@ def test_what_does_not_work_is_refused() -> None:
         "moves the learning-rate schedule by 1, and a batch has 0 samples",
         "gpipe has no delay of one batch to leave out",
         "this stage has no weights to train: give it some, or use Megatron's schedule",
+        "--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective sets does not work with 2bw",
     ]
+    assert "bf16 is set in the config of the model and not in that of the optimizer" in answers[len(expected) - 1]
     assert [part for part, answer in zip(expected, answers, strict=False) if part not in answer] == []
     assert answers[len(expected)] == ""
     assert sorted(line.split(" sets ")[0] for line in answers[3].split("\n")) == [

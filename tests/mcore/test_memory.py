@@ -27,8 +27,8 @@ def test_the_peak_has_one_more_copy_of_weights_and_gradients(precision: str) -> 
         assert ours.in_flight == theirs.in_flight == case.stages - stage
 
 
-def test_gradients_in_bf16_are_copied_to_fp32_beside_activations() -> None:
-    """So two buffers of half the size save nothing at the peak."""
+def test_gradients_in_bf16_save_nothing_at_the_peak_without_shards() -> None:
+    """Their copies in fp32 are as large as what two buffers of half the size save."""
     whole = Case(schedule="2bw", stages=2, microbatches=2, batches=6, precision="bf16", flags=LARGE)
     half = replace(whole, flags=(*LARGE, *IN_BF16))
     for in_fp32, in_bf16 in zip(of_each_stage(whole), of_each_stage(half), strict=True):

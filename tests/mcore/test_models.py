@@ -19,6 +19,7 @@ CALIBRATED = [
     "the same, sequence parallel",
     "multi-latent attention",
     "loss per token, fp16",
+    "gradients in bf16, tensor and sequence parallel",
     "gradients in bf16, distributed optimizer, loss per token",
     "gradients in bf16, summed in fp32 over four replicas",
     "experts with biases, bf16, distributed optimizer, full recompute",

@@ -54,10 +54,12 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "has_cond_embedder / flextron of the config": [{"has_cond_embedder": True}, {"flextron": True}],
     "--pipeline-model-parallel-comm-backend ucc": [{"pipeline_model_parallel_comm_backend": "ucc"}],
     OLD_EXPERTS: [{"num_experts": 4, "expert_tensor_parallel_size": 2}],
+    "--loss-scale with --grad-reduce-in-bf16": [{"loss_scale": 1000.0, "bf16": True, "grad_reduce_in_bf16": True}],
     "--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective": [
         {
             "ddp_reduce_scatter_with_fp32_accumulation": True,
             "ddp_average_in_collective": True,
+            "use_distributed_optimizer": True,
             "bf16": True,
             "grad_reduce_in_bf16": True,
         }
