@@ -11,7 +11,7 @@ import torch
 from tests.mcore.case import Case, Fault
 from tests.mcore.compare import differing
 from tests.mcore.faults import INFINITE_GRADIENT
-from tests.mcore.features import EXPERTS, LLAMA
+from tests.mcore.features import EXPERTS, IN_BF16, LLAMA
 from tests.mcore.harness import collect, run
 from tests.mcore.matrix import compared
 from tests.mcore.memory import Memory, measure
@@ -36,6 +36,9 @@ SETTINGS = {
     "bf16, full recompute": replace(CASE, precision="bf16", recompute="full"),
     "bf16, two replicas": replace(TWO_REPLICAS, precision="bf16"),
     "bf16, distributed optimizer": replace(TWO_REPLICAS, precision="bf16", distributed_optimizer=True),
+    "gradients in bf16, distributed optimizer": replace(
+        TWO_REPLICAS, model=IN_BF16, precision="bf16", distributed_optimizer=True
+    ),
     "fp16, distributed optimizer, one gradient buffer": replace(
         TWO_REPLICAS,
         precision="fp16",
