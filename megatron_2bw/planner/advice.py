@@ -7,6 +7,7 @@ from itertools import combinations
 
 from megatron_2bw.planner.efficiency import EXACT
 from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.rules import needs_megatron_0_19
 from megatron_2bw.planner.search import Choice, Plan
 from megatron_2bw.planner.table import percent
 
@@ -17,6 +18,11 @@ MANY = 8
 def advice(plan: Plan) -> Iterator[str]:
     """Sentences: the delay that 2bw trades, when a flush reaches the loss earlier, and when not to use 2bw."""
     yield from _how_far_off(plan)
+    if needs_megatron_0_19(plan.best.layout):
+        yield (
+            f"{name(plan.best.layout)} needs megatron-core 0.19: 0.18 sums the gradients of experts that are not split "
+            "like other weights over the wrong ranks."
+        )
     delayed, flushed = plan.best_of(delayed=True), plan.best_of(delayed=False)
     if delayed is None:
         return

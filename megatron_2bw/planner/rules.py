@@ -31,6 +31,11 @@ def delay_of(layout: Layout) -> int:
     return 1 if layout.schedule in DELAYED else 0
 
 
+def needs_megatron_0_19(layout: Layout) -> bool:
+    """Whether our schedules refuse ``layout`` on Megatron 0.18, which sums its experts' gradients over wrong ranks."""
+    return layout.schedule != MEGATRON and layout.expert == 1 and layout.expert_tensor != layout.tensor
+
+
 def problem(model: Model, layout: Layout) -> Problem | None:
     """Why ``layout`` cannot run; None if it can.
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_2bw.mcore.arguments import add_arguments, validated
+from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
@@ -23,7 +24,7 @@ from megatron_2bw.planner.model_flags import MODEL_SWITCHES, model_flags, read_m
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.rules import needs_megatron_0_19, problem
 from megatron_2bw.planner.search import search
 from megatron_2bw.planner.space import Space
 
@@ -153,6 +154,10 @@ def test_megatron_accepts_what_is_printed(model: str, space: str, validate: Vali
     layouts = planned(MODEL_CASES[model], SPACES[space])
     assert bool(layouts) != ((model, space) in NOTHING)
     for layout in layouts:
+        if needs_megatron_0_19(layout) and megatron_version().startswith("0.18."):
+            with pytest.raises(SystemExit):
+                validate(MODEL_CASES[model], layout)
+            continue
         args, config = validate(MODEL_CASES[model], layout)
         assert args.data_parallel_size == layout.data, name(layout)
         assert args.global_batch_size // (args.micro_batch_size * args.data_parallel_size) == layout.microbatches
@@ -211,6 +216,8 @@ def test_megatron_accepts_what_is_printed_under_any_limits(model: str, validate:
         with suppress(PlanError):
             plan = search(MODEL_CASES[model], sized(CLUSTERS[cluster], gpus=gpus), chosen.choice((8, 12, 96)), space)
             for choice in plan.choices[:3]:
+                if needs_megatron_0_19(choice.layout) and megatron_version().startswith("0.18."):
+                    continue
                 args, config = validate(MODEL_CASES[model], choice.layout)
                 assert args.data_parallel_size == choice.layout.data, (name(choice.layout), space)
                 assert config.pipeline_model_parallel_size == choice.layout.pipeline

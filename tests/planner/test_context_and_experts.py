@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_2bw.planner import activations, costs, memory
+from megatron_2bw.planner.advice import advice
 from megatron_2bw.planner.candidates import Candidates
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
@@ -385,3 +386,10 @@ def test_other_dispatchers_are_noted():
     words = "--expert-model-parallel-size 2 --micro-batch-size 1 --bf16".split()
     notes = read_flags(Options.parse([*words, *FLAGS_OF[8]]), gpus=2, gpu=DGX.gpu).notes
     assert "--expert-model-parallel-size: priced with --moe-token-dispatcher-type alltoall" in notes
+
+
+def test_a_plan_that_old_versions_of_megatron_get_wrong_says_so():
+    for schedule, expert_tensor, needs in (("2bw", 1, True), ("2bw", 2, False), ("megatron", 1, False)):
+        space = Space(schedules=(schedule,), experts=(1,), tensors=(2,), expert_tensors=(expert_tensor,))
+        plan = search(EXPERTS, DGX, 64, space)
+        assert any("needs megatron-core 0.19" in sentence for sentence in advice(plan)) == needs
