@@ -56,6 +56,8 @@ def main() -> int:
 
 def _output_of(command: tuple[str, ...], end_s: float) -> tuple[int, str]:
     """Exit code and output; what is not done in time is stopped, and the report says so."""
+    # A shell starts what runs in the background with this signal ignored, and what that starts would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,

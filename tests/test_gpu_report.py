@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import gpu_report
 import schedules
+
+
+@pytest.fixture
+def in_background() -> Iterator[None]:
+    """As a shell starts it with ``&``: interrupts are ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_every_gpu_test_is_run_once() -> None:
@@ -38,6 +47,7 @@ def test_what_a_command_says_and_how_it_ends(command: tuple[str, ...], code: int
     assert gpu_report._output_of(command, end_s=time.monotonic() + 60) == (code, "1")
 
 
+@pytest.mark.usefixtures("in_background")
 def test_what_takes_too_long_is_stopped_and_says_what_failed(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import time\ndef test_a():\n    assert 1 == 2\ndef test_b():\n    time.sleep(60)\n")
@@ -48,6 +58,7 @@ def test_what_takes_too_long_is_stopped_and_says_what_failed(tmp_path: Path) -> 
     assert said.endswith("stopped: not done 495 s after the start")
 
 
+@pytest.mark.usefixtures("in_background")
 def test_an_interrupt_is_passed_on(tmp_path: Path) -> None:
     """pytest then ends the ranks, which have sessions of their own."""
     started, ended = tmp_path / "started", tmp_path / "ended"

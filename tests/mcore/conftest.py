@@ -64,7 +64,9 @@ SLOW = {
         "the same, sequence parallel",
         "loss per token",
         "whole experts, tensor parallel",
+        *("gradients in bf16, tensor", "gradients in bf16, summed"),
     ),
+    "test_gradients_in_bf16_save_nothing_at_the_peak_without_shards": ("",),
     "test_experts_of_two_replicas_no_further_off_than_megatron": ("whole",),
     "test_precisions_optimizers_and_models": ("distributed-fp32", "muon-distributed", "several-tokens"),
 }
