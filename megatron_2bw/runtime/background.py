@@ -37,6 +37,7 @@ class Background:
         self._device = device
         self._timeout_s = timeout_s
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # Of what the thread runs.
         self._queue: SimpleQueue[tuple[Future, Callable[[], object], torch.cuda.Event | None] | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
@@ -46,7 +47,7 @@ class Background:
         ready = None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            ready = self._stream.record_event()
+            ready = self._stream.record_event(torch.cuda.Event(blocking=True))  # The thread gives its core away.
         self._queue.put((future, function, ready))
         return future
 
@@ -83,27 +84,26 @@ class Background:
         self._queue.put(None)
 
     def _work(self) -> None:
-        stream = None
-        if self._stream is not None:
-            torch.cuda.set_device(self._device)
-            stream = torch.cuda.Stream(self._device)
-            torch.cuda.set_stream(stream)
-        while self._turn(stream):
+        while self._turn():
             pass
 
-    def _turn(self, stream: torch.cuda.Stream | None) -> bool:
+    def _turn(self) -> bool:
         """One function; False at the end. What it held is let go of before the next is waited for."""
         work = self._queue.get()
         if work is None:
             return False
         future, function, ready = work
         try:
-            if ready is not None:
-                # On the host: with one hardware queue, a kernel that waits there holds up the computation.
-                ready.synchronize()
-            with torch.no_grad():
+            if ready is None:
+                with torch.no_grad():
+                    future.set_result((function(), None))
+                return True
+            torch.cuda.set_device(self._beside.device)  # Each thread has its own.
+            # On the host: with one hardware queue, a kernel that waits there holds up the computation.
+            ready.synchronize()
+            with torch.no_grad(), torch.cuda.stream(self._beside):
                 value = function()
-            future.set_result((value, None if stream is None else stream.record_event()))
+            future.set_result((value, self._beside.record_event()))
         except BaseException as error:  # Raised again in the thread that waits for the result.
             future.set_exception(error)
         return True
