@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_2bw.mcore import cpu_checkpoint
+from megatron_2bw.mcore import cpu_checkpoint, steps_of_adam
 from megatron_2bw.mcore.cpu_memory import keep_freed_memory
 from megatron_2bw.mcore.cpu_streams import CpuEvent, CpuStream
 
@@ -112,12 +112,13 @@ def install() -> None:
     importlib.import_module("torch._dynamo")  # It sorts torch's functions by identity, so it must see the originals.
     for group in (_devices, _streams, _tensors, *_IN_MEGATRON):
         _apply(group)
-    install_dataset_helpers()
+    install_with_gpu()
 
 
-def install_dataset_helpers() -> None:
-    """Use the compiled dataset helpers that the wheel ships; needed with a GPU too."""
-    _apply(_dataset_helpers)
+def install_with_gpu() -> None:
+    """Replace what is needed with a GPU, too: how dataset helpers are found, and the steps of torch's Adam."""
+    for group in _WITH_GPU:
+        _apply(group)
 
 
 def uninstall() -> None:
@@ -210,20 +211,28 @@ def _training_loop() -> tuple[Replacement, ...]:
     )
 
 
+def _steps_of_adam() -> tuple[Replacement, ...]:
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    if distributed.HAVE_APEX_OR_TE:
+        return ()
+    optimizer = distributed.DistributedOptimizer
+    reason = "torch's AdamW keeps a step per parameter"
+    wrappers = {
+        "sharded_state_dict": steps_of_adam.with_state,
+        "load_state_dict": steps_of_adam.with_own_steps,
+        "_set_main_param_and_optimizer_states": steps_of_adam.without_step,
+    }
+    return tuple(
+        Replacement(optimizer, name, wrap(getattr(optimizer, name)), reason) for name, wrap in wrappers.items()
+    )
+
+
 def _checkpoints() -> tuple[Replacement, ...]:
-    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     strategies = "megatron.core.dist_checkpointing.strategies"
     writer = importlib.import_module(f"{strategies}.filesystem_async").FileSystemWriterAsync
     worker = importlib.import_module(f"{strategies}.async_utils").PersistentAsyncCaller
-    reason = "torch's AdamW keeps a step per parameter"
-    wrappers = {
-        "sharded_state_dict": cpu_checkpoint.with_state,
-        "load_state_dict": cpu_checkpoint.with_own_steps,
-        "_set_main_param_and_optimizer_states": cpu_checkpoint.without_step,
-    }
     write, start = cpu_checkpoint.copied(writer.prepare_write_data), cpu_checkpoint.forked(worker._get_process)
     return (
-        *(Replacement(optimizer, name, wrap(getattr(optimizer, name)), reason) for name, wrap in wrappers.items()),
         Replacement(writer, "prepare_write_data", write, "a worker would see tensors that training changes"),
         Replacement(worker, "_get_process", start, "the worker of asynchronous saves looks for a GPU"),
     )
@@ -243,6 +252,9 @@ def _dataset_helpers() -> tuple[Replacement, ...]:
     utils = importlib.import_module("megatron.core.datasets.utils")
     reason = "the wheel ships no Makefile, and a failing make ends the process"
     return (Replacement(utils, "compile_helpers", _unless_shipped(utils.compile_helpers), reason),)
+
+
+_WITH_GPU = (_steps_of_adam, _dataset_helpers)
 
 
 def _as_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -18,7 +18,7 @@ def install() -> None:
     if cpu_backend.needed():
         cpu_backend.install()
     else:
-        cpu_backend.install_dataset_helpers()
+        cpu_backend.install_with_gpu()
     check(HOOKS + USED)
     for hook in filter(is_relied_on, HOOKS):
         apply(hook)

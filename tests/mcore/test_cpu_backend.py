@@ -122,7 +122,7 @@ CHECKS = {
         cpu_backend.uninstall()
         utils.compile_helpers = lambda: built.append(1)
         built = []
-        cpu_backend.install_dataset_helpers()
+        cpu_backend.install_with_gpu()
         utils.compile_helpers()
         assert built == []
         sys.modules["megatron.core.datasets.helpers_cpp"] = None

@@ -126,12 +126,14 @@ def set_environment(rank: int, ranks: int, port: int) -> None:
 
 
 def install(case: Case) -> None:
-    """Load the extension, or only what Megatron needs to run on a CPU."""
+    """Load the extension, or only what Megatron needs to run here."""
     if case.schedule is None:
         from megatron_2bw.mcore import cpu_backend
 
         if cpu_backend.needed():
             cpu_backend.install()
+        else:
+            cpu_backend.install_with_gpu()
     else:
         import megatron_2bw
 

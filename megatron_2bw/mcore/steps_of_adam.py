@@ -1,0 +1,52 @@
+"""What the distributed optimizer's checkpoints lack without Transformer Engine and Apex, on a GPU, too.
+
+Torch's AdamW keeps a step per parameter, which Megatron's distributed optimizer reads and writes in one place less
+than it would have to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def with_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Before loading, the optimizer needs a state with a step; what is loaded replaces it."""
+
+    @functools.wraps(sharded_state_dict)
+    def wrapper(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **keywords: Any) -> Any:
+        adam = self.optimizer
+        if is_loading and not adam.state and isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.zeros(()), **moments}
+        return sharded_state_dict(self, model_sharded_state_dict, is_loading, **keywords)
+
+    return wrapper
+
+
+def with_own_steps(load_state_dict: Callable[..., None]) -> Callable[..., None]:
+    """Megatron gives all parameters one and the same step tensor; each would advance it."""
+
+    @functools.wraps(load_state_dict)
+    def wrapper(self: Any, state_dict: Any) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    return wrapper
+
+
+def without_step(set_states: Callable[..., None]) -> Callable[..., None]:
+    """The step is loaded with the parameter groups; and writing to fp32 weights needs ``no_grad``."""
+
+    @functools.wraps(set_states)
+    def wrapper(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        with torch.no_grad():
+            set_states(self, model_param, {**tensors, "step": None})
+
+    return wrapper
