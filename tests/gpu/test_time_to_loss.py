@@ -10,6 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 
+pytest.importorskip("emerging_optimizers", reason="needs emerging_optimizers, whose Muon the loop can train with")
+
 from delayed_training import Trial, train
 from language_models import Size
 

@@ -107,7 +107,7 @@ def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, ti
     context = _context() if case.device == "cpu" else multiprocessing.get_context("spawn")
     with _reserved_port() as port:
         processes = [context.Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)]
-        with unittest.mock.patch.dict(os.environ, {} if case.device == "cpu" else ENVIRONMENT_ON_GPU):
+        with unittest.mock.patch.dict(os.environ, {} if case.device == "cpu" else ENVIRONMENT_ON_GPU | os.environ):
             for process in processes:
                 process.start()
         try:
@@ -194,8 +194,14 @@ def _reserved_port() -> Iterator[int]:
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Of every rank: one thread, nothing compiled, no GPU."""
 
-ENVIRONMENT_ON_GPU = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What Megatron asks for on most GPUs, and what torch needs for matrix products that repeat to the last bit."""
+ENVIRONMENT_ON_GPU = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+"""What Megatron asks for on most GPUs, what torch needs for matrix products that repeat to the last bit, and nothing
+compiled, which takes longer than the rest of a run. A test may set something else."""
 
 
 def import_path() -> str:

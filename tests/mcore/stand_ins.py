@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,15 +19,16 @@ def install(case: Case, args: Any) -> None:
     if case.device == "cuda":
         torch.use_deterministic_algorithms(True)
         if args.distributed_backend == "gloo":
-            dist.isend, dist.irecv = _through_host(dist.isend), _into_device(dist.irecv)
-    if case.fused_gradients and case.device == "cpu":
+            let_ranks_share_a_gpu()
+    if case.fused_gradients:
         from megatron.core.tensor_parallel import layers
 
-        layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
-            wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
-        )
-        layers._grad_accum_fusion_available = True
-        args.gradient_accumulation_fusion = True  # The CPU backend has switched it off.
+        args.gradient_accumulation_fusion = True  # No other case has it.
+        if case.device == "cpu":
+            layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+                wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
+            )
+            layers._grad_accum_fusion_available = True
     if case.sequence_parallel:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -37,8 +39,27 @@ def install(case: Case, args: Any) -> None:
         DotProductAttention.__init__ = _told_head_sizes(DotProductAttention.__init__)
 
 
+def let_ranks_share_a_gpu() -> None:
+    """Give gloo what it takes from NCCL's place, which needs a GPU for every rank."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    for name, staged in (("isend", _through_host), ("irecv", _into_device)):
+        transfer = staged(getattr(dist, name))
+        for module in (dist, dist.distributed_c10d):  # A P2POp asks whether the one is the other's.
+            setattr(module, name, transfer)
+    param_and_grad_buffer._coalescing_manager = _one_by_one
+
+
+@contextlib.contextmanager
+def _one_by_one(group: dist.ProcessGroup, async_ops: bool) -> Iterator[None]:
+    """Gloo coalesces collectives of the host's tensors only."""
+    if async_ops:
+        raise NotImplementedError("overlapped collectives of ranks that share a GPU")
+    yield
+
+
 def _through_host(isend: Callable[..., Any]) -> Callable[..., Any]:
-    """Gloo sends tensors of the host only, and NCCL needs a GPU for every rank."""
+    """Gloo sends tensors of the host only."""
 
     @functools.wraps(isend)
     def wrapper(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
@@ -64,7 +85,8 @@ class _Received:
 
     def wait(self) -> None:
         self._work.wait()
-        self._tensor.copy_(self._host)
+        with torch.no_grad():  # Megatron receives into tensors that already want a gradient.
+            self._tensor.copy_(self._host)
 
 
 def _add_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
