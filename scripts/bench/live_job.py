@@ -93,7 +93,7 @@ class Job:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         return subprocess.Popen(
             [sys.executable, "-u", "-m", "megatron_2bw", *arguments],

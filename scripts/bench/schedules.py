@@ -4,7 +4,8 @@
 
 Part one trains a GPT at PP=2 on this machine, one thread per rank. All jobs of a comparison are alive and take turns of
 a few iterations, in the opposite order in the next round, because a machine drifts by more than the differences looked
-for; a ratio is the median over the rounds. Part two, in ``systems.py``, replaces computation by timed waits and
+for; a ratio is the median over the rounds. On GPUs they run one after another: what a stopped job's kernels wait for
+would take the GPUs' time. Part two, in ``systems.py``, replaces computation by timed waits and
 compares all systems of the two papers.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import re
 import statistics
@@ -21,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
 from interval import median_interval
 from live_job import ROOT, Job
 from report import heading, put
@@ -40,6 +43,11 @@ GPT = (
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --lr 1e-4 --clip-grad 1.0 --num-workers 0 "
     "--eval-iters 0 --eval-interval 100000 --pipeline-model-parallel-size 2"
 ).split()
+WITHOUT_KERNELS = (
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-rope-fusion"
+).split()
+"""Where there is no Transformer Engine."""
 STAGES = 2
 SAMPLES_PER_MICROBATCH = 4
 
@@ -59,6 +67,7 @@ class Arm:
         ours = ("--pipeline-extra-in-flight", str(self.extra_in_flight), "--pipeline-trace", "{trace}")
         arguments = [
             *GPT,
+            *([] if importlib.util.find_spec("transformer_engine") else WITHOUT_KERNELS),
             *("--global-batch-size", str(SAMPLES_PER_MICROBATCH * microbatches)),
             *("--train-iters", str(iterations), "--log-interval", str(self.log_interval)),
             *("--pipeline-schedule", self.schedule, *self.flags),
@@ -109,26 +118,27 @@ Results = dict[int, dict[str, Measured]]
 """By number of microbatches and label of the arm."""
 
 
-def take_turns(microbatches: int, rounds: int) -> dict[str, Measured]:
-    """Run all arms in turn; the first round, in which memory is allocated, does not count."""
+def measure(microbatches: int, rounds: int) -> dict[str, Measured]:
+    """Run all arms, in turn where that disturbs none; the first round, in which memory is allocated, does not count."""
     arms = COMPARED[microbatches]
-    results = {arm.label: Measured() for arm in arms}
     iterations = (rounds + 1) * (WARM + MEASURED) + LOG_INTERVAL
-    with contextlib.ExitStack() as alive:
-        jobs: dict[str, Job] = {}
-        for arm in arms:
-            jobs[arm.label] = job = arm.start(microbatches, iterations)
-            alive.callback(job.close)
-            job.turn_s(WARM, MEASURED)
-        for turn in range(rounds):
-            for arm in arms if turn % 2 == 0 else reversed(arms):
-                results[arm.label].iteration_s.append(jobs[arm.label].turn_s(WARM, MEASURED))
-            took = ", ".join(f"{label} {measured.iteration_s[-1]:.3f}" for label, measured in results.items())
-            print(f"m={microbatches}, round {turn + 1}/{rounds}, s per iteration: {took}", flush=True)
-        for arm in arms:
-            if arm.schedule == "2bw":
-                jobs[arm.label].finish()
-                results[arm.label].ran = _durations(json.loads(jobs[arm.label].trace.read_text()))
+    results = {arm.label: Measured() for arm in arms}
+    for group in [[arm] for arm in arms] if torch.cuda.is_available() else [arms]:
+        with contextlib.ExitStack() as alive:
+            jobs: dict[str, Job] = {}
+            for arm in group:
+                jobs[arm.label] = job = arm.start(microbatches, iterations)
+                alive.callback(job.close)
+                job.turn_s(WARM, MEASURED)
+            for turn in range(rounds):
+                for arm in group if turn % 2 == 0 else reversed(group):
+                    results[arm.label].iteration_s.append(jobs[arm.label].turn_s(WARM, MEASURED))
+                took = ", ".join(f"{label} {results[label].iteration_s[-1]:.3f}" for label in jobs)
+                print(f"m={microbatches}, round {turn + 1}/{rounds}, s per iteration: {took}", flush=True)
+            for arm in group:
+                if arm.schedule == "2bw":
+                    jobs[arm.label].finish()
+                    results[arm.label].ran = _durations(json.loads(jobs[arm.label].trace.read_text()))
     return results
 
 
@@ -156,7 +166,7 @@ def report_gpt(results: Results) -> list[str]:
             lines.append(
                 f"{microbatches:>2}  {label:<32} {statistics.median(ms):>12.1f} {min(ms):>8.1f} {max(ms):>8.1f}"
             )
-    return [*lines, *_bounds(results), *_other_ratios(results[2])]
+    return [*lines, *_bounds(results), *(_other_ratios(results[2]) if 2 in results else [])]
 
 
 def _bounds(results: Results) -> list[str]:
@@ -168,9 +178,8 @@ def _bounds(results: Results) -> list[str]:
         f"{'2bw over 1f1b':<30} {'measured':>9} {'95% interval':>16} {'bound':>7} {'share':>6} {'own':>6}   "
         "F, B, update per stage (ms)",
     ]
-    for microbatches, arms in COMPARED.items():
-        measured = results[microbatches]
-        ours = (arm for arm in arms if arm.schedule == "2bw" and arm.log_interval == LOG_INTERVAL)
+    for microbatches, measured in results.items():
+        ours = (arm for arm in COMPARED[microbatches] if arm.schedule == "2bw" and arm.log_interval == LOG_INTERVAL)
         lines += (_bound(arm, microbatches, measured[MEGATRON.label], measured[arm.label]) for arm in ours)
     return lines
 
@@ -217,6 +226,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--rounds", type=int, default=12, help="turns of every arm; at least 3")
     found.add_argument("--part", choices=["both", "gpt", "timed"], default="both")
+    found.add_argument("--microbatches", type=int, nargs="+", choices=COMPARED, default=[*COMPARED], help="of part one")
     found.add_argument("--output", type=Path)
     return found
 
@@ -225,10 +235,9 @@ def main() -> None:
     options = parser().parse_args()
     lines = heading("numpy")
     if options.part != "timed":
-        results = {microbatches: take_turns(microbatches, options.rounds) for microbatches in COMPARED}
-        lines.append(
-            f"medians of {options.rounds} rounds; what is compared takes turns of {WARM + MEASURED} iterations"
-        )
+        results = {microbatches: measure(microbatches, options.rounds) for microbatches in options.microbatches}
+        order = "runs one after another" if torch.cuda.is_available() else "takes turns"
+        lines.append(f"medians of {options.rounds} rounds of {WARM + MEASURED} iterations; what is compared {order}")
         lines += report_gpt(results)
     if options.part != "gpt":
         lines += report_timed(max(1, options.rounds // 4))
