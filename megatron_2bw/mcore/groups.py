@@ -89,7 +89,8 @@ def _a_channel_for_each_pair() -> Iterator[None]:
     """Let NCCL connect two ranks of the groups that are made inside when they first need it.
 
     Where a training loop gave ``init_process_group`` a ``device_id``, groups have one channel for all their ranks: a
-    receive from one neighbour, posted early, would hold up what is sent to the other.
+    receive from one neighbour, posted early, would hold up what is sent to the other. And for a group of the host,
+    NCCL would be told of it by those ranks only that are not in it.
     """
     world = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
@@ -210,12 +211,13 @@ def _clones(
     # Every rank must create every group, in one order, and knows only its own.
     everyone: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
-    clones = {
-        ranks: dist.new_group(
-            list(ranks), timeout=timeout, backend=backend or dist.get_backend(), group_desc=description
-        )
-        for ranks in sorted(set().union(*everyone))
-    }
+    with _a_channel_for_each_pair() if backend == "gloo" else contextlib.nullcontext():
+        clones = {
+            ranks: dist.new_group(
+                list(ranks), timeout=timeout, backend=backend or dist.get_backend(), group_desc=description
+            )
+            for ranks in sorted(set().union(*everyone))
+        }
     return {ranks: clones[ranks] for ranks in mine}
 
 

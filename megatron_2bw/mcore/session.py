@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -150,6 +151,8 @@ class Session:
                 f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {pipeline.schedule_name}: "
                 "a transfer of evaluation would wait for every stream of the device"
             )
+        if torch.cuda.is_available() and (notice := allocator_notice(os.environ)):
+            print_rank_0(f"megatron_2bw: {notice}")
         pipeline.start(call)
         if args.pipeline_trace is not None or args.log_pipeline:
             pipeline.record(Recorder(pipeline.device, limit=_KEPT if args.pipeline_trace is None else _KEPT_FOR_TRACE))
@@ -159,3 +162,15 @@ class Session:
                 self.monitor = PipelineMonitor(pipeline.recorder, self._timeout)
         if self.is_delayed and (args.exit_signal_handler or args.exit_duration_in_mins):
             self.exits = ExitRequests(self._timeout)
+
+
+def allocator_notice(environment: Mapping[str, str]) -> str | None:
+    """What to set so that torch's allocator does not wait for the whole GPU while receives are under way."""
+    settings = [environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    if any("expandable_segments:True" in setting for setting in settings):
+        return None
+    return (
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Without it, an allocation that finds no free memory "
+        "waits for everything on the GPU, also for receives that are posted early; neighbouring stages that do so at "
+        "once wait for each other until the timeout"
+    )

@@ -270,3 +270,18 @@ def test_noticed_once_and_then_settled(defaults: argparse.Namespace, row) -> Non
         (notice,) = first
         assert row.flag in notice
         assert second == ([notice] if row in SLOWED else [])
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, True),
+    ],
+)
+def test_a_run_is_told_what_makes_an_allocation_wait_for_the_gpu(environment: dict[str, str], told: bool) -> None:
+    from megatron_2bw.mcore.session import allocator_notice
+
+    assert (allocator_notice(environment) is not None) == told
