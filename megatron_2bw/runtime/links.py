@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ class Links:
     def post_receive(self, action: Action, peer: int, boundary: Boundary) -> None:
         """Start receiving into a fresh tensor; ``take`` waits for it."""
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
-        with needs_peers(_what(action, self._ranks[peer])):
+        with needs_peers(_what(action, self._ranks[peer])), _unseen_by_profiler():
             work = dist.irecv(tensor, src=self._ranks[peer], group=self._group(action, peer, self._rank))
         self._receives[action] = _Transfer(work, tensor, action, self._ranks[peer])
 
@@ -107,7 +108,7 @@ class Links:
             while len(sends) >= self._most_sends:
                 sends.popleft().wait()
         payload = tensor.detach().contiguous()
-        with needs_peers(_what(action, self._ranks[peer])):
+        with needs_peers(_what(action, self._ranks[peer])), _unseen_by_profiler():
             work = dist.isend(payload, dst=self._ranks[peer], group=group)
         sends.append(_Transfer(work, payload, action, self._ranks[peer]))
 
@@ -126,3 +127,17 @@ class Links:
 
 def _what(action: Action, peer: int) -> str:
     return f"{place_of(action)}, with rank {peer},"
+
+
+@contextlib.contextmanager
+def _unseen_by_profiler() -> Iterator[None]:
+    """Hide a transfer that may end after torch's profiler: gloo would then write into memory that it has given back."""
+    hide = getattr(torch._C._autograd, "_enable_record_function", None)
+    if hide is None or not torch.autograd._profiler_enabled():
+        yield
+        return
+    hide(False)
+    try:
+        yield
+    finally:
+        hide(True)
