@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from megatron_2bw.mcore.driven_scheduler import DrivenScheduler
@@ -29,7 +30,7 @@ from megatron_2bw.mcore.stock_optimizer import (
 )
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.corrections import Correction, UpdateLead
-from megatron_2bw.runtime.finite import FiniteCheck
+from megatron_2bw.runtime.finite import FiniteCheck, NotFiniteError
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
@@ -138,6 +139,7 @@ class DelayedOptimizer:
         self._hyperparameters: list[dict[str, float]] = []
         self._has_norm = has_norm
         self._finite = FiniteCheck()
+        self._iteration_of_batch_0 = 0
         self._statistics = Statistics(0.0, False, None)
         self._scheduler: Any = None
         self.samples = 0
@@ -225,6 +227,7 @@ class DelayedOptimizer:
         """
         self._hyperparameters = [hyperparameters_of(group) for group in self._inner.param_groups]
         self.samples = samples
+        self._iteration_of_batch_0 = get_rerun_state_machine().current_iteration - batch
         self._routers.capture(batch)
         self._reductions.num_tokens = num_tokens
         scale = self._scale_of(batch)
@@ -249,7 +252,7 @@ class DelayedOptimizer:
         """Update with the gradients of ``batch``, unless that is done already.
 
         Raises:
-            RuntimeError: a gradient is not finite and Megatron was asked to check.
+            RuntimeError: a gradient is not finite and Megatron was asked to check; noted where Megatron notes it.
         """
         if batch != self._pending.batch:
             return self.outcome
@@ -257,7 +260,8 @@ class DelayedOptimizer:
             if self._has_norm:
                 self._statistics = results[Reduction.NORM]
             if self._check_for_nan:
-                self._require_finite(batch)
+                with self._rejected_as_by_megatron():
+                    self._require_finite(batch)
             forget_shards_of_weights(self._model)
             successful, norm, zeros = self._inner.step()
             self._routers.update()
@@ -275,7 +279,8 @@ class DelayedOptimizer:
         """Finish what is pending and point the model at the newest weights."""
         if self._pending.batch is not None:
             self.finish(self._pending.batch)
-        self._finite.answer()
+        with self._rejected_as_by_megatron():
+            self._finite.answer()
         self.weights.use_newest()
 
     def release(self) -> None:
@@ -289,7 +294,19 @@ class DelayedOptimizer:
         if not self._has_norm:
             self._finite.ask(batch, self._captured.kept)
         elif not math.isfinite(norm):
-            raise RuntimeError(f"the gradient of batch {batch} (counted from the start of the run) has norm {norm}")
+            raise NotFiniteError(batch, f"has norm {norm}")
+
+    @contextmanager
+    def _rejected_as_by_megatron(self) -> Iterator[None]:
+        """Note what is found in ``--result-rejected-tracker-filename``, for the iteration of its batch."""
+        try:
+            yield
+        except NotFiniteError as error:
+            machine = get_rerun_state_machine()
+            if machine.mode is RerunMode.DISABLED:  # Else it would begin to run the batch again.
+                machine.current_iteration = self._iteration_of_batch_0 + error.batch
+                machine.validate_result(math.nan, math.isnan, message=str(error), fatal=True)
+            raise
 
     def _part(self, optimizer: Any, found: Accumulated) -> Part:
         """The captured counterparts of the gradients of ``optimizer``, which stay where they are."""

@@ -8,6 +8,14 @@ from typing import NamedTuple
 import torch
 
 
+class NotFiniteError(RuntimeError):
+    """A gradient is infinite or not a number."""
+
+    def __init__(self, batch: int, found: str) -> None:
+        super().__init__(f"the gradient of batch {batch} (counted from the start of the run) {found}")
+        self.batch = batch
+
+
 class _Asked(NamedTuple):
     batch: int
     norms: torch.Tensor
@@ -28,7 +36,7 @@ class FiniteCheck:
         """Ask for ``batch``, whose gradients are on one device, after the answer for the one before.
 
         Raises:
-            RuntimeError: as `answer` does.
+            NotFiniteError: as `answer` does.
         """
         self.answer()
         # The largest: finite numbers cannot overflow in it.
@@ -40,7 +48,7 @@ class FiniteCheck:
         """For the last batch asked for.
 
         Raises:
-            RuntimeError: a gradient of it is infinite or not a number.
+            NotFiniteError: with that batch.
         """
         asked, self._asked = self._asked, None
         if asked is None:
@@ -48,6 +56,4 @@ class FiniteCheck:
         if asked.there is not None:
             asked.there.synchronize()
         if not asked.norms.isfinite().all():
-            raise RuntimeError(
-                f"the gradient of batch {asked.batch} (counted from the start of the run) is not finite here"
-            )
+            raise NotFiniteError(asked.batch, "is not finite here")

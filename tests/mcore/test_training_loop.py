@@ -212,13 +212,20 @@ def _jump() -> None:
     ids=["fp32", "fp16 with a constant loss scale", "pipedream"],
 )
 def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(case: Case, tmp_path: Path) -> None:
-    """``--check-for-nan-in-loss-and-grad``, Megatron's default: the norm is known to all ranks, if there is one."""
-    batch = 3
+    """``--check-for-nan-in-loss-and-grad``, Megatron's default: the norm is known to all ranks, if there is one.
+
+    The iteration goes to the file from which a restarted run may learn to skip it, counted as Megatron does there.
+    """
+    batch, rejected = 3, tmp_path / "rejected"
     fault = Fault(kind=INFINITE_GRADIENT, rank=1, call=batch * case.microbatches)
-    case = replace(case, faults=(fault,))
+    flags = (*case.flags, "--result-rejected-tracker-filename", str(rejected))
+    case = replace(case, faults=(fault,), flags=flags)
     ended = launch(main, case, case.ranks, tmp_path, timeout_s=60.0)
     assert ended.exit_codes == [1] * case.ranks, ended.tails()
     named = [f"batch {batch} (counted from the start of the run)" in output for output in ended.outputs]
     assert any(named), ended.tails()
     waited = ["look for that rank" in output for output in ended.outputs]
     assert all(map(operator.or_, named, waited)), ended.tails()
+    noted = re.findall(r"rank=(\d+) iteration=(\d+) status=RerunValidationStatus.RERUN_DISABLED", rejected.read_text())
+    assert {int(rank) for rank, _ in noted} <= {rank for rank, found in enumerate(named) if found}
+    assert {int(iteration) for _, iteration in noted} == {batch + 2}
