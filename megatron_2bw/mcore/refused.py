@@ -103,6 +103,16 @@ def _quantizes(args: Any) -> bool:
     return given("fp8", "fp4")(args) or by_recipe(args) or getattr(args, "kitchen_recipe_number", None) is not None
 
 
+def _shards_weights(args: Any) -> bool:
+    return any(above(name, 1)(args) for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"))
+
+
+def _attends_sparsely(args: Any) -> bool:
+    is_asked = getattr(args, "experimental_attention_variant", None) == "dsa"
+    return is_asked or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
+
+
+_SHARDED_WEIGHTS = "--tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards"
 _QUANTIZED = "--fp8-format / --fp4-format / --te-precision-config-file / --kitchen-config-file"
 _SAVED = "--save-params-interval and the like for activations, gradients and tokens per expert"
 _SAVES = tuple(f"save_{what}_interval" for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert"))
@@ -357,8 +367,8 @@ REFUSED: tuple[Refused, ...] = (
         remedy=USE_FLUSH,
     ),
     Refused(
-        flag="--experimental-attention-variant dsa",
-        is_set=lambda args: getattr(args, "experimental_attention_variant", None) == "dsa",
+        flag="--experimental-attention-variant dsa / D in --hybrid-layer-pattern",
+        is_set=_attends_sparsely,
         schedules=DELAYED,
         reason="its auxiliary loss is scaled and logged as if no forward ran ahead into the next batch",
         remedy=USE_FLUSH,
@@ -379,8 +389,8 @@ REFUSED: tuple[Refused, ...] = (
         }.items()
     ),
     Refused(
-        flag="--tensor-parallel-num-weight-shards",
-        is_set=above("gtp_weight_remat_size", 1),
+        flag=_SHARDED_WEIGHTS,
+        is_set=_shards_weights,
         schedules=MIRRORED,
         reason=_ONE_OF_TWO,
         remedy=USE_FLUSH,
@@ -475,8 +485,8 @@ REFUSED: tuple[Refused, ...] = (
         remedy=USE_MEGATRON,
     ),
     Refused(
-        flag="--tensor-parallel-num-weight-shards",
-        is_set=above("gtp_weight_remat_size", 1),
+        flag=_SHARDED_WEIGHTS,
+        is_set=_shards_weights,
         schedules=DELAYED,
         reason="its gradients need a reduction that delayed updates do not have",
         remedy=USE_FLUSH,
@@ -492,6 +502,12 @@ REFUSED: tuple[Refused, ...] = (
         schedules=DELAYED,
         reason="the first stage has read ahead into the next batch when it saves",
         remedy=USE_FLUSH,
+    ),
+    Refused(
+        flag="--fake-process-group",
+        schedules=OURS,
+        reason="its ranks never answer, and ours connect with their neighbours before the first batch",
+        remedy=USE_MEGATRON,
     ),
     Refused(
         flag="--inprocess-restart",

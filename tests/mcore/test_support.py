@@ -93,7 +93,10 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"moe_single_grouped_bias": True},
     ],
     "--moe-routing-trace-path": [{"moe_routing_trace_path": "folder"}],
-    "--experimental-attention-variant dsa": [{"experimental_attention_variant": "dsa"}],
+    "--experimental-attention-variant dsa / D in --hybrid-layer-pattern": [
+        {"experimental_attention_variant": "dsa"},
+        {"hybrid_layer_pattern": "D-|D-"},
+    ],
     "--vision-pretraining": [{"vision_pretraining": True}],
     "--mtp-num-layers": [{"mtp_num_layers": 1}],
     "--mtp-num-layers before the last stage": [
@@ -111,9 +114,13 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {f"save_{what}_interval": 1} for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert")
     ],
     "--check-for-large-grads": [{"check_for_large_grads": True}],
-    "--tensor-parallel-num-weight-shards": [{"gtp_weight_remat_size": 2}],
+    "--tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards": [
+        {"gtp_weight_remat_size": 2},
+        {"expert_gtp_weight_remat_size": 2},
+    ],
     "--adlr-autoresume": [{"adlr_autoresume": True}],
     "--dataloader-save": [{"dataloader_save": "folder"}],
+    "--fake-process-group": [{"fake_process_group": True}],
     "--inprocess-restart": [{"inprocess_restart": True}],
     "--freeze-all-layers": [{"freeze_all_layers": True}],
     "--num-microbatches-with-partial-activation-checkpoints": [
@@ -157,6 +164,7 @@ DERIVED = {
     "use_layer_wise_distributed_optimizer",
     "virtual_pipeline_model_parallel_size",
     "gtp_weight_remat_size",
+    "expert_gtp_weight_remat_size",
     "num_microbatches_with_partial_activation_checkpoints",
     "dataloader_save",
     "has_cond_embedder",
