@@ -219,7 +219,7 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **op
         stages: pipeline depth.
         microbatches: per batch and replica.
         remedy: how to have more; ``{enough}`` stands for the smallest number that works.
-        **options: of the schedule; see `build`.
+        **options: of the schedule; see `registry.build`.
 
     Raises:
         ArgumentError: with the reason and the remedy.

@@ -1,7 +1,8 @@
 """Puts our hooks into Megatron and takes them out again.
 
 Not hooked: ``train_step`` and ``pretrain``, whose signatures change from release to release; the
-optimizers' classes; anything in ``megatron.core`` but what is imported from it by name.
+optimizers' classes; anything in ``megatron.core`` but what is imported from it by name. What Megatron needs without a
+GPU, or without Apex and Transformer Engine, is in `cpu_backend`.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ HOOKS: tuple[Hook, ...] = (
         why="ends the run with nothing pending and nothing in flight",
     ),
 )
-"""Every binding that `install` replaces."""
+"""Every binding that our schedules need."""
 
 _OPTIMIZER = "megatron.core.optimizer"
 _MOE = "megatron.core.transformer.moe"

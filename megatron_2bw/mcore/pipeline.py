@@ -49,11 +49,10 @@ class Pipeline:
         model: this rank's stage, in Megatron-Core's DistributedDataParallel.
         optimizer: what Megatron-Core's ``get_megatron_optimizer`` returned for it.
         mirrored: gems, chimera and mixpipe: this rank's stage of the pipeline that goes the other way, likewise in
-            DistributedDataParallel; see `mirror.build`.
+            DistributedDataParallel; see `megatron_2bw.build_mirrored`.
         extra_in_flight: 2bw: activations kept per stage boundary beyond d-s.
         delayed_microbatches: 2bw: how many of a batch are computed with the older weights; None for all.
-        k: mixpipe: see there.
-        gamma: mixpipe: see there.
+        k, gamma: of `schedule.mixpipe.mixpipe`.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
         correction: 2bw: of updates for their delay; None for the paper's exact rule.
         timeout: of every transfer and every reduction.

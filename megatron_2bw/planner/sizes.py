@@ -226,7 +226,7 @@ class Sizes:
     def gradient_casts(self) -> tuple[float, int]:
         """The same of the outputs' gradients in a backward; the kernels that sum a bias' gradient cast, too.
 
-        ``_BACKWARD`` has four of those, however many products there are.
+        ``layer._BACKWARD`` has four of those, however many products there are.
         """
         numbers = sum(
             product.count * product.rows * product.columns / (self.outside if product.scatters else 1)

@@ -1,7 +1,7 @@
 """Corrections of updates whose gradients are one step old.
 
 On a quadratic of curvature h, ``x' = x - lr * m`` with an average m of gradients (decay beta) is stable up to
-``lr*h = 2(1+beta)/(1-beta)``; with gradients of one step before, only up to 1, whatever beta is, and up to m/N where
+``lr*h = 2(1+beta)/(1-beta)``; with gradients of one step before, only up to 1, whatever beta is, and at most m/N where
 that is N of m microbatches. What is left of momentum then has to be paid for with a smaller learning rate.
 """
 
@@ -150,7 +150,7 @@ class UpdateLead(_Lead):
     """Weights ``x(t) = y(t) + c*(y(t) - y(t-1))``: those of the optimizer, c updates ahead of time.
 
     The optimizer updates y, its main weights; forward and backward compute with x. From update to update x changes by
-    ``d(t) + c*(d(t) - d(t-1))``, d the change of y: with c = 1 that is error feedback (arXiv 2606.30634), and the
+    ``d(t) + c*(d(t) - d(t-1))``, d the change of y: with c = 1 that is error feedback (Zmushko et al., arXiv 2606.30634), and the
     prediction of weights one step ahead, seen from x and from y. On a quadratic the largest stable steps are those of
     `MomentLead`; here the second moment and the orthogonalization of an update are ahead of time as well.
 

@@ -69,8 +69,8 @@ def add(commands: Any) -> None:
         "--sample-efficiency",
         metavar="E",
         help="progress per sample with gradients one batch old, where 1 is that of a flush; auto: as measured with the "
-        "recommended correction, alone, after a beginning without a delay, or with half of every batch delayed, "
-        "whichever is faster (default: 1)",
+        "recommended correction, alone, after a beginning without a delay, with half of every batch delayed, or with "
+        "an eighth and no correction, whichever is faster (default: 1)",
     )
     plan.add_argument(
         "--synchronous-warmup-fraction",
