@@ -22,8 +22,9 @@ CONTEXT_BYTES = 1.5 * 2**30
 """CUDA context, cuBLAS workspaces and NCCL's buffers, which torch's allocator does not see. Assumed: about 0.5 GiB
 for context and libraries, the rest for the communicators of a few process groups."""
 FRAGMENTED_SHARE = 0.05
-"""Of activations, logits and working memory. Assumed: torch gives cached blocks back before it runs out, what remains is between live tensors;
-far from the limit mbridge's README (memory_estimator) shows 0 to 20% more reserved than allocated."""
+"""Of activations, logits and working memory. Assumed: torch gives cached blocks back before it runs out, what remains
+is between live tensors; far from the limit mbridge's README (memory_estimator) shows 0 to 20% more reserved than
+allocated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,9 +150,10 @@ class UpdateLead(_Lead):
     """Weights ``x(t) = y(t) + c*(y(t) - y(t-1))``: those of the optimizer, c updates ahead of time.
 
     The optimizer updates y, its main weights; forward and backward compute with x. From update to update x changes by
-    ``d(t) + c*(d(t) - d(t-1))``, d the change of y: with c = 1 that is error feedback (Zmushko et al., arXiv 2606.30634), and the
-    prediction of weights one step ahead, seen from x and from y. On a quadratic the largest stable steps are those of
-    `MomentLead`; here the second moment and the orthogonalization of an update are ahead of time as well.
+    ``d(t) + c*(d(t) - d(t-1))``, d the change of y: with c = 1 that is the error feedback of Zmushko
+    et al. (arXiv 2606.30634), and the prediction of weights one step ahead, seen from x and from y. On a quadratic the
+    largest stable steps are those of `MomentLead`; here the second moment and the orthogonalization of an update are
+    ahead of time as well.
 
     Memory: one copy of what this rank updates (fp32), during the update only; nothing that lasts, as x is what the
     model has in its own precision, and y what the optimizer has. Time: three passes over y per update.

@@ -46,6 +46,7 @@ class Fault:
     """The n-th training forward (or backward) of that rank, from 0."""
     seconds: float = 0.0
     text: str = ""
+    """A symbol; or of which weight alone the gradient is infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

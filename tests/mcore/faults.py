@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .case import Case, Fault
 
 INFINITE_GRADIENT = "infinite gradient"
@@ -51,7 +53,7 @@ def before_training(case: Case, rank: int) -> None:
 def before_forward(case: Case, rank: int, forward_step: Callable[..., Any]) -> Callable[..., Any]:
     """``forward_step`` with the faults of ``rank`` that strike before one of its training forwards."""
     strike = _counted(case, rank, "sleep before forward", "raise in forward", "signal before forward")
-    infinite = {fault.call for fault in _of(case, rank, INFINITE_GRADIENT)}
+    infinite = {fault.call: fault.text for fault in _of(case, rank, INFINITE_GRADIENT)}
     calls = itertools.count()
 
     def step(data_iterator: Any, model: Any) -> Any:
@@ -59,11 +61,20 @@ def before_forward(case: Case, rank: int, forward_step: Callable[..., Any]) -> C
             return forward_step(data_iterator, model)
         strike()
         output, loss = forward_step(data_iterator, model)
-        if next(calls) in infinite:
-            output.register_hook(lambda gradient: gradient + math.inf)
+        weight = infinite.get(next(calls))
+        if weight is not None:
+            struck = output if not weight else _nothing_of(model, weight)
+            struck.register_hook(lambda gradient: gradient + math.inf)
+            output = output + struck if weight else output
         return output, loss
 
     return step
+
+
+def _nothing_of(model: Any, name: str) -> torch.Tensor:
+    """Zero, whose gradient is that of one weight alone."""
+    (weight,) = (weight for its_name, weight in model.named_parameters() if its_name.endswith(name))
+    return 0 * weight.sum()
 
 
 def before(function: Callable[..., Any], strike: Callable[[], None]) -> Callable[..., Any]:

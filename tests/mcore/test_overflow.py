@@ -11,7 +11,7 @@ import torch
 
 from .case import LOSS_SCALE, MICRO_BATCH_SIZE, SEQUENCE_LENGTH, Case, Fault
 from .faults import INFINITE_GRADIENT
-from .features import BIASED
+from .features import BIASED, EXPERTS
 from .harness import Results, run
 from .matrix import compared
 
@@ -50,6 +50,15 @@ def test_infinity_on_one_of_several_ranks_of_a_stage(layout: dict[str, object]) 
     case = _injected(replace(CASE, **layout), 1, (2, 7))
     assert compared(case).problems() == []
     assert _skipped(run(case)) == [2, 7]
+
+
+def test_infinity_in_one_of_several_optimizers() -> None:
+    """Experts in parallel have one of their own, which comes last."""
+    case = replace(CASE, replicas=2, expert_parallel=2, model=EXPERTS)
+    faults = tuple(replace(fault, text="final_layernorm.weight") for fault in _injected(case, 3, (2, 7)).faults)
+    found = run(replace(case, faults=faults))
+    assert _skipped(found) == [2, 7]
+    assert all(weight.isfinite().all() for weight in found.final.values())
 
 
 def test_overflow_that_nobody_injects() -> None:

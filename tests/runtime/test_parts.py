@@ -123,6 +123,14 @@ def test_without_a_second_buffer_gradients_stay_in_place_until_released():
     assert buffer.tolist() == [0.0, 0.0, 0.0]
 
 
+def test_without_a_second_buffer_all_of_a_sharded_buffer_is_released():
+    buffer = torch.ones(4)
+    captured = CapturedGradients([Region(buffer, buffer[2:])], second_buffer=False)
+    captured.capture()
+    captured.release()
+    assert buffer.tolist() == [0.0] * 4
+
+
 def test_versions_of_a_flat_buffer_take_its_views_along():
     buffer = torch.zeros(4)
     weight = torch.nn.Parameter(buffer[1:3].view(2, 1))
