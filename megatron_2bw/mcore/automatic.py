@@ -13,8 +13,7 @@ from megatron_2bw.planner import automatic
 from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.memory import largest
 from megatron_2bw.planner.options import Options
-
-GIB = 2**30
+from megatron_2bw.planner.table import GIB
 
 
 def choose(args: Any, words: Sequence[str] | None = None) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_2bw.mcore.optimizer import DelayedOptimizer
+from collections.abc import Callable
+from typing import Any
 
 
 class DrivenScheduler:
@@ -13,22 +11,27 @@ class DrivenScheduler:
 
     The loop moves it after an update that it believes to be successful; under a delay the optimizer
     does so itself. All else is the wrapped schedule's.
+
+    Args:
+        inner: Megatron's schedule.
+        samples_of_batch: by how much the optimizer moves it for the newest batch.
     """
 
-    def __init__(self, inner: Any, optimizer: DelayedOptimizer) -> None:
+    def __init__(self, inner: Any, samples_of_batch: Callable[[], int]) -> None:
         self._inner = inner
-        self._optimizer = optimizer
+        self._samples_of_batch = samples_of_batch
 
     def step(self, increment: int) -> None:
-        """Does nothing; see `DelayedOptimizer`.
+        """Does nothing: the optimizer has done it.
 
         Raises:
             RuntimeError: the loop counts something else than the optimizer has counted.
         """
-        if increment != self._optimizer.samples:
+        samples = self._samples_of_batch()
+        if increment != samples:
             raise RuntimeError(
                 f"the training loop moves the learning-rate schedule by {increment}, and a batch has "
-                f"{self._optimizer.samples} samples: make its warm-up and decay count samples, as Megatron's do"
+                f"{samples} samples: make its warm-up and decay count samples, as Megatron's do"
             )
 
     def __getattr__(self, name: str) -> Any:

@@ -197,7 +197,7 @@ class DelayedOptimizer:
     def drive(self, scheduler: Any) -> DrivenScheduler:
         """Take over Megatron's learning-rate schedule; returns what its training loop may hold."""
         self._scheduler = scheduler
-        return DrivenScheduler(scheduler, self)
+        return DrivenScheduler(scheduler, lambda: self.samples)
 
     @contextmanager
     def synchronous(self) -> Iterator[None]:

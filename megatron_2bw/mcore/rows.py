@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.registry import MEGATRON, MIRRORED, TWO_BW
 
-TWO_BW = frozenset({"2bw"})
 PIPEDREAM = frozenset({"pipedream"})
 DELAYED = TWO_BW | PIPEDREAM
 FLUSHED = frozenset({"1f1b-flush", "gpipe", "inter-layer"}) | MIRRORED
 OURS = DELAYED | FLUSHED
-MEGATRON = "megatron"
 STOCK = frozenset({MEGATRON})
 """Megatron's own loop, which is refused only what it cannot do of our flags."""
 

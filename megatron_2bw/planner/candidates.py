@@ -17,8 +17,8 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import (
-    DELAYED,
     MEGATRON,
+    TWO_BW,
     least_microbatches,
     microbatch_problem,
     model_problem,
@@ -126,7 +126,7 @@ class Candidates:
         if schedule == "mixpipe":
             yield from self._mixpipe_orders(shape, microbatch)
             return
-        if schedule not in DELAYED:
+        if schedule not in TWO_BW:
             yield {}
             return
         counts = (0, 1) if self.space.extra_in_flight is None else tuple(range(MOST_EXTRA_IN_FLIGHT + 1))
@@ -161,7 +161,7 @@ class Candidates:
     def _delayed_problem(self, layout: Layout) -> Problem | None:
         """Why the share of a batch that may be delayed, or what was asked for of it, does not suit the batch."""
         count, microbatches = layout.delayed_microbatches, layout.microbatches
-        if layout.schedule not in DELAYED:
+        if layout.schedule not in TWO_BW:
             return None
         if count >= microbatches > 1:
             return Problem(f"delayed_microbatches {count}: a batch has {microbatches} microbatches", "leave it out")
@@ -183,7 +183,7 @@ class Candidates:
 
     def _needed(self, layout: Layout) -> int:
         """Microbatches, at least."""
-        if layout.schedule in DELAYED and not layout.extra_in_flight and not self.space.tight:
+        if layout.schedule in TWO_BW and not layout.extra_in_flight and not self.space.tight:
             return layout.pipeline
         return least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
 
@@ -207,7 +207,7 @@ class Candidates:
 
     def _ways(self, base: Layout) -> int:
         """How many layouts there are on ``base``: as many as on others whose stages have as many layers."""
-        alike = base.schedule in DELAYED, base.chunks, layers_of_stages(self.model, base)
+        alike = base.schedule in TWO_BW, base.chunks, layers_of_stages(self.model, base)
         if self.cluster.profile is not None:  # It may have measured recomputation of some sizes only.
             alike += (Split.of(base),)
         if alike not in self._counts:
@@ -238,7 +238,7 @@ class Candidates:
         recomputes = self.decisions.allowed("recomputes", tuple(Recompute))
         if self.cluster.profile is not None:
             recomputes = [choice for choice in recomputes if not self._not_profiled(replace(base, recompute=choice))]
-        for buffers in self.decisions.allowed("gradient_buffers", (2, 1)) if base.schedule in DELAYED else (2,):
+        for buffers in self.decisions.allowed("gradient_buffers", (2, 1)) if base.schedule in TWO_BW else (2,):
             for recompute in recomputes:
                 if recompute == Recompute.FULL:
                     for method in self.decisions.allowed("recompute_methods", tuple(RecomputeMethod)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.table import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Cluster:
     @property
     def memory_bytes(self) -> float:
         """Of one GPU."""
-        return self.gpu.memory_gb * 2**30
+        return self.gpu.memory_gb * GIB
 
 
 _LEAST, _MOST = 1e-9, 1e12

@@ -18,6 +18,7 @@ from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import MEGATRON, problem
+from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.unpriced import (
     CHECKED,
     DISPATCHER,
@@ -112,7 +113,7 @@ def read(
     if options.text("--mixpipe-k", "0") == AUTO and has_choice(layout):
         if gpu is None:
             raise PlanError(f"--mixpipe-k {AUTO}: that depends on the GPU; give --cluster, or a number")
-        layout = choose(model, layout, gpu.memory_gb * 2**30)
+        layout = choose(model, layout, gpu.memory_gb * GIB)
     refused = problem(model, layout)
     if gpu is not None:
         refused = refused or gpu_problem(gpu, layout.precision, fused_attention=layout.fused_attention, fp8=layout.fp8)

@@ -13,12 +13,13 @@ from megatron_2bw.planner.interleaving import most_kept
 from megatron_2bw.planner.layout import FP32_BYTES, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.programs import open_losses
-from megatron_2bw.planner.rules import DELAYED
+from megatron_2bw.planner.rules import TWO_BW
 from megatron_2bw.planner.stages import Contents, chunks_in_flight, contents_of, free_stages
+from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.weights import Weights, weights_of
 from megatron_2bw.schedule.registry import MIRRORED
 
-CONTEXT_BYTES = 1.5 * 2**30
+CONTEXT_BYTES = 1.5 * GIB
 """CUDA context, cuBLAS workspaces and NCCL's buffers, which torch's allocator does not see. Assumed: about 0.5 GiB
 for context and libraries, the rest for the communicators of a few process groups."""
 FRAGMENTED_SHARE = 0.05
@@ -156,7 +157,7 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMe
 
 def _with_update(layout: Layout, working: float, update: float, kept: float) -> float:
     """Bytes of what is under way: of computation, and of an update, beside the activations that are kept."""
-    if layout.schedule in DELAYED:
+    if layout.schedule in TWO_BW:
         # The norm has copies of its own, made while the stage computes, on a stream whose memory others do not get.
         return update + max(working, update)
     if layout.schedule == "pipedream":
@@ -217,7 +218,7 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
     2bw 24
     2bw 12.0
     """
-    delayed = layout.schedule in DELAYED
+    delayed = layout.schedule in TWO_BW
     width, shards = layout.precision.width, layout.shards(replicas)
     in_16_bits = layout.gradient_width < FP32_BYTES
     main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES

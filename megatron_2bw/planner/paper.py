@@ -19,6 +19,7 @@ from megatron_2bw.planner.blocks import Blocks, compute_s, estimate, reduce_s, t
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.table import GIB
 
 VERSIONS = {"inter-layer": 1, "gpipe": 1, "1f1b-flush": 1, "2bw": 2}
 """Copies of |W| per schedule, sections 3.1 and 3.2. 2BW itself needs two copies of the weights only; the formula
@@ -188,7 +189,7 @@ def _divisors_downwards(number: int) -> Iterator[int]:
 
 
 def _capacity_bytes(cluster: Cluster) -> float:
-    return cluster.gpu.memory_gb * 2**30
+    return cluster.gpu.memory_gb * GIB
 
 
 def _nothing_fits(
@@ -210,7 +211,7 @@ def _nothing_fits(
     return (
         f"model {model.name or 'as given'} does not fit on {cluster.gpus} x {cluster.gpu.name} "
         f"({cluster.gpu.memory_gb:g} GiB each): depth {depth} with a microbatch of 1 needs the least, "
-        f"{needs[depth] / 2**30:.1f} GiB; use more GPUs, larger ones, or a smaller model"
+        f"{needs[depth] / GIB:.1f} GiB; use more GPUs, larger ones, or a smaller model"
     )
 
 

@@ -16,8 +16,7 @@ from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.paper_speedups import INTER_LAYER, TENSOR, Choice, System
-
-GIB = 2**30
+from megatron_2bw.planner.table import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from html import escape
 from megatron_2bw.planner.costs import PRICED
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.search import Choice, Plan
-from megatron_2bw.planner.table import gib
+from megatron_2bw.planner.table import GIB, gib
+from megatron_2bw.schedule.svg import text_at
 
 _COLOURS = dict(
     zip(
@@ -38,7 +39,7 @@ def plot(plan: Plan) -> str:
             f"font-family=\"-apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif\">",
             f"<title>{escape(title)}: throughput against memory</title>",
             f'<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="12" fill="#fff" stroke="#d5d9e2"/>',
-            _text(_LEFT, 34, title, size=18, weight=600),
+            text_at(_LEFT, 34, title, size=18, weight=600),
             *_axes(gpu_gib, fastest),
             *(_dot(choice, gpu_gib, fastest) for choice in reversed(plan.choices)),
             *_winner(plan.best, gpu_gib, fastest),
@@ -54,15 +55,15 @@ def _axes(gpu_gib: float, fastest: float) -> Iterator[str]:
     for mark in marks(gpu_gib):
         x = _across(mark, gpu_gib)
         yield f'<path d="M{x:.1f} {_TOP}V{bottom}" stroke="{_GRID}"/>'
-        yield _text(x, bottom + 20, f"{mark:g}", anchor="middle", fill=_FAINT_INK)
+        yield text_at(x, bottom + 20, f"{mark:g}", anchor="middle", fill=_FAINT_INK)
     for mark in marks(fastest):
         y = _upwards(mark, fastest)
         yield f'<path d="M{_LEFT} {y:.1f}H{right}" stroke="{_GRID}"/>'
-        yield _text(_LEFT - 8, y + 4, f"{mark:,.0f}", anchor="end", fill=_FAINT_INK)
+        yield text_at(_LEFT - 8, y + 4, f"{mark:,.0f}", anchor="end", fill=_FAINT_INK)
     x = _across(gpu_gib, gpu_gib)
     yield f'<path d="M{x:.1f} {_TOP}V{bottom}" stroke="{_LIMIT}" stroke-dasharray="5 4"/>'
-    yield _text((_LEFT + right) / 2, _HEIGHT - 18, "memory of the fullest stage, GiB", anchor="middle")
-    yield _text(_LEFT - 8, _TOP - 12, "tokens/s", anchor="end")
+    yield text_at((_LEFT + right) / 2, _HEIGHT - 18, "memory of the fullest stage, GiB", anchor="middle")
+    yield text_at(_LEFT - 8, _TOP - 12, "tokens/s", anchor="end")
 
 
 def marks(most: float) -> list[float]:
@@ -78,7 +79,7 @@ def marks(most: float) -> list[float]:
 
 
 def _dot(choice: Choice, gpu_gib: float, fastest: float) -> str:
-    x = _across(choice.memory.total_bytes / 2**30, gpu_gib)
+    x = _across(choice.memory.total_bytes / GIB, gpu_gib)
     y = _upwards(choice.iteration.tokens_per_s, fastest)
     tip = f"{name(choice.layout)}: {choice.iteration.tokens_per_s:,.0f} tokens/s, {gib(choice.memory.total_bytes)} GiB"
     colour = _COLOURS[choice.layout.schedule]
@@ -87,11 +88,13 @@ def _dot(choice: Choice, gpu_gib: float, fastest: float) -> str:
 
 
 def _winner(best: Choice, gpu_gib: float, fastest: float) -> Iterator[str]:
-    x = _across(best.memory.total_bytes / 2**30, gpu_gib)
+    x = _across(best.memory.total_bytes / GIB, gpu_gib)
     y = _upwards(best.iteration.tokens_per_s, fastest)
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="{_INK}" stroke-width="1.5"/>'
     on_the_right = x > (_LEFT + _WIDTH) / 2
-    yield _text(x + (-14 if on_the_right else 14), y - 10, name(best.layout), anchor="end" if on_the_right else "start")
+    yield text_at(
+        x + (-14 if on_the_right else 14), y - 10, name(best.layout), anchor="end" if on_the_right else "start"
+    )
 
 
 def _legend(plan: Plan) -> Iterator[str]:
@@ -99,10 +102,10 @@ def _legend(plan: Plan) -> Iterator[str]:
     present = {choice.layout.schedule for choice in plan.choices}
     for schedule in (schedule for schedule in PRICED if schedule in present):
         yield f'<circle cx="{x + 5}" cy="51" r="5" fill="{_COLOURS[schedule]}"/>'
-        yield _text(x + 15, 55, schedule, fill=_FAINT_INK)
+        yield text_at(x + 15, 55, schedule, fill=_FAINT_INK)
         x += 40 + 8 * len(schedule)
     yield f'<path d="M{x} 51h18" stroke="{_LIMIT}" stroke-dasharray="5 4"/>'
-    yield _text(x + 24, 55, f"{plan.cluster.gpu.memory_gb:g} GiB of the GPU", fill=_FAINT_INK)
+    yield text_at(x + 24, 55, f"{plan.cluster.gpu.memory_gb:g} GiB of the GPU", fill=_FAINT_INK)
 
 
 def _across(size_gib: float, gpu_gib: float) -> float:
@@ -111,12 +114,3 @@ def _across(size_gib: float, gpu_gib: float) -> float:
 
 def _upwards(rate: float, fastest: float) -> float:
     return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * rate / (1.06 * fastest)
-
-
-def _text(
-    x: float, y: float, text: str, *, size: int = 13, weight: int = 400, fill: str = _INK, anchor: str = "start"
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
-        f'fill="{fill}">{escape(text)}</text>'
-    )

@@ -13,13 +13,10 @@ from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_mu
 from megatron_2bw.planner.pipeline_layout import PREDICTION, has_an_empty_stage, predicts_early, stages_of
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import most_layers, spread
-from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.registry import MEGATRON, MIRRORED, TWO_BW
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
-MEGATRON = "megatron"
-DELAYED = frozenset({"2bw"})
-"""Schedules whose gradients are one step old."""
-_CACHES_NO_FP8 = DELAYED | MIRRORED | {"pipedream"}
+_CACHES_NO_FP8 = TWO_BW | MIRRORED | {"pipedream"}
 _BY_PROGRAMS = MIRRORED | {"pipedream"}
 """Schedules that take only some numbers of microbatches."""
 
@@ -28,7 +25,7 @@ def delay_of(layout: Layout) -> int:
     """By how many updates the weights of a batch lag behind; under pipedream, on the first stage."""
     if layout.schedule == "pipedream":
         return layout.pipeline - 1
-    return 1 if layout.schedule in DELAYED else 0
+    return 1 if layout.schedule in TWO_BW else 0
 
 
 def needs_megatron_0_19(layout: Layout) -> bool:
@@ -175,7 +172,7 @@ def schedule_problem(layout: Layout) -> Problem | None:
         return Problem(f"chunks {layout.chunks}: {layout.schedule} does not interleave", f"use schedule {MEGATRON}")
     if layout.chunks > 1 and layout.pipeline < 2:
         return Problem(f"chunks {layout.chunks} need pipeline of at least 2", "use chunks 1")
-    if layout.extra_in_flight and layout.schedule not in DELAYED:
+    if layout.extra_in_flight and layout.schedule not in TWO_BW:
         return Problem(
             f"extra_in_flight {layout.extra_in_flight}: {layout.schedule} keeps a fixed number of activations", "use 0"
         )
@@ -185,7 +182,7 @@ def schedule_problem(layout: Layout) -> Problem | None:
             "other",
             f"use {MOST_EXTRA_IN_FLIGHT}",
         )
-    if layout.delayed_microbatches and layout.schedule not in DELAYED:
+    if layout.delayed_microbatches and layout.schedule not in TWO_BW:
         return Problem(
             f"delayed_microbatches {layout.delayed_microbatches}: {layout.schedule} has no such number", "use 0"
         )
@@ -281,7 +278,7 @@ def _free_problem(layout: Layout) -> Problem | None:
     stages = stages_of(layout.pipeline_layout)
     if predicts_early(stages):
         why = f"{layout.schedule} transfers tensors of one shape, and more go on from there"
-        if layout.schedule in DELAYED:
+        if layout.schedule in TWO_BW:
             why = f"{layout.schedule} ties embeddings of the first and the last stage alone"
         return Problem(
             f"pipeline_layout {layout.pipeline_layout!r} has {PREDICTION} before the last stage: {why}",
@@ -308,7 +305,7 @@ def least_microbatches(schedule: str, pipeline: int, extra_in_flight: int = 0) -
 
     ``2bw``: (1 + extra_in_flight) * (d - 1), what its stages run ahead.
     """
-    return max(1, (1 + extra_in_flight) * (pipeline - 1)) if schedule in DELAYED else 1
+    return max(1, (1 + extra_in_flight) * (pipeline - 1)) if schedule in TWO_BW else 1
 
 
 def microbatch_problem(layout: Layout, needed: int) -> Problem | None:

@@ -27,11 +27,10 @@ from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors, nearest_multiple
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import DELAYED, delay_of, least_microbatches
+from megatron_2bw.planner.rules import TWO_BW, delay_of, least_microbatches
 from megatron_2bw.planner.savings import Saving, min_until
-from megatron_2bw.planner.shapes import GIB
 from megatron_2bw.planner.space import Space, field_of
-from megatron_2bw.planner.table import billions, gib
+from megatron_2bw.planner.table import GIB, billions, gib
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
 MOST_LAYERS = 10_000
@@ -223,7 +222,7 @@ class _Search:
         """``choice`` with as few delayed microbatches as take no more time, where their number is free."""
         layout, candidates = choice.layout, self.candidates
         is_free = candidates.delayed < 1 and candidates.space.delayed_microbatches is None
-        if not is_free or layout.schedule not in DELAYED:
+        if not is_free or layout.schedule not in TWO_BW:
             return choice
         most_s = choice.iteration.time_s * (1 + ROUNDING)
         counts = range(

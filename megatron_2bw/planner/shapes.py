@@ -19,8 +19,7 @@ from megatron_2bw.planner.rules import MEGATRON, context_problem, expert_problem
 from megatron_2bw.planner.savings import group_sizes, min_until
 from megatron_2bw.planner.space import LEAST_TOKENS
 from megatron_2bw.planner.stages import layers_of_stages, shorter_ends
-
-GIB = 2**30
+from megatron_2bw.planner.table import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

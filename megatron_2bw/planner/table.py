@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+GIB = 2**30
+"""Bytes."""
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Lines with the first column on the left and the others on the right edge.
@@ -55,7 +58,7 @@ def seconds(time_s: float) -> str:
 
 def gib(size_bytes: float) -> str:
     """In GiB, with one decimal."""
-    return f"{size_bytes / 2**30:.1f}"
+    return f"{size_bytes / GIB:.1f}"
 
 
 def percent(ratio: float) -> str:

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_2bw.runtime.errors import needs_peers, place_of
-from megatron_2bw.schedule.action import Action, ActionType
-
-_ACTIVATIONS = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
+from megatron_2bw.schedule.action import ACTIVATIONS, Action, ActionType
 
 
 class Way(NamedTuple):
@@ -122,7 +120,7 @@ class Links:
                 sends.popleft().wait()
 
     def _group(self, action: Action, source: int, destination: int) -> dist.ProcessGroup:
-        return self._groups[Way(action.type in _ACTIVATIONS, source < destination)]
+        return self._groups[Way(action.type in ACTIVATIONS, source < destination)]
 
 
 def _what(action: Action, peer: int) -> str:

@@ -35,6 +35,8 @@ class Reduction(StrEnum):
 
 
 COMPUTE = frozenset({ActionType.FORWARD, ActionType.BACKWARD})
+ACTIVATIONS = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
+"""Transfers of them; the others are of their gradients."""
 SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})
 TRANSFERS = frozenset(
     {

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from megatron_2bw.schedule.action import COMPUTE, SENDS, TRANSFERS, Action, ActionType
+from megatron_2bw.schedule.action import ACTIVATIONS, COMPUTE, SENDS, TRANSFERS, Action, ActionType
 from megatron_2bw.schedule.calls import Part, Span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import Rule, RuleBroken
-
-_ACTIVATIONS = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
 
 
 class Place(NamedTuple):
@@ -99,7 +97,7 @@ class Channels:
                 computed.append(self._use(type_ is ActionType.FORWARD, stage, action))
             elif type_ in TRANSFERS:
                 peer = self._schedule.peer_of(action)
-                activations = type_ in _ACTIVATIONS
+                activations = type_ in ACTIVATIONS
                 if type_ in SENDS:
                     use = self._use(activations, stage + (1 if activations else -1), action)
                     self._sent[rank, peer, activations].add(part, action, use)

@@ -149,9 +149,9 @@ def forward(stage: int, microbatch: int, *, batch: int = 0, delay: int = 0) -> A
     return Action(ActionType.FORWARD, stage, microbatch, batch, batch - delay)
 
 
-def backward(stage: int, microbatch: int, *, batch: int = 0, delay: int = 0) -> Action:
-    """A backward of ``batch`` under a rule of ``delay`` versions."""
-    return Action(ActionType.BACKWARD, stage, microbatch, batch, batch - delay)
+def backward(stage: int, microbatch: int, *, delay: int = 0) -> Action:
+    """A backward of the call's batch under a rule of ``delay`` versions."""
+    return Action(ActionType.BACKWARD, stage, microbatch, 0, -delay)
 
 
 def update(stage: int, *, batch: int = 0) -> Action:

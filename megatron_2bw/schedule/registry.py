@@ -34,6 +34,11 @@ ALIASES: dict[str, str] = {"pipedream-flush": "1f1b-flush", "dapple": "1f1b-flus
 PER_MICROBATCH = frozenset({"pipedream"})
 """Those whose batches have one microbatch, because each is followed by an update."""
 
+MEGATRON = "megatron"
+"""Not one of ours: Megatron's own, which stays as it is."""
+
+TWO_BW = frozenset({"2bw"})
+
 MIRRORED = frozenset({"gems", "chimera", "mixpipe"})
 """Those with two pipelines in opposite directions, and two stages per rank."""
 

@@ -53,7 +53,7 @@ def svg(*timelines: Timeline, title: str = "", notes: Sequence[str] = ()) -> str
         top = panel.bottom + _PANEL_GAP
     height = top + _LEGEND
     summary = "; ".join(f"{timeline.name}: bubble {_percent(timeline.bubble_ratio)}" for timeline in timelines)
-    heading = [_text(_MARGIN, _MARGIN + 16, title, size=20, weight=600)] if title else []
+    heading = [text_at(_MARGIN, _MARGIN + 16, title, size=20, weight=600)] if title else []
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
@@ -90,7 +90,7 @@ class _Panel:
         end = self._x(self.timeline.end_s)
         for rank, events in enumerate(self.timeline.events):
             y = self.top + _HEADING + rank * _ROW
-            yield _text(_MARGIN, y + 16, f"rank {rank}", fill=_FAINT_INK)
+            yield text_at(_MARGIN, y + 16, f"rank {rank}", fill=_FAINT_INK)
             yield _box(_MARGIN + _LABELS, y, end - _MARGIN - _LABELS, _CELL, _IDLE)
             for event in events:
                 if event.action.type in _SHOWN:
@@ -98,27 +98,27 @@ class _Panel:
         room = _WIDTH - _MARGIN - end
         if room > 110:
             middle = self.top + _HEADING + (_ROW * len(self.timeline.events) - _ROW + _CELL) / 2
-            yield _text(end + room / 2, middle + 2, f"{speedup:.2f}\u00d7", size=26, weight=600, anchor="middle")
-            yield _text(end + room / 2, middle + 22, "as fast", fill=_FAINT_INK, anchor="middle")
+            yield text_at(end + room / 2, middle + 2, f"{speedup:.2f}\u00d7", size=26, weight=600, anchor="middle")
+            yield text_at(end + room / 2, middle + 22, "as fast", fill=_FAINT_INK, anchor="middle")
 
     def _heading(self) -> Iterator[str]:
         name = self.timeline.name
         x, y = _MARGIN + _LABELS, self.top + 19
-        yield _text(x, y, name, size=17, weight=600)
+        yield text_at(x, y, name, size=17, weight=600)
         x += 17 * _BOLD_LETTER * len(name) + 22
         bubble = f"bubble {_percent(self.timeline.bubble_ratio)}{self.note}"
-        yield _text(x, y, bubble, size=14, fill=_FAINT_INK)
+        yield text_at(x, y, bubble, size=14, fill=_FAINT_INK)
         x += 14 * _LETTER * len(bubble) + 26
         for batch, weights in _weights(self.timeline):
             label = f"batch {batch} with {weights}"
             forward, backward = _HUES[batch % len(_HUES)]
             width = 24 + 13 * _LETTER * len(label) + 16
             if x + width > _WIDTH - _MARGIN:
-                yield _text(x, y, "\u2026", fill=_FAINT_INK)
+                yield text_at(x, y, "\u2026", fill=_FAINT_INK)
                 return
             yield _box(x, y - 10, 9, 11, forward, radius=0)
             yield _box(x + 9, y - 10, 9, 11, backward, radius=0)
-            yield _text(x + 24, y, label, fill=_FAINT_INK)
+            yield text_at(x + 24, y, label, fill=_FAINT_INK)
             x += width
 
     def _event(self, event: Event, y: float) -> Iterator[str]:
@@ -135,7 +135,7 @@ class _Panel:
         label = str(action.microbatch)
         if width > 12 * _LETTER * len(label):
             ink = _INK if forward else _CARD
-            yield _text(x + width / 2, y + 15.5, label, size=12, anchor="middle", fill=ink)
+            yield text_at(x + width / 2, y + 15.5, label, size=12, anchor="middle", fill=ink)
 
     def _x(self, time_s: Seconds) -> float:
         return _MARGIN + _LABELS + float(time_s - self.timeline.start_s) * self.scale
@@ -160,10 +160,10 @@ def _legend(y: float) -> Iterator[str]:
             yield f'<path d="M{x + 9} {y + 8}l-4.5 -8h9z" fill="{_UPDATE}"/>'
         else:
             yield _box(x, y - 3, 18, 13, fill)
-        yield _text(x + 25, y + 8, text, fill=_FAINT_INK)
+        yield text_at(x + 25, y + 8, text, fill=_FAINT_INK)
         x += 25 + 13 * _LETTER * len(text) + 24
-    yield _text(x, y + 8, "numbers are microbatches", fill=_FAINT_INK)
-    yield _text(_WIDTH - _MARGIN, y + 8, "time \u2192", fill=_FAINT_INK, anchor="end")
+    yield text_at(x, y + 8, "numbers are microbatches", fill=_FAINT_INK)
+    yield text_at(_WIDTH - _MARGIN, y + 8, "time \u2192", fill=_FAINT_INK, anchor="end")
 
 
 def _percent(ratio: Seconds) -> str:
@@ -176,9 +176,10 @@ def _box(x: float, y: float, width: float, height: float, fill: str, *, radius: 
     return f"{shape}><title>{escape(tip)}</title></rect>" if tip else f"{shape}/>"
 
 
-def _text(
+def text_at(
     x: float, y: float, text: str, *, size: int = 13, weight: int = 400, fill: str = _INK, anchor: str = "start"
 ) -> str:
+    """A line of text; ``anchor`` says which end of it is at x: start, middle or end."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
         f'fill="{fill}">{escape(text)}</text>'

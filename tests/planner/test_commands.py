@@ -12,29 +12,19 @@ from pathlib import Path
 import pytest
 
 import megatron_2bw
-from megatron_2bw.cli import main
 from megatron_2bw.planner import efficiency
 from megatron_2bw.planner.flags import read
 from megatron_2bw.planner.model import Kind
 from megatron_2bw.planner.model_flags import model_flags
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
+from tests.cli import run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAN = "plan --model gpt-2.2b --cluster p3.16xlarge --nodes 8 --global-batch-size 512"
 FLAGS = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --vocab-size 1000"
 FROM_SCRIPT = f"estimate --cluster dgx-a100 --from-script {SCRIPTS / 'conditions.sh'}"
 ESTIMATE = f"estimate --cluster dgx-a100 --gpus 4 {FLAGS} --micro-batch-size 2 --global-batch-size 32 --bf16"
-
-
-def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    try:
-        code = main(command.split())
-    except SystemExit as stopped:  # argparse
-        code = stopped.code
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def words_of(text: str) -> str:

@@ -24,7 +24,7 @@ from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import chosen, name, within
 from megatron_2bw.planner.report import compared
-from megatron_2bw.planner.rules import DELAYED, problem
+from megatron_2bw.planner.rules import TWO_BW, problem
 from megatron_2bw.planner.search import Plan, price, search
 from megatron_2bw.planner.space import Space, field_of
 
@@ -62,7 +62,7 @@ def every_layout(model: Model, machine: Cluster, batch: int) -> Iterator[Layout]
             (1, 2),
             (0, 1),
         ):
-            if schedule not in DELAYED and (buffers == 1 or extra == 1):
+            if schedule not in TWO_BW and (buffers == 1 or extra == 1):
                 continue
             layout = Layout(
                 schedule=schedule,
@@ -77,14 +77,14 @@ def every_layout(model: Model, machine: Cluster, batch: int) -> Iterator[Layout]
                 recompute_layers=layers,
                 sequence_parallel=sequence,
                 distributed_optimizer=distributed,
-                overlap_gradients=data > 1 and schedule not in DELAYED,
-                overlap_parameters=distributed and schedule not in DELAYED and (pipeline == 1 or chunks > 1),
+                overlap_gradients=data > 1 and schedule not in TWO_BW,
+                overlap_parameters=distributed and schedule not in TWO_BW and (pipeline == 1 or chunks > 1),
                 precision=Precision.BF16 if has_bf16 else Precision.FP16,
                 fused_attention=has_bf16,
                 gradient_buffers=buffers,
                 extra_in_flight=extra,
             )
-            if problem(model, layout) is None and (schedule not in DELAYED or layout.microbatches >= pipeline):
+            if problem(model, layout) is None and (schedule not in TWO_BW or layout.microbatches >= pipeline):
                 yield layout
 
 
@@ -123,7 +123,7 @@ SPACES = {
 def within_limits(layout: Layout, space: Space) -> bool:
     of_2bw = {"gradient_buffers": layout.gradient_buffers, "extra_in_flight": layout.extra_in_flight}
     pairs = {
-        **(of_2bw if layout.schedule in DELAYED else {}),
+        **(of_2bw if layout.schedule in TWO_BW else {}),
         "sequence_parallel": layout.sequence_parallel,
         "distributed_optimizer": layout.distributed_optimizer,
         "recomputes": layout.recompute,
@@ -151,7 +151,7 @@ def test_nothing_beats_the_best(case: str, efficiency: float, synchronous: float
     for layout, time_s, needed in priced(case):
         if needed <= machine.memory_bytes and within_limits(layout, SPACES[space]):
             loss_time_s = time_s
-            if layout.schedule in DELAYED:
+            if layout.schedule in TWO_BW:
                 first_s = flush_s(case, layout) if synchronous else 0.0
                 loss_time_s = (synchronous * first_s + (1 - synchronous) * time_s) / efficiency
             best[layout.schedule] = min(loss_time_s, best.get(layout.schedule, math.inf))
@@ -250,7 +250,7 @@ def test_what_is_returned_runs_and_fits(case: str):
         assert problem(MODEL, layout) is None
         assert (layout.gpus, layout.global_batch) == (machine.gpus, batch)
         assert layout.microbatch * layout.data * layout.microbatches == batch
-        assert layout.schedule not in DELAYED or layout.microbatches >= layout.pipeline
+        assert layout.schedule not in TWO_BW or layout.microbatches >= layout.pipeline
         fullest = max(memory.stages(MODEL, layout), key=lambda stage: stage.total_bytes)
         assert fullest == choice.memory
         assert choice.headroom_bytes == machine.memory_bytes - fullest.total_bytes >= 0
@@ -289,7 +289,7 @@ def test_efficiency_turns_the_choice():
     halves = (Progress(efficiency=value) for value in (1.0, 0.5))
     eager, careful = (search(MODELS["gpt-7.5b"], machine, batch, progress=progress) for progress in halves)
     delayed = careful.best_of(delayed=True)
-    assert careful.best.layout.schedule not in DELAYED
+    assert careful.best.layout.schedule not in TWO_BW
     assert delayed.loss_time_s == pytest.approx(2 * delayed.iteration.time_s)
     assert eager.best_of(delayed=True).loss_time_s == eager.best_of(delayed=True).iteration.time_s
 

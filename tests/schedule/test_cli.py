@@ -10,19 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.cli import main
 from megatron_2bw.schedule.commands.validate import feasible_region
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES
-
-
-def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    try:
-        code = main(command.split())
-    except SystemExit as stopped:  # argparse
-        code = stopped.code
-    out, err = capsys.readouterr()
-    return code, out, err
+from tests.cli import run
 
 
 def test_show(capsys: pytest.CaptureFixture[str]):
