@@ -33,18 +33,19 @@ def advice(plan: Plan) -> Iterator[str]:
         f"2bw computes {what} with weights that lack the update of the batch before (delay 1): "
         f"m = {layout.microbatches} microbatches on d = {layout.pipeline} stages."
     )
-    if flushed is None:
-        yield "No layout without a delay fits."
-        return
     share = plan.progress.synchronous
     if share:
         yield (
             f"The first {share:.0%} of the batches are priced without the delay, as a flush on the same stages: train "
             "with as many --synchronous-warmup-iters."
         )
-    yield from _against_flush(plan, delayed, flushed)
+    if flushed is not None:
+        yield from _against_flush(plan, delayed, flushed)
     if plan.assumption:
         yield plan.assumption
+    if flushed is None:
+        yield "No layout without a delay was tried, or none fits: --pipeline-schedule says which schedules are."
+        return
     yield from _tie(delayed, flushed)
     faster = _break_even(plan, delayed, flushed) < plan.progress.efficiency
     if faster and layout.microbatches >= MANY * layout.pipeline:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_2bw.planner import costs
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.layout import Layout, Optimizer, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.rules import delay_of
 
@@ -95,14 +95,18 @@ WITHOUT_LEAD = f"{_MUON} 0.8"
 """With an eighth delayed."""
 
 
-def assumption(progress: Progress) -> str:
-    """What one of ``MEASURED`` rests on."""
+def assumption(progress: Progress, best: Layout) -> str:
+    """What one of ``MEASURED`` rests on, and whether ``best`` can be trained so."""
     few = progress.delayed <= 0.125
     begun = " and such a beginning" if progress.synchronous else ""
     begun += f" and {'an eighth' if few else 'half'} of every batch delayed" if progress.delayed < 1 else ""
     larger = "" if few else " In batches four times as large, a delay of half or all of them cost more."
+    other = ""
+    if best.precision is Precision.FP16 or best.optimizer in (Optimizer.SGD, Optimizer.LION):
+        theirs = "in fp16, which Muon does not work in," if best.precision is Precision.FP16 else f"of {best.optimizer}"
+        other = f" Nothing was measured {theirs} and a delay may cost more there."
     return (
         f"A sample efficiency of {progress.efficiency:g} is that of small GPTs with "
-        f"{WITHOUT_LEAD if few else RECOMMENDED}{begun}, beside Muon without a delay.{larger} Say yours with "
+        f"{WITHOUT_LEAD if few else RECOMMENDED}{begun}, beside Muon without a delay.{larger}{other} Say yours with "
         "--sample-efficiency."
     )

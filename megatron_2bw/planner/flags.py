@@ -155,7 +155,8 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
     if not model.num_experts:
         numbers.pop("expert_tensor", None)  # Megatron does not look at it.
     if "--num-layers-per-virtual-pipeline-stage" in options:
-        numbers["chunks"] = _chunks(options, model, numbers["pipeline"])
+        per_chunk = options.number("--num-layers-per-virtual-pipeline-stage")
+        numbers["chunks"] = chunks_of(per_chunk, model, numbers["pipeline"])
     optimizer = options.text("--optimizer", Optimizer.ADAM)
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
     if fused is None:
@@ -203,8 +204,12 @@ def _width(gpus: int | None, ranks: int) -> int:
     return gpus // ranks
 
 
-def _chunks(options: Options, model: Model, pipeline: int) -> int:
-    per_chunk = options.number("--num-layers-per-virtual-pipeline-stage")
+def chunks_of(per_chunk: int, model: Model, pipeline: int) -> int:
+    """Virtual stages per rank, of so many layers each.
+
+    Raises:
+        PlanError: they do not divide the layers of a stage.
+    """
     per_stage = model.num_layers // pipeline
     if model.num_layers % pipeline or per_chunk < 1 or per_stage % per_chunk:
         raise PlanError(

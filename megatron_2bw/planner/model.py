@@ -35,6 +35,15 @@ _OF_EXPERTS = (
 _MAY_BE_ZERO = {"num_experts", "mtp_num_layers", "q_lora_rank", *LATENT_SIZES, *_OF_EXPERTS}
 
 
+def default_ffn(hidden_size: int, *, swiglu: bool) -> int:
+    """Megatron's default of ``--ffn-hidden-size``.
+
+    >>> default_ffn(4096, swiglu=True), default_ffn(4096, swiglu=False)
+    (10880, 16384)
+    """
+    return int((4 * hidden_size * 2 / 3) / 64) * 64 if swiglu else 4 * hidden_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """Sizes of a GPT or BERT; names are those of Megatron's flags.
@@ -63,7 +72,7 @@ class Model:
     kv_channels: int = 0
     """Channels per head; 0: hidden size over heads."""
     ffn_hidden_size: int = 0
-    """0: four times the hidden size."""
+    """0: Megatron's, four times the hidden size, and two thirds of that where it is gated."""
     swiglu: bool = False
     """Gated: three matrices in place of two."""
     bias: bool = True
@@ -112,7 +121,7 @@ class Model:
         defaults = {
             "num_query_groups": self.num_attention_heads,
             "kv_channels": self.hidden_size // max(self.num_attention_heads, 1),
-            "ffn_hidden_size": 4 * self.hidden_size,
+            "ffn_hidden_size": default_ffn(self.hidden_size, swiglu=self.swiglu),
         }
         if self.multi_latent_attention:
             defaults |= LATENT_SIZES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_2bw.planner.accepted import check_model
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.model import LATENT_SIZES, Kind, Model
+from megatron_2bw.planner.model import LATENT_SIZES, Kind, Model, default_ffn
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.patterns import dense_first, pattern_of
 
@@ -143,15 +143,6 @@ def _given(options: Options, seq_length: int) -> str:
         if flag in MODEL_FLAGS - _TOKENIZER:
             words += [flag, *([] if flag in MODEL_SWITCHES else map(options.explain, following[:1]))]
     return " ".join(words)
-
-
-def default_ffn(hidden_size: int, *, swiglu: bool) -> int:
-    """Megatron's default of ``--ffn-hidden-size``.
-
-    >>> default_ffn(4096, swiglu=True), default_ffn(4096, swiglu=False)
-    (10880, 16384)
-    """
-    return int((4 * hidden_size * 2 / 3) / 64) * 64 if swiglu else 4 * hidden_size
 
 
 def _vocabulary(options: Options, kind: Kind) -> int:

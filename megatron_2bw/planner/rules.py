@@ -176,12 +176,8 @@ def schedule_problem(layout: Layout) -> Problem | None:
         return Problem(
             f"extra_in_flight {layout.extra_in_flight}: {layout.schedule} keeps a fixed number of activations", "use 0"
         )
-    if layout.extra_in_flight > MOST_EXTRA_IN_FLIGHT:
-        return Problem(
-            f"extra_in_flight {layout.extra_in_flight}: above {MOST_EXTRA_IN_FLIGHT}, transfers would wait for each "
-            "other",
-            f"use {MOST_EXTRA_IN_FLIGHT}",
-        )
+    if impossible := count_problem("extra_in_flight", layout.extra_in_flight):
+        return impossible
     if layout.delayed_microbatches and layout.schedule not in TWO_BW:
         return Problem(
             f"delayed_microbatches {layout.delayed_microbatches}: {layout.schedule} has no such number", "use 0"
@@ -202,8 +198,20 @@ def schedule_problem(layout: Layout) -> Problem | None:
     most = (layout.pipeline - (layout.mixpipe_k or layout.pipeline)) // 2
     if layout.mixpipe_gamma > most:
         return Problem(f"mixpipe_gamma {layout.mixpipe_gamma}: at most (d - k)/2 = {most}", f"use {most}")
-    if layout.gradient_buffers not in (1, 2):
-        return Problem(f"gradient_buffers {layout.gradient_buffers}: there are 1 or 2", "use 2")
+    return count_problem("gradient_buffers", layout.gradient_buffers)
+
+
+def count_problem(field: str, count: int) -> Problem | None:
+    """Why no layout has so many, whatever else it is."""
+    if field == "extra_in_flight" and count > MOST_EXTRA_IN_FLIGHT:
+        return Problem(
+            f"extra_in_flight {count}: above {MOST_EXTRA_IN_FLIGHT}, transfers would wait for each other",
+            f"use {MOST_EXTRA_IN_FLIGHT}",
+        )
+    if field == "gradient_buffers" and count not in (1, 2):
+        return Problem(f"gradient_buffers {count}: there are 1 or 2", "use 2")
+    if field == "mixpipe_k" and count % 2:
+        return Problem(f"mixpipe_k {count}: it is even", f"use {count + 1}")
     return None
 
 

@@ -21,13 +21,13 @@ from megatron_2bw.planner.candidates import ROUNDING, Candidates
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.decisions import STEPS, Rejection
 from megatron_2bw.planner.efficiency import EXACT, Progress
-from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors, nearest_multiple
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import TWO_BW, delay_of, least_microbatches
+from megatron_2bw.planner.rules import MEGATRON, TWO_BW, count_problem, delay_of, least_microbatches, model_problem
 from megatron_2bw.planner.savings import Saving, min_until
 from megatron_2bw.planner.space import Space, field_of
 from megatron_2bw.planner.table import GIB, billions, gib
@@ -140,6 +140,10 @@ def search(
     choices = [found.with_fewest_delayed(choice) for choice in found.best(keep)]
     if not choices:
         raise PlanError(found.why_none())
+    for field in ("extra_in_flight", "gradient_buffers", "mixpipe_k"):
+        for count in getattr(candidates.space, field) or ():
+            if impossible := count_problem(field, count):  # Another schedule, without it, was found.
+                raise PlanError(impossible)
     return Plan(
         model=model,
         cluster=cluster,
@@ -277,9 +281,27 @@ class _Search:
             return f"{what}: {reason}{self._nearest_batch()}"
         if candidates.shapes.leanest is None or candidates.decisions.furthest == "schedule":
             return f"{what}: {self._last_rule()}"
-        needed, layout = candidates.shapes.leanest
+        if refused := self._refused_model():
+            return f"{what}: {refused}"
+        needed, layout = self._leanest()
         reason = f"{candidates.shapes.does_not_fit(layout, needed)} ({self._largest_parts(layout)})"
         return f"{what} fits: {reason}; {self._more_gpus()}"
+
+    def _refused_model(self) -> Problem | None:
+        """Why none of the schedules that are asked for trains the model, on any number of GPUs; None if one does."""
+        _, layout = self.candidates.shapes.leanest
+        schedules = self.candidates.space.schedules or (MEGATRON,)
+        refused = [model_problem(self.candidates.model, replace(layout, schedule=schedule)) for schedule in schedules]
+        return refused[0] if all(refused) else None
+
+    def _leanest(self) -> tuple[float, Layout]:
+        """(bytes, layout) of what needs least, if possible under one of the schedules that are asked for.
+
+        Shapes are out when Megatron's own, which needs least, does not fit: then it stands for the others.
+        """
+        shapes, schedules = self.candidates.shapes, self.candidates.space.schedules or ()
+        asked = [shapes.leanest_of[schedule] for schedule in schedules if schedule in shapes.leanest_of]
+        return min(asked, key=lambda least: least[0], default=shapes.leanest)
 
     def _nearest_batch(self) -> str:
         """What to use in place of a batch that splits over no number of replicas; empty if that is not enough."""
@@ -380,7 +402,7 @@ class _Search:
                 if self._with(cluster=more, global_batch=size)._any():
                     return f"use {more.gpus} GPUs" + (f" and a global_batch of {size}" if share else "")
         for factor in _MEMORIES:  # Limits may need more than the layout that needs least.
-            memory_gb = math.ceil(self.candidates.shapes.leanest[0] / GIB * factor)
+            memory_gb = math.ceil(self._leanest()[0] / GIB * factor)
             if self._with(cluster=replace(cluster, gpu=replace(cluster.gpu, memory_gb=memory_gb)))._any():
                 return f"use GPUs with {memory_gb} GiB"
         return "lift a limit"

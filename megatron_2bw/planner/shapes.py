@@ -58,6 +58,8 @@ class Shapes:
     decisions: Decisions
     leanest: tuple[float, Layout] | None = None
     """(bytes, layout) that needs least memory, of those that need too much."""
+    leanest_of: dict[str, tuple[float, Layout]] = field(default_factory=dict)
+    """The same by schedule."""
     widths: set[int] = field(default_factory=set)
     """Numbers of replicas that no rule but the batch size forbids."""
 
@@ -162,6 +164,9 @@ class Shapes:
         """The reason, in words; remembered if no other layout needs less."""
         if self.leanest is None or needed < self.leanest[0]:
             self.leanest = needed, layout
+        least = self.leanest_of.get(layout.schedule)
+        if least is None or needed < least[0]:
+            self.leanest_of[layout.schedule] = needed, layout
         return f"{name(layout)} needs {needed / GIB:.1f} GiB of {self.cluster.gpu.memory_gb:g} on its fullest stage"
 
     def layout(self, shape: Shape, more: dict[str, object]) -> Layout:

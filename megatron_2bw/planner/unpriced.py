@@ -60,6 +60,13 @@ def _has_other_groups(options: Options, flag: str) -> bool:
     return flag in options and interleaves(options) and options.number(flag) != stages(options)
 
 
+def _has_more_positions(options: Options, flag: str) -> bool:
+    learned = options.text("--position-embedding-type", "learned_absolute") == "learned_absolute"
+    is_learned = learned and "--use-rotary-position-embeddings" not in options
+    length = options.number("--seq-length", options.number("--encoder-seq-length", 0))
+    return is_learned and options.number(flag, 0) > length
+
+
 def _scales_by_own_rule(options: Options, flag: str) -> bool:
     return "--fp8-format" in options and options.text(flag) == "custom"
 
@@ -81,6 +88,8 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--heterogeneous-layers-config-path": (_given, "layers of several kinds"),
     "--moe-latent-size": (_given, "experts of another width"),
     "--moe-expert-capacity-factor": (_given, "a capacity of experts"),
+    "--num-distributed-optimizer-instances": (_above_one, "several instances of a distributed optimizer"),
+    "--freeze-all-layers": (_given, "frozen layers"),
     "--hybrid-context-parallel": (_given, "sequences shared by numbers of ranks of their own"),
     "--mtp-use-repeated-layer": (_given, "one layer that predicts several tokens"),
     "--fp8-recipe": (_scales_by_own_rule, "a recipe of 8-bit products of your own"),
@@ -145,7 +154,21 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--moe-token-dispatcher-type": (_gathers_in_price, "priced as allgather, where no ranks share the experts"),
     "--use-tp-pp-dp-mapping": (_given, "priced with Megatron's usual order of ranks"),
     "--cp-comm-type": (lambda options, flag: options.text(flag, "p2p") != "p2p", "priced as p2p"),
-    "--cuda-graph-impl": (_given, "priced without CUDA graphs"),
+    **dict.fromkeys(
+        ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"), (_given, "priced without CUDA graphs")
+    ),
+    "--window-size": (_given, "priced with attention over whole sequences"),
+    "--fp16-lm-cross-entropy": (_given, "priced with logits in fp32"),
+    "--no-overlap-p2p-communication": (
+        lambda options, flag: flag in options and interleaves(options),
+        "priced with transfers beside computation",
+    ),
+    **dict.fromkeys(
+        ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"), (_given, "priced without that overlap")
+    ),
+    "--no-gradient-accumulation-fusion": (_given, "priced with that fusion"),
+    "--no-masked-softmax-fusion": (_given, "priced with that fusion"),
+    "--max-position-embeddings": (_has_more_positions, "priced with weights of as many positions as --seq-length"),
     "--cross-entropy-loss-fusion": (
         lambda options, flag: flag in options and options.text("--cross-entropy-fusion-impl", "native") == "native",
         "priced without that fusion",

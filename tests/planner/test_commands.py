@@ -116,6 +116,32 @@ def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
     assert f"the first {count} microbatches of every batch with weights that lack" in " ".join(plans[1]["advice"])
 
 
+def test_what_is_said_where_no_flush_is_tried(capsys: pytest.CaptureFixture[str]):
+    """It may fit all the same; and what auto rests on is said, and what nobody measured."""
+    only = f"{PLAN} --fp16 --sample-efficiency auto --pipeline-schedule 2bw"
+    said = " ".join(json.loads(run(capsys, f"{only} --json")[1])["advice"])
+    assert "No layout without a delay was tried, or none fits" in said
+    assert "Nothing was measured in fp16" in said
+    code, out, err = run(capsys, f"{only} --flags-only")
+    assert (code, out.split()[0]) == (0, "--pipeline-schedule")
+    assert "--delay-correction lead" in err
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ("--model llama3-70b --nodes 8 --pipeline-schedule gpipe", " fits: gpipe:"),
+        ("--model mixtral-8x7b --gpus 8 --pipeline-schedule chimera", "num_experts 8: chimera trains no experts"),
+        ("--model llama3-70b --nodes 2 --fp16 --pipeline-schedule pipedream", "pipedream cannot scale losses"),
+    ],
+)
+def test_why_none_of_one_schedule(limits: str, why: str, capsys: pytest.CaptureFixture[str]):
+    """Not why none of Megatron's own, which fits where the others do not."""
+    code, _, err = run(capsys, f"plan --cluster dgx-h100 --global-batch-size 512 {limits}")
+    assert code == 2
+    assert why in err
+
+
 def test_as_measured_where_a_batch_has_many_microbatches(capsys: pytest.CaptureFixture[str]):
     """An eighth is enough, and needs no lead."""
     layout = "--pipeline-schedule 2bw,1f1b-flush --pipeline-model-parallel-size 4 --micro-batch-size 1"
@@ -457,6 +483,9 @@ BAD = {
     f"{PLAN} --sample-efficiency 0": "sample_efficiency 0.0: give a number above 0",
     f"{PLAN} --sample-efficiency nan": "sample_efficiency nan: give a number above 0",
     f"{PLAN} --synchronous-warmup-fraction 1": "synchronous_warmup_fraction 1.0: give a share from 0 to below 1",
+    f"{PLAN} --pipeline-gradient-buffers 3": "gradient_buffers 3: there are 1 or 2; use 2",
+    f"{PLAN} --pipeline-extra-in-flight 9": "extra_in_flight 9: above 3, transfers would wait for each other; use 3",
+    f"{PLAN} --mixpipe-k 3": "mixpipe_k 3: it is even; use 4",
     f"{PLAN} --synchronous-warmup-fraction 0.1 --sample-efficiency auto": "auto chooses the share; leave one out",
     f"{PLAN} --delayed-microbatches-fraction 0": "delayed_microbatches_fraction 0.0: give a share above 0",
     f"{PLAN} --delayed-microbatches-fraction 0.5 --sample-efficiency auto": "auto chooses the share; leave one out",

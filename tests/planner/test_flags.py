@@ -183,6 +183,15 @@ def test_flags_that_were_given_are_printed_as_given():
         ),
         ("--muon-num-ns-steps 9", ()),
         (
+            "--max-position-embeddings 999999 --window-size (1,0) --enable-cuda-graph --no-overlap-p2p-communication",
+            (
+                "--enable-cuda-graph: priced without CUDA graphs",
+                "--window-size: priced with attention over whole sequences",
+                "--max-position-embeddings: priced with weights of as many positions as --seq-length",
+            ),
+        ),
+        ("--max-position-embeddings 999999 --position-embedding-type rope", ()),
+        (
             "--bf16 --fp8-format hybrid --fp8-dot-product-attention --activation-func-fp8-input-store "
             "--moe-router-padding-for-quantization",
             (
@@ -385,6 +394,10 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         (f"{RUN} --moe-num-experts 64", "--moe-num-experts: no flag of today's Megatron; give --num-experts in its"),
         (f"{RUN} --deepspeed --zero-stage 3", "does not cover DeepSpeed, whose file says what it shards and"),
         (f"{RUN} --enable-zero-bubble", "--enable-zero-bubble: the cost model does not cover backward passes in two"),
+        (
+            f"{RUN} --use-distributed-optimizer --num-distributed-optimizer-instances 2",
+            "does not cover several instances of a distributed optimizer",
+        ),
         (f"{RUN} --bf16 --fp16", "--bf16 and --fp16 exclude each other; leave one out"),
         (
             f"{RUN} --overlap-param-gather --overlap-grad-reduce",

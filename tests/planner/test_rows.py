@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
+from megatron_2bw.planner import flags as flags_module
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.inputs import model_of
+from megatron_2bw.planner.inputs import load_cluster, model_of, sized
+from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.report import prediction_json
 from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.search import price
 
 ROW = {"model": "llama3-70b", "cluster": "dgx-h100", "gpus": 64, "pipeline": 4, "tensor": 4, "global_batch": 128}
 OURS = {"microbatch": 2, "recompute": "full", "distributed_optimizer": True, "precision": "fp16"}
@@ -45,9 +49,61 @@ def test_experts_in_megatrons_names() -> None:
     assert predicted({**ROW, "etp": 1}) == predicted(ROW), "nobody looks at it without experts"
 
 
+FLAGS = {
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "seq_length": 2048,
+    "vocab_size": 50257,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "micro_batch_size": 1,
+    "global_batch_size": 32,
+    "bf16": True,
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_layers_per_virtual_pipeline_stage": 1},
+        {"attention_backend": "unfused"},
+        {"attention_backend": "auto", "use_flash_attn": True},
+        {"transformer_impl": "local"},
+        {"recompute_activations": True},
+        {"untie_embeddings_and_output_weights": True},
+        {"hidden_dropout": 0, "attention_dropout": 0},
+        {"hidden_dropout": 0},
+        {"position_embedding_type": "rope"},
+        {"use_rotary_position_embeddings": True},
+        {"normalization": "RMSNorm", "disable_bias_linear": True},
+        {"swiglu": True},
+        {"swiglu": True, "no_bias_swiglu_fusion": True},
+        {"num_query_groups": 4, "group_query_attention": True},
+        {"num_query_groups": 4, "group_query_attention": False},
+        {"bf16": False},
+    ],
+    ids=str,
+)
+def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> None:
+    cluster = load_cluster("dgx-h100")
+    row = {**FLAGS, **more}
+    flags = {f"--{key.replace('_', '-')}": value for key, value in row.items() if value is not False}
+    words = [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
+    read = flags_module.read(Options.parse(words), gpus=8, gpu=cluster.gpu)
+    expected = prediction_json(read.model, price(read.model, read.layout, sized(cluster, gpus=8)))
+    assert predicted({**row, "cluster": "dgx-h100", "gpus": 8}) == expected
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (
+            {"untie_embeddings_and_output_weights": True, "tied": True},
+            "True and tied True disagree; leave out one of them",
+        ),
+        ({"num_layers_per_virtual_pipeline_stage": 3}, "--num-layers-per-virtual-pipeline-stage 3 does not divide"),
         ({"fp8": "some"}, "fp8 'some': choose one of none, delayed, tensorwise, blockwise, mxfp8"),
         ({"fp4": "e2m1"}, "fp4 'e2m1': the cost model does not cover 4-bit matrix products"),
         ({"etp": 0}, "expert_tensor 0: give a whole number of at least 1"),

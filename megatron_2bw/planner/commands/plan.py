@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.report import flags_of, plan_json, plan_lines
+    from megatron_2bw.planner.rules import delay_of
 
     for flag, count in (("--top", args.top), ("--verify-top", args.verify_top)):
         if count is not None and count < 1:
@@ -154,6 +156,8 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         print("\n".join(_explained(plan, space, args.explain)))
     elif args.flags_only:
         print(*flags_of(model, plan.best.layout))
+        if plan.assumption and delay_of(plan.best.layout):
+            print(f"megatron-2bw: {plan.assumption}", file=sys.stderr)  # These flags are half of that.
     elif args.json:
         print(json.dumps(plan_json(plan, args.top), indent=2))
     else:
@@ -195,7 +199,7 @@ def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: S
     if not plans:
         raise problems[-1]  # Of what asks for least.
     best = min(plans, key=to_loss_s)
-    return replace(best, assumption=assumption(best.progress))
+    return replace(best, assumption=assumption(best.progress, best.best.layout))
 
 
 def _number(text: str) -> float:
