@@ -184,6 +184,17 @@ def sc21_table_2(folder: Path) -> Iterator[Row]:
         )
 
 
+def mt_nlg(folder: Path) -> Iterator[Row]:
+    """MT-NLG 530B on Selene by Megatron-DeepSpeed: 1F1B, everything recomputed."""
+    for row in measured.read("mt_nlg.csv", folder):
+        tensor, stages, gpus = int(row["tp"]), int(row["pp"]), int(row["gpus"])
+        sizes = {"pipeline": stages, "data": gpus // (tensor * stages), "tensor": tensor}
+        model, _ = _of_table({**row, "dp": str(sizes["data"])})
+        rows = _on_selene(model, int(row["gbs"]), sizes, (int(row["mbs"]),))
+        plain = next(found for found in rows if found.layout.chunks == 1)
+        yield replace(plain, name=f"{model.name}, {gpus} GPUs", measured=float(row["iteration_time_s"]))
+
+
 def h100s() -> Iterator[Row]:
     """Megatron-LM's table of H100s, which leaves out microbatch and chunks: the fastest ones that fit."""
     for row in measured.read("megatron_h100_weak_scaling.csv"):
@@ -304,6 +315,7 @@ def report(folder: Path) -> Iterator[str]:
         "Interleaved (Narayanan et al., 2021, Table 1; best microbatch and chunks; not fitted)", sc21(folder)
     )
     yield from single("PTD-P (Narayanan et al., 2021, Table 2; best chunks; not fitted)", sc21_table_2(folder))
+    yield from single("Megatron-DeepSpeed (Smith et al., MT-NLG 530B, section 2.4; not fitted)", mt_nlg(folder))
     yield from single("H100, fused attention (Megatron-LM's table; best microbatch and chunks; not fitted)", h100s())
     in_8_bits = "H100, products in 8 bits (NeMo 24.07; not fitted)"
     yield from single(in_8_bits, measured_fp8.nemo(folder))
