@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from megatron_2bw.planner.efficiency import EXACT
+from megatron_2bw.planner.finder import Choice
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import needs_megatron_0_19
-from megatron_2bw.planner.search import Choice, Plan
+from megatron_2bw.planner.search import Plan
 from megatron_2bw.planner.table import percent
 
 MANY = 8

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from megatron_2bw.planner.candidates import Candidates
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.finder import Choice, price
 from megatron_2bw.planner.naming import chosen, is_whole, name, within
 from megatron_2bw.planner.report import compared
-from megatron_2bw.planner.search import Choice, Plan, price, search
+from megatron_2bw.planner.search import Plan, search
 from megatron_2bw.planner.space import Space
 
 

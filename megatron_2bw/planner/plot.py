@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from html import escape
 
 from megatron_2bw.planner.costs import PRICED
+from megatron_2bw.planner.finder import Choice
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.search import Choice, Plan
+from megatron_2bw.planner.search import Plan
 from megatron_2bw.planner.table import GIB, gib
 from megatron_2bw.schedule.svg import text_at
 

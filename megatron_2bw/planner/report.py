@@ -14,6 +14,7 @@ from megatron_2bw.planner.advice import advice
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.decisions import Rejection
 from megatron_2bw.planner.efficiency import EXACT
+from megatron_2bw.planner.finder import Choice, parts_of
 from megatron_2bw.planner.flags import layout_flags
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
@@ -21,7 +22,7 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import model_flags
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import MEGATRON, delay_of
-from megatron_2bw.planner.search import Choice, Plan, parts_of
+from megatron_2bw.planner.search import Plan
 from megatron_2bw.planner.table import billions, gib, percent, seconds, table, wrapped
 
 _HEAD = ("layout", "time", "error", "tokens/s", "TFLOP/s", "bubble", "delay", "memory/GiB", "headroom/GiB")

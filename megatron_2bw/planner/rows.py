@@ -12,6 +12,7 @@ from typing import Any
 from megatron_2bw.planner.accepted import DIST_MUON
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.finder import price
 from megatron_2bw.planner.flags import FP8_FORMATS, LAYOUT_NUMBERS, chunks_of
 from megatron_2bw.planner.inputs import (
     build,
@@ -33,7 +34,6 @@ from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.patterns import dense_first
 from megatron_2bw.planner.report import prediction_json
 from megatron_2bw.planner.rules import MEGATRON, problem
-from megatron_2bw.planner.search import price
 from megatron_2bw.planner.unpriced import uncovered
 
 _OF_MEGATRON = {

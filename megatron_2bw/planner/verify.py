@@ -9,11 +9,12 @@ from pathlib import Path
 from statistics import median
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.finder import Choice
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Kind
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report import flags_of, shown
-from megatron_2bw.planner.search import Choice, Plan
+from megatron_2bw.planner.search import Plan
 from megatron_2bw.planner.table import seconds
 from megatron_2bw.planner.torchrun import LOGGED, lines_of, random_data
 

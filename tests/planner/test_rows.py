@@ -8,11 +8,11 @@ import pytest
 
 from megatron_2bw.planner import flags as flags_module
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.finder import price
 from megatron_2bw.planner.inputs import load_cluster, model_of, sized
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.report import prediction_json
 from megatron_2bw.planner.rows import predicted
-from megatron_2bw.planner.search import price
 
 ROW = {"model": "llama3-70b", "cluster": "dgx-h100", "gpus": 64, "pipeline": 4, "tensor": 4, "global_batch": 128}
 OURS = {"microbatch": 2, "recompute": "full", "distributed_optimizer": True, "precision": "fp16"}

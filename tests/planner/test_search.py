@@ -17,6 +17,7 @@ from megatron_2bw.planner.candidates import Candidates
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.efficiency import Progress
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.finder import price
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
@@ -25,7 +26,7 @@ from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import chosen, name, within
 from megatron_2bw.planner.report import compared
 from megatron_2bw.planner.rules import TWO_BW, problem
-from megatron_2bw.planner.search import Plan, price, search
+from megatron_2bw.planner.search import Plan, search
 from megatron_2bw.planner.space import Space, field_of
 
 MODEL = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=50257)

@@ -61,9 +61,9 @@ def _estimate(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron_2bw.planner.finder import price
     from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.report import choice_json, estimate_lines
-    from megatron_2bw.planner.search import price
 
     cluster = described_cluster(args)
     configuration, notes = _configured(args, words, cluster)
