@@ -81,14 +81,14 @@ class Checkpoints:
                     f"megatron_2bw: the checkpoint holds one weight version that --pipeline-schedule "
                     f"{args.pipeline_schedule} can use here, so the next batches use the same one, as at the start"
                 )
-        optimizer.know_scale()
+        optimizer.scales.know()
         self._found = {}
         return result
 
 
 def _manifest(args: Any, optimizer: DelayedOptimizer, iteration: int) -> dict[str, Any]:
     """Plain values only: Megatron reads checkpoints with ``weights_only``. The same on all ranks."""
-    newest, first = optimizer.weights.newest, optimizer.weights.first
+    newest, first, scales = optimizer.weights.newest, optimizer.weights.first, optimizer.scales.by_version
     schedule = canonical_name(args.pipeline_schedule)
     stages = args.pipeline_model_parallel_size
     most = max(build(schedule, stages=stages, microbatches=1).weight_versions)
@@ -98,7 +98,7 @@ def _manifest(args: Any, optimizer: DelayedOptimizer, iteration: int) -> dict[st
         "stages": _stages(args),
         "batch": iteration,
         "versions": [iteration - newest + version for version in alive],
-        "loss_scales": [optimizer.scales[version].item() for version in alive] if optimizer.scales else [],
+        "loss_scales": [scales[version].item() for version in alive] if scales else [],
     }
 
 
@@ -188,8 +188,9 @@ def _restore(model: Any, optimizer: DelayedOptimizer, found: dict[str, Any]) -> 
         weights.use(weights.newest - distance)
         missing |= set(module.load_state_dict(found[_key(distance)], strict=False).missing_keys)
     weights.use_newest()
-    if optimizer.scales and found[MANIFEST]["loss_scales"]:
-        optimizer.scales[0] = torch.full_like(optimizer.scales[0], found[MANIFEST]["loss_scales"][0])
+    scales = optimizer.scales.by_version
+    if scales and found[MANIFEST]["loss_scales"]:
+        scales[0] = torch.full_like(scales[0], found[MANIFEST]["loss_scales"][0])
     missing &= {name for name, _ in chain(module.named_parameters(), module.named_buffers())}
     if missing:
         raise RuntimeError(f"the checkpoint has no older version of {', '.join(sorted(missing))}; load another one")

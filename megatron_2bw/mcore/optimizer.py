@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -11,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import optimizer as megatron_optimizer
-from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from megatron_2bw.mcore.driven_scheduler import DrivenScheduler
+from megatron_2bw.mcore.gradient_check import GradientCheck
 from megatron_2bw.mcore.groups import create_update_groups
+from megatron_2bw.mcore.loss_scales import LossScales
 from megatron_2bw.mcore.reductions import GradientReductions, Part, Statistics, sources_of
 from megatron_2bw.mcore.routers import Routers
 from megatron_2bw.mcore.stock_optimizer import (
@@ -30,7 +30,6 @@ from megatron_2bw.mcore.stock_optimizer import (
 )
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.corrections import Correction, UpdateLead
-from megatron_2bw.runtime.finite import FiniteCheck, NotFiniteError
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
@@ -130,16 +129,11 @@ class DelayedOptimizer:
             count_zeros=inner.config.log_num_zeros_in_grad,
         )
         self._pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
-        self._scaler = next((scaler for scaler in map(scaler_of, inner.chained_optimizers) if scaler), None)
-        self._check_for_nan = check_for_nan  # Megatron switches it off where the loss scale is dynamic.
-        self.scales = {} if self._scaler is None else {0: self._scaler.scale.clone()}
-        """Loss scale by weight version; empty without loss scaling."""
-        self._scale: torch.Tensor | None = None
-        """Of the batch whose forward or backward is running."""
+        scaler = next((scaler for scaler in map(scaler_of, inner.chained_optimizers) if scaler), None)
+        self.scales = LossScales(scaler, self.weights)
+        self._check = GradientCheck() if check_for_nan else None  # Megatron has none where the loss scale is dynamic.
         self._hyperparameters: list[dict[str, float]] = []
         self._has_norm = has_norm
-        self._finite = FiniteCheck()
-        self._iteration_of_batch_0 = 0
         self._statistics = Statistics(0.0, False, None)
         self._scheduler: Any = None
         self.samples = 0
@@ -177,22 +171,14 @@ class DelayedOptimizer:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale of the batch that is computed, or else of the weights in use."""
-        if not self.scales:
-            return self._inner.scale_loss(loss)
-        return (self.scales[self.weights.active] if self._scale is None else self._scale) * loss
+        return self.scales.scaled(loss) if self.scales.by_version else self._inner.scale_loss(loss)
 
     @contextmanager
     def computing(self, batch: int) -> Iterator[None]:
         """Inside, ``scale_loss`` takes the loss scale of ``batch``, and routers count for it."""
         self._routers.use(batch)
-        self._scale = self._scale_of(batch)
-        try:
+        with self.scales.computing(batch):
             yield
-        finally:
-            self._scale = None
-
-    def _scale_of(self, batch: int) -> torch.Tensor | None:
-        return self.scales[max(batch - 1, self.weights.first)] if self.scales else None
 
     def drive(self, scheduler: Any) -> DrivenScheduler:
         """Take over Megatron's learning-rate schedule; returns what its training loop may hold."""
@@ -212,11 +198,6 @@ class DelayedOptimizer:
                 self._correction.delayed = True
         self.weights.forget_older()
 
-    def know_scale(self) -> None:
-        """The scaler's present loss scale is that of the newest weights: after loading, before the first batch."""
-        if self._scaler is not None:
-            self.scales[self.weights.newest] = self._scaler.scale.clone()
-
     def begin(self, batch: int, *, samples: int, num_tokens: torch.Tensor | None) -> None:
         """Keep what the update of ``batch`` depends on, right before its gradients are captured.
 
@@ -227,10 +208,11 @@ class DelayedOptimizer:
         """
         self._hyperparameters = [hyperparameters_of(group) for group in self._inner.param_groups]
         self.samples = samples
-        self._iteration_of_batch_0 = get_rerun_state_machine().current_iteration - batch
+        if self._check is not None:
+            self._check.begin(batch)
         self._routers.capture(batch)
         self._reductions.num_tokens = num_tokens
-        scale = self._scale_of(batch)
+        scale = self.scales.of(batch)
         if scale is not None:
             self._reductions.inverse_scale = scale.double().reciprocal().float()
         if self._scheduler is not None:
@@ -259,18 +241,16 @@ class DelayedOptimizer:
         with self._pending.apply() as results, self._hyperparameters_of_batch():
             if self._has_norm:
                 self._statistics = results[Reduction.NORM]
-            if self._check_for_nan:
-                with self._rejected_as_by_megatron():
-                    self._require_finite(batch)
+            if self._check is not None:
+                norm = self._statistics.norm if self._has_norm else None
+                self._check.require(batch, norm=norm, gradients=self._captured.kept)
             forget_shards_of_weights(self._model)
             successful, norm, zeros = self._inner.step()
             self._routers.update()
             self.outcome = UpdateOutcome(batch, successful, norm if self._has_norm else None, zeros)
         self._inner.zero_grad()
         self._outcomes.append(self.outcome)
-        newest = self.weights.newest
-        if self._scaler is not None:
-            self.scales = {newest - 1: self.scales[newest - 1], newest: self._scaler.scale.clone()}
+        self.scales.updated()
         if not self.outcome.successful and self._scheduler is not None:
             self._scheduler.step(increment=-self.samples)
         return self.outcome
@@ -279,8 +259,8 @@ class DelayedOptimizer:
         """Finish what is pending and point the model at the newest weights."""
         if self._pending.batch is not None:
             self.finish(self._pending.batch)
-        with self._rejected_as_by_megatron():
-            self._finite.answer()
+        if self._check is not None:
+            self._check.settle()
         self.weights.use_newest()
 
     def release(self) -> None:
@@ -288,25 +268,6 @@ class DelayedOptimizer:
         self._taken_over.close()
         self._routers.release()
         self._pending.close()
-
-    def _require_finite(self, batch: int) -> None:
-        norm = self._statistics.norm
-        if not self._has_norm:
-            self._finite.ask(batch, self._captured.kept)
-        elif not math.isfinite(norm):
-            raise NotFiniteError(batch, f"has norm {norm}")
-
-    @contextmanager
-    def _rejected_as_by_megatron(self) -> Iterator[None]:
-        """Note what is found in ``--result-rejected-tracker-filename``, for the iteration of its batch."""
-        try:
-            yield
-        except NotFiniteError as error:
-            machine = get_rerun_state_machine()
-            if machine.mode is RerunMode.DISABLED:  # Else it would begin to run the batch again.
-                machine.current_iteration = self._iteration_of_batch_0 + error.batch
-                machine.validate_result(math.nan, math.isnan, message=str(error), fatal=True)
-            raise
 
     def _part(self, optimizer: Any, found: Accumulated) -> Part:
         """The captured counterparts of the gradients of ``optimizer``, which stay where they are."""

@@ -251,7 +251,7 @@ class Pipeline:
         if self.config.num_moe_experts is not None:
             self._moe_metrics = MoEMetrics(self._logs_this_batch)
         self._stage = DelayedStage(call, self.schedule_name, self.optimizer, self._moe_metrics)
-        self.optimizer.know_scale()  # A loop may have loaded it.
+        self.optimizer.scales.know()  # A loop may have loaded it.
         self.batch = self.optimizer.weights.newest  # 1 where a checkpoint brought the version before, too.
 
     def record(self, recorder: Recorder) -> None:
@@ -276,7 +276,7 @@ class Pipeline:
             )
         if self.config.grad_scale_func == self._inner.scale_loss:
             self.config.grad_scale_func = self.optimizer.scale_loss
-        if self.optimizer.scales and self.config.grad_scale_func is None:
+        if self.optimizer.scales.by_version and self.config.grad_scale_func is None:
             raise RuntimeError(
                 "the optimizer scales losses, and config.grad_scale_func is not set: set it to optimizer.scale_loss"
             )
