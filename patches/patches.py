@@ -76,9 +76,11 @@ def make(checkout: Path) -> None:
 
 
 def check(checkout: Path) -> None:
-    """Raises:
-    ValueError: a file is not what ``make`` would write, or a tag is another commit.
-    subprocess.CalledProcessError: git does not apply it.
+    """Check that every patch is up to date and applies to its release.
+
+    Raises:
+        ValueError: a file is not what ``make`` would write, or a tag is another commit.
+        subprocess.CalledProcessError: git does not apply it.
     """
     for release, commit in RELEASES.items():
         file = FOLDER / f"{release}.patch"
@@ -94,8 +96,10 @@ def check(checkout: Path) -> None:
 
 
 def compare(checkout: Path) -> None:
-    """Raises:
-    ValueError: the two print other losses.
+    """Train with the launcher on the plain release and without it on the patched one.
+
+    Raises:
+        ValueError: the two print other losses.
     """
     release = list(RELEASES)[-1]
     with tempfile.TemporaryDirectory() as folder:

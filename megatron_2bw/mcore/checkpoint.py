@@ -131,7 +131,7 @@ def _distances(args: Any, found: dict[str, Any]) -> range:
 
 
 def _key(distance: int) -> str:
-    """Of the version so many before the newest."""
+    """In the state dict, of the weights that are ``distance`` updates older than the newest."""
     return OLDER if distance == 1 else f"{OLDER}{distance}"
 
 

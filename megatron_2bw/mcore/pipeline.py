@@ -262,7 +262,7 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Of the activations."""
+        """Where activations live."""
         return self._stage.boundary.device
 
     def _check_functions(self) -> None:

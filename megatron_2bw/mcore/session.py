@@ -145,7 +145,7 @@ class Session:
     def _start(self, call: Call) -> None:
         args, pipeline = get_args(), self.pipeline
         # Without a barrier of all ranks around every log line; see `Timer.set_barrier_group`.
-        get_timers()("interval-time", log_level=0).set_barrier_group(groups.create_lonely_group())
+        get_timers()("interval-time", log_level=0).set_barrier_group(groups.create_single_rank_group())
         if self.is_delayed and torch.cuda.is_available():
             print_rank_0(
                 f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {pipeline.schedule_name}: "

@@ -55,7 +55,7 @@ def megatron_version() -> str:
 
 
 def is_relied_on(used: Used) -> bool:
-    """Whether it is, in the installed Megatron."""
+    """Whether the installed Megatron is one in which we rely on ``used``."""
     release = tuple(int(part) for part in re.findall(r"\d+", megatron_version())[:3])
     return used.since <= release and (used.until is None or release < used.until)
 

@@ -170,7 +170,7 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
 
 
 def _stage_time(model: Model, layout: Layout, works: Works, chunks: Sequence[Contents]) -> Stage:
-    """Of one microbatch on all of these."""
+    """Of one microbatch's forward and backward on a stage with these chunks, in seconds."""
     times = [time_of(stage_pieces(model, layout, works, held)) for held in chunks]
     return times[0] if len(times) == 1 else Stage(*map(sum, zip(*times, strict=True)))
 

@@ -87,8 +87,10 @@ class Run:
         return (stages - 1) / (microbatches + stages - 1)
 
     def check_long_enough(self) -> None:
-        """Raises:
-        ScheduleError: too few batches to say what is usual.
+        """Whether there is something between filling and draining the pipeline.
+
+        Raises:
+            ScheduleError: too few batches to say what is usual.
         """
         if self.batches < _LEAST_BATCHES:
             raise ScheduleError(

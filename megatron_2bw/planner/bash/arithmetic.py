@@ -40,8 +40,10 @@ def _quotient(dividend: int, divisor: int) -> int:
 
 
 def _power(base: int, exponent: int) -> int:
-    """Raises:
-    ValueError: bash refuses it, or it has more than 64 bits.
+    """``base ** exponent`` in bash's 64 bits.
+
+    Raises:
+        ValueError: bash refuses it, or it has more than 64 bits.
     """
     if not 0 <= exponent < 64:
         raise ValueError(exponent)

@@ -103,8 +103,10 @@ def _print(scope: Scope, arguments: Sequence[str], _: str | None) -> bool | None
 
 
 def _options(scope: Scope, arguments: Sequence[str], _: str | None) -> bool | None:
-    """Raises:
-    PlanError: there are arguments to read.
+    """``getopts``, which ends its loop at once where there is nothing to read.
+
+    Raises:
+        PlanError: there are arguments to read.
     """
     if scope.positional:
         raise PlanError("getopts, which reads the arguments, is not followed; give the flags themselves")
