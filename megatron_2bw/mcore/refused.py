@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
+from megatron_2bw.mcore.conditions import (
+    attends_sparsely,
+    gathers_weights_one_by_one,
+    has_an_empty_stage,
+    is_sharded_by_layers,
+    leads_lion,
+    leads_too_far,
+    predicts_before_the_last_stage,
+    quantizes,
+    scatters_a_mean_to_fp32,
+    shards_weights,
+    sums_experts_over_wrong_ranks,
+)
 from megatron_2bw.mcore.rows import (
     DELAYED,
     FLUSHED,
@@ -22,95 +34,6 @@ from megatron_2bw.mcore.rows import (
     sums_in_bf16,
     words,
 )
-from megatron_2bw.mcore.symbols import megatron_version
-from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.pipeline_layout import (
-    EMBEDDING,
-    LAYER,
-    LOSS,
-    PREDICTION,
-    has_an_empty_stage,
-    predicts_early,
-    stages_of,
-)
-
-
-def _leads_too_far(args: Any) -> bool:
-    if getattr(args, "delay_correction", None) != "lead":
-        return False
-    from megatron_2bw.runtime.corrections import MomentLead  # The table alone needs no torch.
-
-    decays = {
-        "sgd": lambda: [args.sgd_momentum],
-        "muon": lambda: [args.muon_momentum, args.adam_beta1],
-    }.get(args.optimizer, lambda: [args.adam_beta1])
-    return min(decays()) <= MomentLead(args.delay_lead).least_decay
-
-
-def _leads_lion(args: Any) -> bool:
-    by_lion = args.optimizer == "lion" or (
-        args.optimizer == "muon" and getattr(args, "muon_scalar_optimizer", None) == "lion"
-    )
-    return by_lion and getattr(args, "delay_correction", None) == "lead"
-
-
-def _is_sharded_by_layers(args: Any) -> bool:
-    is_distributed = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
-    return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and is_distributed)
-
-
-def _scatters_a_mean_to_fp32(args: Any) -> bool:
-    is_asked = args.ddp_reduce_scatter_with_fp32_accumulation and args.ddp_average_in_collective
-    is_sharded = args.use_distributed_optimizer or _is_sharded_by_layers(args)
-    return is_asked and is_sharded and sums_in_bf16(args)
-
-
-def _gathers_weights_one_by_one(args: Any) -> bool:
-    return _is_sharded_by_layers(args) and getattr(args, "use_layer_wise_param_layout", None) is False
-
-
-def _sums_experts_over_wrong_ranks(args: Any) -> bool:
-    """Megatron 0.18 takes such experts for weights that the tensor-parallel ranks split like all others."""
-    split = getattr(args, "expert_tensor_parallel_size", None)
-    is_split_apart = args.num_experts and split not in (None, args.tensor_model_parallel_size)
-    return bool(is_split_apart) and args.expert_model_parallel_size == 1 and megatron_version().startswith("0.18.")
-
-
-def _stages_of(args: Any) -> tuple[str, ...]:
-    """The layers of every stage of a pipeline layout, in its letters; empty without one."""
-    layout = getattr(args, "pipeline_model_parallel_layout", None)
-    if not layout:
-        return ()
-    if isinstance(layout, str):
-        try:
-            return stages_of(layout)
-        except PlanError:  # Megatron says why.
-            return ()
-    letters = {"embedding": EMBEDDING, "decoder": LAYER, "mtp": PREDICTION, "loss": LOSS}
-    return tuple("".join(letters[layer.name] for chunk in rank for layer in chunk) for rank in layout.layout)
-
-
-def _predicts_before_the_last_stage(args: Any) -> bool:
-    return bool(getattr(args, "mtp_num_layers", None)) and predicts_early(_stages_of(args))
-
-
-def _has_an_empty_stage(args: Any) -> bool:
-    return has_an_empty_stage(_stages_of(args))
-
-
-def _quantizes(args: Any) -> bool:
-    by_recipe = given("te_precision_config_file", "kitchen_config_file", "quant_recipe", "use_kitchen")
-    return given("fp8", "fp4")(args) or by_recipe(args) or getattr(args, "kitchen_recipe_number", None) is not None
-
-
-def _shards_weights(args: Any) -> bool:
-    return any(above(name, 1)(args) for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"))
-
-
-def _attends_sparsely(args: Any) -> bool:
-    is_asked = getattr(args, "experimental_attention_variant", None) == "dsa"
-    return is_asked or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
-
 
 _SHARDED_WEIGHTS = "--tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards"
 _QUANTIZED = "--fp8-format / --fp4-format / --te-precision-config-file / --kitchen-config-file"
@@ -165,14 +88,14 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--delay-correction lead",
-        is_set=_leads_too_far,
+        is_set=leads_too_far,
         schedules=TWO_BW,
         reason="at this decay of the first moment, the corrected average would no longer contain the old one",
         remedy="raise --adam-beta1 (--sgd-momentum, --muon-momentum) above C/(1+C), or lower --delay-lead C",
     ),
     Refused(
         flag="--delay-correction lead with lion",
-        is_set=_leads_lion,
+        is_set=leads_lion,
         schedules=TWO_BW,
         reason="Lion's update is the sign of another average than the one it keeps",
         remedy="use --delay-correction update-lead",
@@ -240,14 +163,14 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag=_QUANTIZED,
-        is_set=_quantizes,
+        is_set=quantizes,
         schedules=DELAYED,
         reason="quantized weights are cached for one version, and there are several",
         remedy=USE_FLUSH,
     ),
     Refused(
         flag=_QUANTIZED,
-        is_set=_quantizes,
+        is_set=quantizes,
         schedules=MIRRORED,
         reason="a rank's second stage gets new weights from another rank, and quantized copies of them would stay old",
         remedy=USE_FLUSH,
@@ -260,7 +183,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--expert-tensor-parallel-size, without --expert-model-parallel-size, in Megatron 0.18",
-        is_set=_sums_experts_over_wrong_ranks,
+        is_set=sums_experts_over_wrong_ranks,
         schedules=OURS,
         reason="Megatron 0.18 sums these experts' gradients over the wrong ranks, and their copies drift apart",
         remedy="use megatron-core 0.19, leave the flag out, or set --expert-model-parallel-size above 1",
@@ -274,7 +197,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective",
-        is_set=_scatters_a_mean_to_fp32,
+        is_set=scatters_a_mean_to_fp32,
         schedules=DELAYED,
         reason="Megatron's reduce-scatter in fp32 sums and takes no mean",
         remedy="leave --ddp-average-in-collective out",
@@ -321,21 +244,21 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--no-use-layer-wise-param-layout",
-        is_set=_gathers_weights_one_by_one,
+        is_set=gathers_weights_one_by_one,
         schedules=DELAYED,
         reason="its gather of weights has no place for two versions",
         remedy="leave the flag out",
     ),
     Refused(
         flag="--use-distributed-optimizer with muon or lion in fp32",
-        is_set=lambda args: _is_sharded_by_layers(args) and not (args.bf16 or args.fp16),
+        is_set=lambda args: is_sharded_by_layers(args) and not (args.bf16 or args.fp16),
         schedules=OURS,
         reason="Megatron fails when it makes that optimizer so",
         remedy="use --bf16, or leave --use-distributed-optimizer out",
     ),
     Refused(
         flag="--ckpt-format torch, with --use-distributed-optimizer and muon or lion",
-        is_set=lambda args: (args.save or args.load) and args.ckpt_format == "torch" and _is_sharded_by_layers(args),
+        is_set=lambda args: (args.save or args.load) and args.ckpt_format == "torch" and is_sharded_by_layers(args),
         schedules=OURS,
         reason="Megatron fails when it saves that optimizer so",
         remedy="use --ckpt-format torch_dist",
@@ -368,7 +291,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--experimental-attention-variant dsa / D in --hybrid-layer-pattern",
-        is_set=_attends_sparsely,
+        is_set=attends_sparsely,
         schedules=DELAYED,
         reason="its auxiliary loss is scaled and logged as if no forward ran ahead into the next batch",
         remedy=USE_FLUSH,
@@ -390,7 +313,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag=_SHARDED_WEIGHTS,
-        is_set=_shards_weights,
+        is_set=shards_weights,
         schedules=MIRRORED,
         reason=_ONE_OF_TWO,
         remedy=USE_FLUSH,
@@ -403,21 +326,21 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--mtp-num-layers before the last stage",
-        is_set=_predicts_before_the_last_stage,
+        is_set=predicts_before_the_last_stage,
         schedules=TWO_BW,
         reason="its embeddings would be tied on other stages than the first and the last",
         remedy=_LAST_STAGE,
     ),
     Refused(
         flag="--mtp-num-layers before the last stage",
-        is_set=_predicts_before_the_last_stage,
+        is_set=predicts_before_the_last_stage,
         schedules=FLUSHED - MIRRORED,
         reason="what it predicts from would go on to later stages, and transfers have one shape",
         remedy=_LAST_STAGE,
     ),
     Refused(
         flag="--pipeline-model-parallel-layout with an empty stage",
-        is_set=_has_an_empty_stage,
+        is_set=has_an_empty_stage,
         schedules=OURS,
         reason="a stage without weights has nothing to update",
         remedy="give every stage a layer, or use --pipeline-schedule megatron",
@@ -486,7 +409,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag=_SHARDED_WEIGHTS,
-        is_set=_shards_weights,
+        is_set=shards_weights,
         schedules=DELAYED,
         reason="its gradients need a reduction that delayed updates do not have",
         remedy=USE_FLUSH,

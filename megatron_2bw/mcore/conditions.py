@@ -1,0 +1,105 @@
+"""Conditions of rows of the table of flags that take more than one attribute; of Megatron's arguments or a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_2bw.mcore.rows import above, given, sums_in_bf16
+from megatron_2bw.mcore.symbols import megatron_version
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.pipeline_layout import (
+    EMBEDDING,
+    LAYER,
+    LOSS,
+    PREDICTION,
+    predicts_early,
+    stages_of,
+)
+from megatron_2bw.planner.pipeline_layout import has_an_empty_stage as holds_nothing
+
+
+def leads_too_far(args: Any) -> bool:
+    """The lead leaves nothing of the optimizer's average of gradients."""
+    if getattr(args, "delay_correction", None) != "lead":
+        return False
+    from megatron_2bw.runtime.corrections import MomentLead  # The table alone needs no torch.
+
+    decays = {
+        "sgd": lambda: [args.sgd_momentum],
+        "muon": lambda: [args.muon_momentum, args.adam_beta1],
+    }.get(args.optimizer, lambda: [args.adam_beta1])
+    return min(decays()) <= MomentLead(args.delay_lead).least_decay
+
+
+def leads_lion(args: Any) -> bool:
+    """Lion, itself or for what Muon leaves to it, with the lead of moments."""
+    by_lion = args.optimizer == "lion" or (
+        args.optimizer == "muon" and getattr(args, "muon_scalar_optimizer", None) == "lion"
+    )
+    return by_lion and getattr(args, "delay_correction", None) == "lead"
+
+
+def is_sharded_by_layers(args: Any) -> bool:
+    """The distributed optimizer gives whole layers to ranks: Muon's and Lion's."""
+    is_distributed = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
+    return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and is_distributed)
+
+
+def scatters_a_mean_to_fp32(args: Any) -> bool:
+    """A reduce-scatter in fp32 that would have to take a mean."""
+    is_asked = args.ddp_reduce_scatter_with_fp32_accumulation and args.ddp_average_in_collective
+    is_sharded = args.use_distributed_optimizer or is_sharded_by_layers(args)
+    return is_asked and is_sharded and sums_in_bf16(args)
+
+
+def gathers_weights_one_by_one(args: Any) -> bool:
+    """Muon's or Lion's distributed optimizer without a flat buffer of weights."""
+    return is_sharded_by_layers(args) and getattr(args, "use_layer_wise_param_layout", None) is False
+
+
+def sums_experts_over_wrong_ranks(args: Any) -> bool:
+    """Megatron 0.18 takes such experts for weights that the tensor-parallel ranks split like all others."""
+    split = getattr(args, "expert_tensor_parallel_size", None)
+    is_split_apart = args.num_experts and split not in (None, args.tensor_model_parallel_size)
+    return bool(is_split_apart) and args.expert_model_parallel_size == 1 and megatron_version().startswith("0.18.")
+
+
+def layout_of_stages(args: Any) -> tuple[str, ...]:
+    """The layers of every stage of a pipeline layout, in its letters; empty without one."""
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if not layout:
+        return ()
+    if isinstance(layout, str):
+        try:
+            return stages_of(layout)
+        except PlanError:  # Megatron says why.
+            return ()
+    letters = {"embedding": EMBEDDING, "decoder": LAYER, "mtp": PREDICTION, "loss": LOSS}
+    return tuple("".join(letters[layer.name] for chunk in rank for layer in chunk) for rank in layout.layout)
+
+
+def predicts_before_the_last_stage(args: Any) -> bool:
+    """Multi-token prediction has layers before the last stage."""
+    return bool(getattr(args, "mtp_num_layers", None)) and predicts_early(layout_of_stages(args))
+
+
+def has_an_empty_stage(args: Any) -> bool:
+    """A pipeline layout leaves a stage without anything."""
+    return holds_nothing(layout_of_stages(args))
+
+
+def quantizes(args: Any) -> bool:
+    """Weights are cached in fewer bits."""
+    by_recipe = given("te_precision_config_file", "kitchen_config_file", "quant_recipe", "use_kitchen")
+    return given("fp8", "fp4")(args) or by_recipe(args) or getattr(args, "kitchen_recipe_number", None) is not None
+
+
+def shards_weights(args: Any) -> bool:
+    """Ranks keep shards of weights and gather them for every use."""
+    return any(above(name, 1)(args) for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"))
+
+
+def attends_sparsely(args: Any) -> bool:
+    """Some attention is DeepSeek's sparse one."""
+    is_asked = getattr(args, "experimental_attention_variant", None) == "dsa"
+    return is_asked or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
