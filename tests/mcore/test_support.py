@@ -7,7 +7,7 @@ from copy import copy
 
 import pytest
 
-from megatron_2bw.mcore import refused
+from megatron_2bw.mcore import conditions
 from megatron_2bw.mcore.arguments import ArgumentError, _exit, _map, _refuse, add_arguments
 from megatron_2bw.mcore.rows import STOCK
 from megatron_2bw.mcore.support import MAPPED, OURS, REFUSED, SLOWED
@@ -230,7 +230,7 @@ def test_refused_with_flag_reason_and_remedy(
     defaults: argparse.Namespace, row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if row.flag == OLD_EXPERTS:
-        monkeypatch.setattr(refused, "megatron_version", lambda: "0.18.2")
+        monkeypatch.setattr(conditions, "megatron_version", lambda: "0.18.2")
     for settings in SETTINGS[row.flag]:
         for schedule in OURS | STOCK:
             args = _with(defaults, schedule, settings)
@@ -250,7 +250,7 @@ def test_experts_are_refused_only_where_megatron_fails(
     defaults: argparse.Namespace, kept: dict[str, object], version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (settings,) = SETTINGS[OLD_EXPERTS]
-    monkeypatch.setattr(refused, "megatron_version", lambda: version)
+    monkeypatch.setattr(conditions, "megatron_version", lambda: version)
     _refuse(_with(defaults, "2bw", settings | kept), "2bw")
 
 
