@@ -17,32 +17,32 @@ from megatron_2bw.planner.cluster import Cluster, Gpu
 from megatron_2bw.planner.layout import FP8_BYTES, FP32_BYTES
 from megatron_2bw.planner.model import Model
 
-FLASH_SHARE = 0.55
+ATTENTION_EFFICIENCY = 0.55
 """Of the peak, in attention that never stores its scores. Dao, "FlashAttention-2" (arXiv 2307.08691), section 4.1:
 A100, forward and backward, causal, head dimension 128, 2k to 16k tokens: 50 to 60%."""
-HOPPER_FLASH_SHARE = 0.35
+HOPPER_ATTENTION_EFFICIENCY = 0.35
 """The same on H100 and H200: Shah et al., "FlashAttention-3" (arXiv 2407.08608), abstract, of FlashAttention-2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Shares of the data sheet, and times that do not depend on sizes."""
+    """Efficiencies, shares of what the data sheet says, and times that do not depend on sizes."""
 
-    product_share: float
+    gemm_efficiency: float
     """Of the peak, in large matrix products."""
-    memory_share: float
+    hbm_efficiency: float
     """Of the HBM bandwidth, in elementwise kernels."""
     kernel_s: float
     """What any kernel costs beyond its work: start, last incomplete wave of blocks, gap to the next kernel."""
-    link_share: float
+    nvlink_efficiency: float
     """Of NVLink's one-way bandwidth, in collectives of one node."""
-    network_share: float
+    network_efficiency: float
     """Of a node's network bandwidth, in collectives and transfers between nodes."""
     collective_s: float
     """Start of a collective within a node; between nodes, also each step of its ring over the nodes."""
     launch_s: float
     """The host's time per kernel in eager mode."""
-    flash_share: float = FLASH_SHARE
+    attention_efficiency: float = ATTENTION_EFFICIENCY
     """Of the peak, in fused attention; not fitted."""
     shares_cards: bool = False
     """Whether a ring with several GPUs of a node uses the network cards of all of them, as NCCL does from 2.12 on
@@ -50,11 +50,11 @@ class Speed:
 
 
 A100 = Speed(
-    product_share=0.80,
-    memory_share=0.82,
+    gemm_efficiency=0.80,
+    hbm_efficiency=0.82,
     kernel_s=25e-6,
-    link_share=0.70,
-    network_share=0.64,
+    nvlink_efficiency=0.70,
+    network_efficiency=0.64,
     collective_s=48e-6,
     launch_s=56e-6,
 )
@@ -63,7 +63,7 @@ A100 = Speed(
 FP32_SHARE = 1 / 15
 """Of the 16-bit peak, in fp32 without tensor cores: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100 (data sheets)."""
 
-LARGEST_PRODUCT_SHARE = {
+GEMM_EFFICIENCY = {
     "a100": 271.2 / 312,
     "h100": 794.5 / 989,
     "h200": 794.5 / 989,
@@ -73,7 +73,7 @@ LARGEST_PRODUCT_SHARE = {
 }
 """Of the data sheet's peak: measured by the author of ml-engineering (compute/accelerator, maximum achievable matmul
 FLOPS), bf16. GPUs are told by the first part of their names."""
-LARGEST_FP8_SHARE = {
+FP8_GEMM_EFFICIENCY = {
     "h100": 1402.6 / 1979,
     "h200": 1453.4 / 1979,
     "b200": 3432.5 / 4500,
@@ -92,21 +92,21 @@ class ErrorBar(NamedTuple):
 
 def speed_of(gpu: Gpu) -> Speed:
     """The constants of ``gpu``: the A100's, its share of the peak scaled by the largest product measured."""
-    measured = LARGEST_PRODUCT_SHARE["a100"]
-    share = LARGEST_PRODUCT_SHARE.get(_family(gpu), measured)
+    measured = GEMM_EFFICIENCY["a100"]
+    share = GEMM_EFFICIENCY.get(_family(gpu), measured)
     return replace(
         A100,
-        product_share=A100.product_share * share / measured,
-        flash_share=HOPPER_FLASH_SHARE if _family(gpu) in ("h100", "h200") else FLASH_SHARE,
+        gemm_efficiency=A100.gemm_efficiency * share / measured,
+        attention_efficiency=HOPPER_ATTENTION_EFFICIENCY if _family(gpu) in ("h100", "h200") else ATTENTION_EFFICIENCY,
         shares_cards=_family(gpu) not in ("v100", "a100"),
     )
 
 
 def _fp8_flops_per_s(gpu: Gpu, speed: Speed) -> float:
     """As near to the largest product measured in 8 bits as products in 16 bits are to theirs."""
-    family, least = _family(gpu), min(LARGEST_FP8_SHARE.values())
-    largest = LARGEST_PRODUCT_SHARE.get(family, LARGEST_PRODUCT_SHARE["a100"])
-    return speed.product_share / largest * LARGEST_FP8_SHARE.get(family, least) * gpu.fp8_tflops * 1e12
+    family, least = _family(gpu), min(FP8_GEMM_EFFICIENCY.values())
+    largest = GEMM_EFFICIENCY.get(family, GEMM_EFFICIENCY["a100"])
+    return speed.gemm_efficiency / largest * FP8_GEMM_EFFICIENCY.get(family, least) * gpu.fp8_tflops * 1e12
 
 
 def _family(gpu: Gpu) -> str:
@@ -246,12 +246,12 @@ def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
     speed = speed or speed_of(cluster.gpu)
     peak = cluster.gpu.peak_tflops * 1e12
     machine = Machine(
-        flops_per_s=speed.product_share * peak,
+        flops_per_s=speed.gemm_efficiency * peak,
         fp8_flops_per_s=_fp8_flops_per_s(cluster.gpu, speed),
-        flash_flops_per_s=speed.flash_share * peak,
-        memory_bytes_per_s=speed.memory_share * cluster.gpu.hbm_gb_s * 1e9,
-        link_bytes_per_s=speed.link_share * cluster.intra_node_gb_s * 1e9,
-        network_bytes_per_s=speed.network_share * cluster.inter_node_gb_s * 1e9,
+        flash_flops_per_s=speed.attention_efficiency * peak,
+        memory_bytes_per_s=speed.hbm_efficiency * cluster.gpu.hbm_gb_s * 1e9,
+        link_bytes_per_s=speed.nvlink_efficiency * cluster.intra_node_gb_s * 1e9,
+        network_bytes_per_s=speed.network_efficiency * cluster.inter_node_gb_s * 1e9,
         gpus_per_node=cluster.gpus_per_node,
         kernel_s=speed.kernel_s,
         collective_s=speed.collective_s,

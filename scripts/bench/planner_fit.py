@@ -27,7 +27,7 @@ from megatron_2bw.planner.speeds import A100, Speed, machine_of
 from tests.planner import measured
 from tests.planner.measured import Row
 
-MOST = {"product_share": 0.87, "memory_share": 0.95, "link_share": 0.90, "network_share": 0.95}
+MOST = {"gemm_efficiency": 0.87, "hbm_efficiency": 0.95, "nvlink_efficiency": 0.90, "network_efficiency": 0.95}
 """What nothing reaches: of the peak, the largest product measured on A100."""
 
 

@@ -144,7 +144,7 @@ def test_tokens_go_to_their_experts_and_back():
     """Two of a token's copies, out and back, and a tenth more for the busiest rank; 3/4 of what it sends leave it."""
     work = layer(EXPERTS, data=4, expert=4, global_batch=8)
     sent = 1.1 * 2048 * 2 * 1024 * 2 * 3 / 4
-    link_bytes_per_s = A100.link_share * DGX.intra_node_gb_s * 1e9
+    link_bytes_per_s = A100.nvlink_efficiency * DGX.intra_node_gb_s * 1e9
     assert work.forward.expert_parallel_s == pytest.approx(2 * (A100.collective_s + sent / link_bytes_per_s))
     assert work.backward.expert_parallel_s == work.forward.expert_parallel_s
     assert layer(EXPERTS).forward.expert_parallel_s == 0
@@ -153,7 +153,7 @@ def test_tokens_go_to_their_experts_and_back():
 def test_tokens_to_other_nodes_share_their_network():
     machine = machine_of(TWO_DGX)
     over_nodes = machine.all_to_all_s(1e9, 16, 1)
-    assert over_nodes == pytest.approx(1e9 / 2 * 8 / (A100.network_share * 200e9), rel=0.01)
+    assert over_nodes == pytest.approx(1e9 / 2 * 8 / (A100.network_efficiency * 200e9), rel=0.01)
     assert machine.all_to_all_s(1e9, 8, 1) < over_nodes
     assert machine.all_to_all_s(1e9, 2, 8) == over_nodes  # Half of it stays, as with 16.
     assert machine.all_to_all_s(1e9, 1, 1) == 0
@@ -226,7 +226,7 @@ def test_tokens_are_put_in_the_order_of_their_experts():
 
 def test_a_ring_over_nodes_has_one_cards_share_of_the_network():
     machine = machine_of(TWO_DGX)
-    assert machine.pass_on_s(1e9, 16, 1) == pytest.approx(1e9 / (A100.network_share * 25e9), rel=0.01)
+    assert machine.pass_on_s(1e9, 16, 1) == pytest.approx(1e9 / (A100.network_efficiency * 25e9), rel=0.01)
     assert machine.pass_on_s(1e9, 8, 1) == machine.pass_on_s(1e9, 2, 4) < machine.pass_on_s(1e9, 2, 8)
 
 

@@ -299,10 +299,10 @@ def pipeline_of(changed: Layout, model: Model = SMALL, cluster: Cluster = TWO_DG
 def test_transfers():
     """All ranks beside a stage boundary share the node's network; sequence parallelism sends a share each."""
     machine = machine_of(TWO_DGX)
-    per_byte_s = 1 / (A100.network_share * 200e9)
+    per_byte_s = 1 / (A100.network_efficiency * 200e9)
     assert machine.send_s(1e9, 2, 16) == pytest.approx(2 * 1e9 * per_byte_s, rel=0.01)
     assert machine.send_s(1e9, 16, 32) == pytest.approx(8 * 1e9 * per_byte_s, rel=0.01)
-    assert machine.send_s(1e9, 2, 8) == pytest.approx(1e9 / (A100.link_share * 300e9), rel=0.02)
+    assert machine.send_s(1e9, 2, 8) == pytest.approx(1e9 / (A100.nvlink_efficiency * 300e9), rel=0.02)
     whole = layout(tensor=4, data=1)
     share_s, whole_s = (
         pipeline_of(changed).send_s - A100.collective_s for changed in (replace(whole, sequence_parallel=True), whole)
@@ -322,7 +322,7 @@ def test_sums_and_updates():
     untied = pipeline_of(base, replace(SMALL, tied=False))
     assert plain.norm_s > 5 * untied.norm_s
     on_one_node = pipeline_of(layout(pipeline=8, data=1), replace(SMALL, num_layers=8), DGX)
-    assert on_one_node.norm_s < 4 * SMALL.padded_vocab_size() * 2048 / (A100.link_share * 300e9) + 1e-3
+    assert on_one_node.norm_s < 4 * SMALL.padded_vocab_size() * 2048 / (A100.nvlink_efficiency * 300e9) + 1e-3
 
 
 def test_fused_attention_computes_scores_again():
@@ -354,9 +354,9 @@ def test_a_ring_of_whole_nodes_has_their_network():
     """16 tensor-parallel ranks over two nodes share all cards; 2 replicas on different nodes have one card each."""
     machine = machine_of(TWO_DGX)
     whole = machine.all_reduce_s(1e9, 16, 1)
-    assert whole == pytest.approx(2 * 15 / 16 * 1e9 / (A100.network_share * 200e9), rel=0.02)
+    assert whole == pytest.approx(2 * 15 / 16 * 1e9 / (A100.network_efficiency * 200e9), rel=0.02)
     assert machine.all_reduce_s(1e9, 2, 8) == pytest.approx(
-        2 * 1 / 2 * 1e9 / (A100.network_share * 200e9 / 8), rel=0.02
+        2 * 1 / 2 * 1e9 / (A100.network_efficiency * 200e9 / 8), rel=0.02
     )
     assert machine.all_reduce_s(1e9, 8, 1) < whole
     assert machine.all_reduce_s(1e9, 2, 7) == machine.all_reduce_s(1e9, 2, 1) < machine.all_reduce_s(1e9, 2, 8)
@@ -365,7 +365,7 @@ def test_a_ring_of_whole_nodes_has_their_network():
 def test_other_gpus():
     """The share of the peak follows what was measured to be reachable; the error bar, what was measured of it."""
     h100, unknown = CLUSTERS["dgx-h100"], replace(DGX, gpu=replace(DGX.gpu, name="new-gpu"))
-    assert speed_of(h100.gpu).product_share == pytest.approx(0.80 * (794.5 / 989) / (271.2 / 312))
+    assert speed_of(h100.gpu).gemm_efficiency == pytest.approx(0.80 * (794.5 / 989) / (271.2 / 312))
     assert speed_of(unknown.gpu) == replace(A100, shares_cards=True)
     assert time_s(layout(), cluster=h100) < time_s(layout())
     cases = [(DGX, Fp8.NONE), (h100, Fp8.NONE), (h100, Fp8.DELAYED), (unknown, Fp8.NONE)]
