@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.core import rerun_state_machine
+from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_2bw.runtime.finite import FiniteCheck, NotFiniteError
 
@@ -20,11 +21,14 @@ class GradientCheck:
 
     def __init__(self) -> None:
         self._finite = FiniteCheck()
-        self._iteration_of_batch_0 = 0
+        self._iteration_of_batch_0: int | None = None
+        """None in a loop of one's own, where nobody counts for Megatron."""
 
     def begin(self, batch: int) -> None:
         """``batch`` is that of Megatron's present iteration."""
-        self._iteration_of_batch_0 = get_rerun_state_machine().current_iteration - batch
+        machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE  # Asking for it would make one, with a warning.
+        if machine is not None and machine.mode is RerunMode.DISABLED and machine.current_iteration >= 0:
+            self._iteration_of_batch_0 = machine.current_iteration - batch
 
     def require(self, batch: int, *, norm: float | None, gradients: Sequence[torch.Tensor]) -> None:
         """Check ``batch`` by its norm, or else its ``gradients``.
@@ -52,8 +56,8 @@ class GradientCheck:
         try:
             yield
         except NotFiniteError as error:
-            machine = get_rerun_state_machine()
-            if machine.mode is RerunMode.DISABLED:  # Else it would begin to run the batch again.
+            if self._iteration_of_batch_0 is not None:
+                machine = rerun_state_machine.get_rerun_state_machine()
                 machine.current_iteration = self._iteration_of_batch_0 + error.batch
                 machine.validate_result(math.nan, math.isnan, message=str(error), fatal=True)
             raise

@@ -260,6 +260,12 @@ USED: tuple[Used, ...] = (
         ),
     ),
     Used(module=_TRAINING, name="_TRAIN_START_TIME"),
+    Used(module="megatron.core.rerun_state_machine", name="_GLOBAL_RERUN_STATE_MACHINE"),
+    Used(
+        module="megatron.core.rerun_state_machine",
+        name="RerunStateMachine.validate_result",
+        parameters=("result", "rejection_func", "message", "fatal"),
+    ),
     Used(module="megatron.core.timers", name="Timer.set_barrier_group", parameters=("barrier_group",)),
     Used(module="megatron.core.timers", name="Timer.set_elapsed", parameters=("value",)),
     Used(module="megatron.core.timers", name="DummyTimer"),

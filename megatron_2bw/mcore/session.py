@@ -166,7 +166,8 @@ class Session:
 
 def allocator_notice(environment: Mapping[str, str]) -> str | None:
     """What to set so that torch's allocator does not wait for the whole GPU while receives are under way."""
-    settings = [environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = [environment.get(name, "").replace(" ", "") for name in names]
     if any("expandable_segments:True" in setting for setting in settings):
         return None
     return (

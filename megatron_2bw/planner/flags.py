@@ -210,8 +210,8 @@ def chunks_of(per_chunk: int, model: Model, pipeline: int) -> int:
     Raises:
         PlanError: they do not divide the layers of a stage.
     """
-    per_stage = model.num_layers // pipeline
-    if model.num_layers % pipeline or per_chunk < 1 or per_stage % per_chunk:
+    per_stage = model.num_layers // max(pipeline, 1)
+    if pipeline < 1 or model.num_layers % pipeline or per_chunk < 1 or per_stage % per_chunk:
         raise PlanError(
             f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {model.num_layers} layers "
             f"over {pipeline} stages; use 1"

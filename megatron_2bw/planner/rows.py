@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ from megatron_2bw.planner.inputs import (
 from megatron_2bw.planner.kernels import fuses_attention, gpu_problem
 from megatron_2bw.planner.layout import Fp8, Layout, Precision
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.model_flags import DROPOUT, MODEL_NUMBERS
+from megatron_2bw.planner.model_flags import MODEL_NUMBERS
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.patterns import dense_first
 from megatron_2bw.planner.report import prediction_json
+from megatron_2bw.planner.row_arguments import is_local, said
 from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.unpriced import uncovered
 
@@ -61,31 +61,6 @@ _OF_MEGATRON = {
     "gbs": "global_batch",
 }
 """Our names for Megatron's, as its arguments spell them, and for those that tables of measurements have."""
-
-
-def _when(value: Any, meaning: Any) -> Callable[[Any], Any]:
-    """``meaning`` for ``value``; for any other, the argument says nothing."""
-    return lambda given: meaning if given == value else None
-
-
-_SAID_OTHERWISE: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "untie_embeddings_and_output_weights": ("tied", operator.not_),
-    "disable_bias_linear": ("bias", operator.not_),
-    "add_bias_linear": ("bias", bool),
-    "normalization": ("rmsnorm", lambda given: given == "RMSNorm"),
-    "position_embedding_type": ("learned_positions", lambda given: given == "learned_absolute"),
-    "use_rotary_position_embeddings": ("learned_positions", _when(True, False)),
-    "no_bias_swiglu_fusion": ("fused_swiglu", operator.not_),
-    "bias_swiglu_fusion": ("fused_swiglu", bool),
-    "recompute_activations": ("recompute", _when(True, "selective")),
-    "transformer_impl": ("fused_attention", _when("local", False)),
-    "use_flash_attn": ("fused_attention", _when(True, True)),
-    "attention_backend": (
-        "fused_attention",
-        {"flash": True, "fused": True, "unfused": False, "local": False}.get,
-    ),
-}
-"""Megatron's arguments that say what fields of ours say in other words."""
 _UNCOVERED = {"fp4": "fp4_format"}
 """Other names of what is refused."""
 _MODEL = {field.name for field in dataclasses.fields(Model)}
@@ -135,14 +110,15 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
         PlanError: the row describes no configuration that runs.
     """
     row = _in_our_names(row)
-    for key in row.keys() - _KEYS:
+    for key in {key for key, value in row.items() if value is not None} - _KEYS:
         nearest = misspelled(key, _KEYS)
         if nearest is not None and nearest not in row and not hasattr(Layout, key):
             raise PlanError(f"unknown key {key!r}; did you mean {nearest!r}?")
     model, base = _model(row), _cluster(row)
     if row.get(_PER_CHUNK) is not None:
         per_chunk = checked(row[_PER_CHUNK], int, _PER_CHUNK)
-        row.setdefault("chunks", chunks_of(per_chunk, model, checked(row.get("pipeline", 1), int, "pipeline")))
+        chunks = chunks_of(per_chunk, model, checked(row.get("pipeline", 1), int, "pipeline"))
+        _agree(row, "chunks", chunks, f"{_PER_CHUNK} {per_chunk}: chunks")
     if row.get("expert_tensor") == 0:
         raise PlanError("expert_tensor 0: give a whole number of at least 1, or leave it out")
     if not model.num_experts:
@@ -158,6 +134,9 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
 
 def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
     """``row`` with the names of our fields, and without what asks for nothing."""
+    decided = said(row)
+    if "recompute" in decided:
+        row = {key: value for key, value in row.items() if key != "recompute_granularity"}  # Megatron sets it.
     named = {key: value for key, value in row.items() if key not in _OF_MEGATRON}
     if "precision" not in row and any(row.get(key) is not None for key in ("bf16", "fp16")):
         named["precision"] = "bf16" if row.get("bf16") else "fp16" if row.get("fp16") else "fp32"
@@ -169,22 +148,32 @@ def _in_our_names(row: dict[str, Any]) -> dict[str, Any]:
         if what:
             raise PlanError(f"{key} {value!r}: the cost model does not cover {what}; leave the row out")
         name = _OF_MEGATRON.get(key)
-        said = value
-        if key in _SAID_OTHERWISE and value is not None:
-            name, meaning_of = _SAID_OTHERWISE[key]
-            said = meaning_of(value)
-        if name is not None and said is not None and named.setdefault(name, said) != said:
-            raise PlanError(f"{key} {value!r} and {name} {named[name]!r} disagree; leave out one of them")
-    dropouts = [row.get(flag[2:].replace("-", "_")) for flag in DROPOUT]
-    if dropouts != [None, None]:
-        named.setdefault("dropout", any(share != 0 for share in dropouts))
+        if name is not None and value is not None:
+            _agree(named, name, value, key)
+    for name, value in decided.items():
+        if named.setdefault(name, value) != value:
+            raise PlanError(
+                f"{name} {named[name]!r}: Megatron's arguments in the row say {value!r}; leave out one of them"
+            )
     if row.get("group_query_attention") is False:
         named.pop("num_query_groups", None)  # Megatron does not look at it.
+    elif row.get("group_query_attention") and "model" not in row:
+        named.setdefault("num_query_groups", 1)  # Its default.
     if named.get("optimizer") == DIST_MUON:
         named |= {"optimizer": "muon", "distributed_optimizer": True}
     if named.get("num_experts"):
         _set_widths(named, row)
     return named
+
+
+def _agree(named: dict[str, Any], name: str, value: Any, source: str) -> None:
+    """Set a field that may be there already.
+
+    Raises:
+        PlanError: with another value.
+    """
+    if named.setdefault(name, value) != value:
+        raise PlanError(f"{source} {value!r} and {name} {named[name]!r} disagree; leave out one of them")
 
 
 def _set_fp8(named: dict[str, Any], row: dict[str, Any]) -> None:
@@ -198,7 +187,8 @@ def _set_fp8(named: dict[str, Any], row: dict[str, Any]) -> None:
     for key, value in formats.items():
         if value not in (None, False, True, *FP8_FORMATS):
             raise PlanError(f"{key} {value!r}: choose one of {', '.join(FP8_FORMATS)}")
-    megatrons = (recipe or Fp8.DELAYED.value) if any(formats.values()) else None
+    asked = any(formats.values()) and not is_local(row)  # Megatron's own layers have no products in 8 bits.
+    megatrons = (recipe or Fp8.DELAYED.value) if asked else None
     other = megatrons if ours == Fp8.NONE else megatrons or recipe
     if ours and other not in (None, ours):
         raise PlanError(f"fp8 {ours!r} and fp8_recipe {other!r} disagree; leave out one of them")

@@ -82,9 +82,9 @@ def search(
     if not choices:
         raise PlanError(Infeasible(finder=found).why())
     for field in ("extra_in_flight", "gradient_buffers", "mixpipe_k"):
-        for count in getattr(candidates.space, field) or ():
-            if impossible := count_problem(field, count):  # Another schedule, without it, was found.
-                raise PlanError(impossible)
+        impossible = [count_problem(field, count) for count in getattr(candidates.space, field) or ()]
+        if impossible and all(impossible):  # Another schedule, without it, was found.
+            raise PlanError(impossible[0])
     return Plan(
         model=model,
         cluster=cluster,

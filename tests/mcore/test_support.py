@@ -284,7 +284,7 @@ def test_noticed_once_and_then_settled(defaults: argparse.Namespace, row) -> Non
     ("environment", "told"),
     [
         ({}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}, False),
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}, False),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, True),
     ],
