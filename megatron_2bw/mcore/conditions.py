@@ -12,10 +12,10 @@ from megatron_2bw.planner.pipeline_layout import (
     LAYER,
     LOSS,
     PREDICTION,
+    has_an_empty_stage,
     predicts_early,
     stages_of,
 )
-from megatron_2bw.planner.pipeline_layout import has_an_empty_stage as holds_nothing
 
 
 def leads_too_far(args: Any) -> bool:
@@ -83,9 +83,9 @@ def predicts_before_the_last_stage(args: Any) -> bool:
     return bool(getattr(args, "mtp_num_layers", None)) and predicts_early(layout_of_stages(args))
 
 
-def has_an_empty_stage(args: Any) -> bool:
+def leaves_a_stage_empty(args: Any) -> bool:
     """A pipeline layout leaves a stage without anything."""
-    return holds_nothing(layout_of_stages(args))
+    return has_an_empty_stage(layout_of_stages(args))
 
 
 def quantizes(args: Any) -> bool:

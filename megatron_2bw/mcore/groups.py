@@ -74,7 +74,7 @@ def create_transfer_groups(timeout: timedelta, ways: Iterable[Way]) -> TransferG
         way: f"2bw {'activations' if way.activations else 'gradients'} {'down' if way.to_higher_rank else 'up'}"
         for way in ways
     }
-    with _a_channel_for_each_pair():
+    with _bound_to_no_device():
         created = TransferGroups(
             ranks=dist.get_process_group_ranks(pipeline),
             ways={way: _clone(pipeline, timeout, name) for way, name in names.items()},
@@ -85,12 +85,12 @@ def create_transfer_groups(timeout: timedelta, ways: Iterable[Way]) -> TransferG
 
 
 @contextlib.contextmanager
-def _a_channel_for_each_pair() -> Iterator[None]:
-    """Let NCCL connect two ranks of the groups that are made inside when they first need it.
+def _bound_to_no_device() -> Iterator[None]:
+    """Make groups inside as if no training loop had given ``init_process_group`` a ``device_id``.
 
-    Where a training loop gave ``init_process_group`` a ``device_id``, groups have one channel for all their ranks: a
-    receive from one neighbour, posted early, would hold up what is sent to the other. And for a group of the host,
-    NCCL would be told of it by those ranks only that are not in it.
+    With one, groups of NCCL have one channel for all their ranks, not one for each pair that needs it: a receive from
+    one neighbour, posted early, would hold up what is sent to the other. And of a group of the host, NCCL would be told
+    by those ranks only that are not in it.
     """
     world = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
@@ -211,7 +211,7 @@ def _clones(
     # Every rank must create every group, in one order, and knows only its own.
     everyone: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
-    with _a_channel_for_each_pair() if backend == "gloo" else contextlib.nullcontext():
+    with _bound_to_no_device() if backend == "gloo" else contextlib.nullcontext():
         clones = {
             ranks: dist.new_group(
                 list(ranks), timeout=timeout, backend=backend or dist.get_backend(), group_desc=description

@@ -7,10 +7,10 @@ from math import inf
 from megatron_2bw.mcore.conditions import (
     attends_sparsely,
     gathers_weights_one_by_one,
-    has_an_empty_stage,
     is_sharded_by_layers,
     leads_lion,
     leads_too_far,
+    leaves_a_stage_empty,
     predicts_before_the_last_stage,
     quantizes,
     scatters_a_mean_to_fp32,
@@ -340,7 +340,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--pipeline-model-parallel-layout with an empty stage",
-        is_set=has_an_empty_stage,
+        is_set=leaves_a_stage_empty,
         schedules=OURS,
         reason="a stage without weights has nothing to update",
         remedy="give every stage a layer, or use --pipeline-schedule megatron",

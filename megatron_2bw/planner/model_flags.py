@@ -108,15 +108,13 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
         numbers["dense_layers"] = dense_first(options.text("--moe-layer-freq", "1"), numbers["num_layers"])
         numbers["dense_ffn_hidden_size"] = numbers["ffn_hidden_size"] if numbers["dense_layers"] else 0
         numbers["ffn_hidden_size"] = options.number("--moe-ffn-hidden-size", numbers["ffn_hidden_size"])
-    positions = options.choice("--position-embedding-type", POSITIONS, POSITIONS[0])
-    learned = positions == "learned_absolute" and "--use-rotary-position-embeddings" not in options
     numbers["vocab_size"] = _vocabulary(options, kind)
     return Model(
         kind=kind,
         swiglu="--swiglu" in options or "--quick-geglu" in options,
         bias="--disable-bias-linear" not in options,
         rmsnorm=options.choice("--normalization", NORMALIZATIONS, NORMALIZATIONS[0]) == "RMSNorm",
-        learned_positions=learned,
+        learned_positions=learns_positions(options),
         dropout=max(options.real(flag, 0.1, most=1) for flag in DROPOUT) > 0,
         tied="--untie-embeddings-and-output-weights" not in options,
         moe_shared_expert_gate="--moe-shared-expert-gate" in options,
@@ -125,6 +123,12 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
         given_flags=_given(options, numbers["seq_length"]),
         **numbers,
     )
+
+
+def learns_positions(options: Options) -> bool:
+    """Whether there is a weight per position."""
+    positions = options.choice("--position-embedding-type", POSITIONS, POSITIONS[0])
+    return positions == "learned_absolute" and "--use-rotary-position-embeddings" not in options
 
 
 def _given(options: Options, seq_length: int) -> str:

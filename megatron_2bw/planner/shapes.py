@@ -56,10 +56,8 @@ class Shapes:
     cluster: Cluster
     global_batch: int
     decisions: Decisions
-    leanest: tuple[float, Layout] | None = None
-    """(bytes, layout) that needs least memory, of those that need too much."""
     leanest_of: dict[str, tuple[float, Layout]] = field(default_factory=dict)
-    """The same by schedule."""
+    """By schedule: (bytes, layout) that needs least memory, of those that need too much."""
     widths: set[int] = field(default_factory=set)
     """Numbers of replicas that no rule but the batch size forbids."""
 
@@ -160,10 +158,13 @@ class Shapes:
             return None
         return "memory, with everything recomputed and b = 1", self.does_not_fit(layout, needed)
 
+    @property
+    def leanest(self) -> tuple[float, Layout] | None:
+        """The same of all schedules; None if nothing was found to need too much."""
+        return min(self.leanest_of.values(), key=lambda least: least[0], default=None)
+
     def does_not_fit(self, layout: Layout, needed: float) -> str:
         """The reason, in words; remembered if no other layout needs less."""
-        if self.leanest is None or needed < self.leanest[0]:
-            self.leanest = needed, layout
         least = self.leanest_of.get(layout.schedule)
         if least is None or needed < least[0]:
             self.leanest_of[layout.schedule] = needed, layout

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megatron_2bw.planner.accepted import DIST_MUON, GROUP, interleaves, stages
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Optimizer
+from megatron_2bw.planner.model_flags import learns_positions
 from megatron_2bw.planner.options import Options
 
 DISPATCHER = "alltoall"
@@ -61,10 +62,8 @@ def _has_other_groups(options: Options, flag: str) -> bool:
 
 
 def _has_more_positions(options: Options, flag: str) -> bool:
-    learned = options.text("--position-embedding-type", "learned_absolute") == "learned_absolute"
-    is_learned = learned and "--use-rotary-position-embeddings" not in options
     length = options.number("--seq-length", options.number("--encoder-seq-length", 0))
-    return is_learned and options.number(flag, 0) > length
+    return learns_positions(options) and options.number(flag, 0) > length
 
 
 def _scales_by_own_rule(options: Options, flag: str) -> bool:
