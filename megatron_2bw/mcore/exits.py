@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import training
 
+from megatron_2bw.mcore.groups import create_host_group
 from megatron_2bw.runtime.background import Background
 from megatron_2bw.runtime.errors import needs_peers, waiting_in
 
@@ -29,7 +30,7 @@ class ExitRequests:
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        self._group = dist.new_group(timeout=timeout, backend="gloo", group_desc="2bw exits")
+        self._group = create_host_group(dist.group.WORLD, timeout, "2bw exits")
         self._background = Background(torch.device("cpu"), "2bw exits", timeout.total_seconds())
         self._before: dict[str, Future] = {}
 

@@ -207,18 +207,39 @@ def _clones(
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Second groups of the same ranks, by these; ranks may bring different numbers of groups."""
     rank = dist.get_rank()
-    mine = {ranks for ranks in map(_ranks, groups) if rank in ranks}
+    mine = {_ranks(group): group for group in groups if rank in _ranks(group)}
     # Every rank must create every group, in one order, and knows only its own.
     everyone: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, set(mine))
     with _bound_to_no_device() if backend == "gloo" else contextlib.nullcontext():
         clones = {
-            ranks: dist.new_group(
-                list(ranks), timeout=timeout, backend=backend or dist.get_backend(), group_desc=description
+            # By Megatron's function, so that --distributed-timeout-seconds-after-init finds them, too.
+            ranks: parallel_state.create_group(
+                list(ranks),
+                timeout=timeout,
+                backend=backend or dist.get_backend(),
+                pg_options=None if backend == "gloo" or ranks not in mine else _nccl_options(mine[ranks]),
+                group_desc=description,
             )
             for ranks in sorted(set().union(*everyone))
         }
     return {ranks: clones[ranks] for ranks in mine}
+
+
+def _nccl_options(group: dist.ProcessGroup) -> dist.ProcessGroupNCCL.Options | None:
+    """What a user gave to Megatron for ``group``; None where it is not of NCCL.
+
+    By ``--nccl-communicator-config-path`` or ``--high-priority-stream-groups``. Not the object that the group has:
+    torch adds to it where a group comes from.
+    """
+    if dist.get_backend(group) != "nccl":
+        return None
+    given = group._get_backend(torch.device("cuda")).options
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
+    for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"):
+        if (value := getattr(given.config, name)) is not None:
+            setattr(options.config, name, value)
+    return options
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

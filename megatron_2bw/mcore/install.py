@@ -228,6 +228,11 @@ USED: tuple[Used, ...] = (
     Used(module="megatron.core.parallel_state", name="set_pipeline_model_parallel_rank", parameters=("rank",)),
     Used(module="megatron.core.parallel_state", name="_MPU_PIPELINE_MODEL_PARALLEL_RANK"),
     Used(module="megatron.core.parallel_state", name="_PIPELINE_MODEL_PARALLEL_GROUP"),
+    Used(
+        module="megatron.core.parallel_state",
+        name="create_group",
+        parameters=("ranks", "timeout", "backend", "pg_options", "group_desc"),
+    ),
     Used(module=_SCHEDULES, name="forward_step", parameters=("current_microbatch", "is_last_stage", "cp_group_size")),
     Used(module=_SCHEDULES, name="backward_step", parameters=("input_tensor", "output_tensor", "output_tensor_grad")),
     Used(module=_SCHEDULES, name="get_tensor_shapes", parameters=("tp_group", "cp_group", "decoder_seq_length")),

@@ -53,7 +53,11 @@ class Session:
                 "model in a way of its own; build it with Megatron's get_model, or use --pipeline-schedule 1f1b-flush"
             )
         (model,) = model_chunks
-        self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        # Our groups get Megatron's timeout after initialization with its own; nothing here may give up before they do.
+        self._timeout = max(
+            timedelta(minutes=args.distributed_timeout_minutes),
+            timedelta(seconds=args.distributed_timeout_seconds_after_init or 0),
+        )
         self.pipeline = Pipeline(
             name,
             model,

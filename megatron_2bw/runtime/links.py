@@ -37,10 +37,15 @@ class _Transfer(NamedTuple):
     action: Action
     peer: int
     """Global rank of the other end."""
+    group: dist.ProcessGroup
 
     def wait(self) -> torch.Tensor:
         with needs_peers(_what(self.action, self.peer)):
-            self.work.wait()
+            if dist.get_backend(self.group) == "gloo":
+                # Its transfers do not know of a timeout that was set after their group was made.
+                self.work.wait(self.group._get_backend(torch.device("cpu")).options._timeout)
+            else:
+                self.work.wait()  # With a timeout, NCCL's would block the host.
         return self.tensor
 
 
@@ -87,9 +92,10 @@ class Links:
     def post_receive(self, action: Action, peer: int, boundary: Boundary) -> None:
         """Start receiving into a fresh tensor; ``take`` waits for it."""
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
+        group = self._group(action, peer, self._rank)
         with needs_peers(_what(action, self._ranks[peer])), _unseen_by_profiler():
-            work = dist.irecv(tensor, src=self._ranks[peer], group=self._group(action, peer, self._rank))
-        self._receives[action] = _Transfer(work, tensor, action, self._ranks[peer])
+            work = dist.irecv(tensor, src=self._ranks[peer], group=group)
+        self._receives[action] = _Transfer(work, tensor, action, self._ranks[peer], group)
 
     def take(self, receive: Action) -> torch.Tensor:
         """What ``receive`` has brought, once it is here."""
@@ -108,7 +114,7 @@ class Links:
         payload = tensor.detach().contiguous()
         with needs_peers(_what(action, self._ranks[peer])), _unseen_by_profiler():
             work = dist.isend(payload, dst=self._ranks[peer], group=group)
-        sends.append(_Transfer(work, payload, action, self._ranks[peer]))
+        sends.append(_Transfer(work, payload, action, self._ranks[peer], group))
 
     def flush(self) -> None:
         """Wait for every transfer under way and forget what was received but not used."""

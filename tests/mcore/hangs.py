@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ class Loss:
     """forward, or reduction: in the background, before it meets the other ranks."""
     call: int
     """The n-th forward, or link of the chain of reductions, of that rank, from 0."""
-    timeout_s: float
-    """Of our groups; ``--distributed-timeout-minutes`` has no smaller unit."""
+    timeout_s: float = 0.0
+    """Of a hanging rank: how long the others wait for it."""
 
 
 def main(case: Case, rank: int, port: int, folder: Path, *, loss: Loss) -> None:
@@ -43,10 +43,14 @@ def main(case: Case, rank: int, port: int, folder: Path, *, loss: Loss) -> None:
     from .worker import install, set_environment, train
 
     set_environment(rank, case.ranks, port)
+    if loss.place == "forward" and loss.timeout_s:
+        after_init = "--distributed-timeout-seconds-after-init", f"{loss.timeout_s:.0f}"
+        case = replace(case, flags=(*case.flags, *after_init))
     install(case)
-    from megatron_2bw.mcore.pipeline import Pipeline
+    if loss.place == "reduction":  # What waits for this rank's own background knows the first timeout only.
+        from megatron_2bw.mcore.pipeline import Pipeline
 
-    Pipeline.__init__ = _with_timeout(Pipeline.__init__, timedelta(seconds=loss.timeout_s))
+        Pipeline.__init__ = _with_timeout(Pipeline.__init__, timedelta(seconds=loss.timeout_s))
     if rank == loss.rank:
         _prepare(loss)
     train(case, rank, folder)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,8 +84,8 @@ class _Received:
     def __init__(self, work: dist.Work, host: torch.Tensor, tensor: torch.Tensor) -> None:
         self._work, self._host, self._tensor = work, host, tensor
 
-    def wait(self) -> None:
-        self._work.wait()
+    def wait(self, *timeout: timedelta) -> None:
+        self._work.wait(*timeout)
         with torch.no_grad():  # Megatron receives into tensors that already want a gradient.
             self._tensor.copy_(self._host)
 

@@ -66,7 +66,7 @@ def test_torchrun_ends_with_the_message(tmp_path: Path) -> None:
 )
 def test_a_rank_that_is_killed_ends_the_others(case: Case, rank: int, call: int, tmp_path: Path) -> None:
     """Nothing is left to wait for: they end at once, not at the timeout."""
-    loss = Loss(rank=rank, kind="killed", place="forward", call=call, timeout_s=10 * STARTED_WITHIN_S)
+    loss = Loss(rank=rank, kind="killed", place="forward", call=call)
     ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + WITHIN_S)
     assert ended.exit_codes == [-signal.SIGKILL if other == rank else 1 for other in range(case.ranks)], ended.tails()
     assert_places(ended, set(range(case.ranks)) - {rank}, case.stages)
@@ -81,6 +81,7 @@ def test_a_rank_that_is_killed_ends_the_others(case: Case, rank: int, call: int,
     ids=["2bw", "1f1b-flush"],
 )
 def test_a_rank_that_hangs_ends_the_others_within_the_timeout(case: Case, rank: int, call: int, tmp_path: Path) -> None:
+    """That of ``--distributed-timeout-seconds-after-init``: ``--distributed-timeout-minutes`` has no smaller unit."""
     loss = Loss(rank=rank, kind="hanging", place="forward", call=call, timeout_s=TIMEOUT_S)
     ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + 2 * TIMEOUT_S)
     assert ended.exit_codes == [WOKE_UP if other == rank else 1 for other in range(case.ranks)], ended.tails()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +55,29 @@ def test_nccl_is_not_told_of_groups_of_the_host(world: dist.ProcessGroup, bound:
 
     groups.create_host_group(world, timedelta(seconds=10), "of the host")
     assert bound == [None]
+
+
+def test_a_group_has_the_options_of_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups``; on the host there are none."""
+    from megatron_2bw.mcore import groups
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        given.config.max_ctas, given.config.net_name = 4, "IB"
+        made: list[dict[str, Any]] = []
+        monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: SimpleNamespace(options=given))
+        monkeypatch.setattr(groups.parallel_state, "get_pipeline_model_parallel_group", lambda: dist.group.WORLD)
+        monkeypatch.setattr(groups.parallel_state, "create_group", lambda ranks, **keywords: made.append(keywords))
+        groups.create_transfer_groups(timedelta(seconds=10), ONE_WAY)
+        groups.create_host_group(dist.group.WORLD, timedelta(seconds=10), "of the host")
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
+    for options in (keywords["pg_options"] for keywords in made[:2]):
+        config = options.config
+        assert (config.max_ctas, config.net_name, options.is_high_priority_stream) == (4, "IB", True)
+        assert config.min_ctas == dist.ProcessGroupNCCL.Options().config.min_ctas
+        assert options is not given
+    assert made[2]["pg_options"] is None
