@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from megatron_2bw.planner.inputs import misspelled
 from megatron_2bw.planner.kernels import fuses_attention, gpu_problem
 from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
-from megatron_2bw.planner.model_flags import MODEL_FLAGS, read_model
-from megatron_2bw.planner.multiples import nearest_multiple
+from megatron_2bw.planner.model_flags import MODEL_FLAGS, MODEL_SWITCHES, read_model
+from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import MEGATRON, problem
@@ -51,7 +52,7 @@ _FUSED_LOSS = {"--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"}
 FP8_FORMATS = ("hybrid", "e4m3")
 _IN_BLOCKS = (Fp8.BLOCKWISE, Fp8.MXFP8)
 """Recipes whose scales are fine enough for gradients in e4m3."""
-_SPELLED = frozenset(
+SPELLED = frozenset(
     {
         *MODEL_FLAGS,
         *LAYOUT_NUMBERS,
@@ -65,10 +66,20 @@ _SPELLED = frozenset(
         # Megatron's own, which look like others.
         *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
         *"--moe-expert-rank-capacity-factor --moe-z-loss-coeff --fp4-recipe --fp4-param-gather".split(),
-        *"--mtp-hybrid-override-pattern --expert-tensor-parallel-num-weight-shards".split(),
+        "--mtp-hybrid-override-pattern",
     }
 )
 """Flags that are spelled correctly."""
+SWITCHES = frozenset(
+    {
+        *MODEL_SWITCHES,
+        *"--bf16 --fp16 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce".split(),
+        *"--overlap-param-gather --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --tp-comm-overlap".split(),
+        *"--recompute-activations --use-flash-attn --no-bias-swiglu-fusion --cross-entropy-loss-fusion".split(),
+        *"--fp8-param-gather".split(),
+    }
+)
+"""Those without a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +96,7 @@ def read(
     options: Options,
     *,
     gpus: int | None,
+    node: int = 1,
     kind: Kind = Kind.GPT,
     gpu: Gpu | None = None,
     fused: bool | None = None,
@@ -95,6 +107,7 @@ def read(
     Args:
         options: flags; those without influence on the costs are ignored.
         gpus: world size, from which Megatron derives the data-parallel size.
+        node: GPUs of each node.
         kind: of the model; Megatron has a script per kind and no flag.
         gpu: that has to support what the flags ask for; None does not limit them.
         fused: whether attention is, where no flag says; None: where ``gpu`` has kernels for it.
@@ -109,7 +122,7 @@ def read(
         check_pipedream(options)
     model = model or read_model(options, kind=kind)
     notes += tuple(_without_effect(options, model))
-    layout = _layout(options, model, gpus, gpu=gpu, fused=fused)
+    layout = _layout(options, model, gpus, node=node, gpu=gpu, fused=fused)
     if options.text("--mixpipe-k", "0") == AUTO and has_choice(layout):
         if gpu is None:
             raise PlanError(f"--mixpipe-k {AUTO}: that depends on the GPU; give --cluster, or a number")
@@ -125,7 +138,7 @@ def read(
 def _misspelled(options: Options) -> Iterator[str]:
     """A note per flag that nothing here reads and that looks like one that is read."""
     for flag in options.values:
-        if nearest := misspelled(flag, _SPELLED):
+        if nearest := misspelled(flag, SPELLED):
             yield f"{flag}: not priced; did you mean {nearest}?"
 
 
@@ -137,7 +150,9 @@ def _without_effect(options: Options, model: Model) -> Iterator[str]:
         yield "--fp8-format: priced without, as Megatron's own layers have no products in 8 bits"
 
 
-def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None, fused: bool | None) -> Layout:
+def _layout(
+    options: Options, model: Model, gpus: int | None, *, node: int, gpu: Gpu | None, fused: bool | None
+) -> Layout:
     numbers = {
         name: options.number(flag)
         for flag, name in LAYOUT_NUMBERS.items()
@@ -151,12 +166,12 @@ def _layout(options: Options, model: Model, gpus: int | None, *, gpu: Gpu | None
     for name in ("pipeline", "tensor", "context", "expert", "expert_tensor", "microbatch", "delayed_microbatches"):
         if numbers.get(name, 1) < 1:
             raise PlanError(f"{name} {numbers[name]}: give a whole number of at least 1")
-    data = _width(gpus, numbers["pipeline"] * numbers["tensor"] * numbers["context"])
+    data = replicas(gpus, numbers["pipeline"] * numbers["tensor"] * numbers["context"], node=node)
     if not model.num_experts:
         numbers.pop("expert_tensor", None)  # Megatron does not look at it.
     if "--num-layers-per-virtual-pipeline-stage" in options:
         per_chunk = options.number("--num-layers-per-virtual-pipeline-stage")
-        numbers["chunks"] = chunks_of(per_chunk, model, numbers["pipeline"])
+        numbers["chunks"] = _chunks(per_chunk, model, numbers["pipeline"])
     optimizer = options.text("--optimizer", Optimizer.ADAM)
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
     if fused is None:
@@ -195,27 +210,39 @@ def _pipeline_layout(options: Options) -> str:
     return text
 
 
-def _width(gpus: int | None, ranks: int) -> int:
+def replicas(gpus: int | None, ranks: int, *, node: int = 1) -> int:
+    """Data-parallel size of so many GPUs, of nodes with ``node``, where a replica has ``ranks``.
+
+    Raises:
+        PlanError: it is no whole number.
+    """
     if gpus is None:
         raise PlanError(f"the number of GPUs is not known; give --gpus N, a multiple of {ranks}")
     if gpus < 1 or gpus % ranks:
-        nearest = nearest_multiple(gpus, ranks)
+        whole = nearest_multiple(gpus, math.lcm(ranks, node))
+        sizes = [whole, *range(ranks, node, ranks)]  # Whole nodes, or a part of one.
+        nearest = min(sizes, key=lambda size: abs(size - gpus))
         raise PlanError(f"gpus {gpus} is no multiple of tensor x context x pipeline = {ranks}; use {nearest}")
     return gpus // ranks
 
 
-def chunks_of(per_chunk: int, model: Model, pipeline: int) -> int:
+def _chunks(per_chunk: int, model: Model, pipeline: int) -> int:
     """Virtual stages per rank, of so many layers each.
 
     Raises:
         PlanError: they do not divide the layers of a stage.
     """
-    per_stage = model.num_layers // max(pipeline, 1)
-    if pipeline < 1 or model.num_layers % pipeline or per_chunk < 1 or per_stage % per_chunk:
+    flag = f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
+    if model.num_layers % pipeline:
+        nearest = nearest_divisor(model.num_layers, pipeline)
         raise PlanError(
-            f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {model.num_layers} layers "
-            f"over {pipeline} stages; use 1"
+            f"{flag}: {pipeline} stages do not divide the {model.num_layers} layers; use {nearest} stages, or give "
+            "--num-virtual-stages-per-pipeline-rank with other numbers of layers in the first and the last"
         )
+    per_stage = model.num_layers // pipeline
+    if per_chunk < 1 or per_stage % per_chunk:
+        nearest = nearest_divisor(per_stage, per_chunk)
+        raise PlanError(f"{flag} does not divide the {per_stage} layers of a stage; use {nearest}")
     return per_stage // per_chunk
 
 

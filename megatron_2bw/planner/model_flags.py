@@ -108,7 +108,7 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
         numbers["dense_layers"] = dense_first(options.text("--moe-layer-freq", "1"), numbers["num_layers"])
         numbers["dense_ffn_hidden_size"] = numbers["ffn_hidden_size"] if numbers["dense_layers"] else 0
         numbers["ffn_hidden_size"] = options.number("--moe-ffn-hidden-size", numbers["ffn_hidden_size"])
-    numbers["vocab_size"] = _vocabulary(options, kind)
+    numbers["vocab_size"] = vocabulary(options, kind)
     return Model(
         kind=kind,
         swiglu="--swiglu" in options or "--quick-geglu" in options,
@@ -149,7 +149,12 @@ def _given(options: Options, seq_length: int) -> str:
     return " ".join(words)
 
 
-def _vocabulary(options: Options, kind: Kind) -> int:
+def vocabulary(options: Options, kind: Kind) -> int:
+    """Tokens that the tokenizer knows, or that Megatron pads their number to.
+
+    Raises:
+        PlanError: no flag says.
+    """
     for flag in ("--padded-vocab-size", "--vocab-size"):
         if flag in options:
             return options.number(flag)

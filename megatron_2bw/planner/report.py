@@ -177,6 +177,13 @@ def prediction_json(model: Model, choice: Choice) -> dict[str, Any]:
     }
 
 
+def _json_of(thing: Model | Cluster) -> dict[str, Any]:
+    """What `inputs` reads as ``thing`` again, where it is to be priced."""
+    left_out = {field.name for field in dataclasses.fields(thing) if not field.metadata.get("from_file", True)}
+    whole = dataclasses.asdict(dataclasses.replace(thing, **dict.fromkeys(left_out)))
+    return {name: value for name, value in whole.items() if name not in {*left_out, "given_flags"}}
+
+
 def _rejection_json(rejection: Rejection) -> dict[str, Any]:
     return {name: getattr(rejection, name) for name in ("step", "rule", "reason", "example", "count")}
 
@@ -184,8 +191,8 @@ def _rejection_json(rejection: Rejection) -> dict[str, Any]:
 def plan_json(plan: Plan, top: int) -> dict[str, Any]:
     """All that ``plan_lines`` says."""
     return {
-        "model": dataclasses.asdict(plan.model),
-        "cluster": dataclasses.asdict(dataclasses.replace(plan.cluster, profile=None)),
+        "model": _json_of(plan.model),
+        "cluster": _json_of(plan.cluster),
         "profiled": plan.cluster.profile is not None,
         "global_batch": plan.global_batch,
         "sample_efficiency": plan.progress.efficiency,

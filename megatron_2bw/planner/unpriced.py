@@ -21,7 +21,13 @@ def _above_one(options: Options, flag: str) -> bool:
 
 
 def _given(options: Options, flag: str) -> bool:
-    return flag in options
+    return options.values.get(flag, ["none"])[:1] not in (["none"], ["0"])
+
+
+def _shards_weights(options: Options, flag: str) -> bool:
+    tensor = options.number("--tensor-model-parallel-size", 1)
+    whole = options.number("--expert-tensor-parallel-size", tensor) if flag.startswith("--expert") else tensor
+    return options.number(flag, 1) > whole
 
 
 def _dispatches_otherwise(options: Options, flag: str) -> bool:
@@ -99,7 +105,8 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--use-megatron-fsdp": (_given, "sharded parameters"),
     "--use-custom-fsdp": (_given, "sharded parameters"),
     "--use-torch-fsdp2": (_given, "sharded parameters"),
-    "--tensor-parallel-num-weight-shards": (_given, "sharded parameters"),
+    "--tensor-parallel-num-weight-shards": (_shards_weights, "sharded parameters"),
+    "--expert-tensor-parallel-num-weight-shards": (_shards_weights, "sharded parameters"),
     "--cpu-offloading": (_given, "offloading"),
     "--optimizer-cpu-offload": (_given, "offloading"),
     "--fine-grained-activation-offloading": (_given, "offloading"),
@@ -210,15 +217,3 @@ def check_priced(options: Options) -> tuple[str, ...]:
                 f"{flag}: the cost model does not cover {what}; to price the rest, give --ignore {flag[2:]}"
             )
     return tuple(f"{flag}: {how}" for flag, (is_set, how) in _NOTED.items() if is_set(options, flag))
-
-
-def uncovered(flag: str, value: object) -> str | None:
-    """What ``flag`` with that value asks for, if the cost model does not cover it; a switch has the value True.
-
-    >>> uncovered("--use-megatron-fsdp", True), uncovered("--use-megatron-fsdp", False)
-    ('sharded parameters', None)
-    """
-    if flag not in _REFUSED or value in (None, False, "", "none"):
-        return None
-    is_set, what = _REFUSED[flag]
-    return what if is_set(Options.parse([flag] if value is True else [flag, str(value)]), flag) else None

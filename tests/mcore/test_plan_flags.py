@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.finder import price
 from megatron_2bw.planner.flags import layout_flags, read
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
@@ -24,6 +26,8 @@ from megatron_2bw.planner.model_flags import MODEL_SWITCHES, model_flags, read_m
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.report import prediction_json
+from megatron_2bw.planner.rows import predicted
 from megatron_2bw.planner.rules import needs_megatron_0_19, problem
 from megatron_2bw.planner.search import search
 from megatron_2bw.planner.space import Space
@@ -392,3 +396,34 @@ def test_what_the_rules_refuse_is_refused_here_too(case: str, validate: Validate
     with pytest.raises((AssertionError, ValueError, SystemExit)) as refusal:
         validate(model, layout)
     assert refused in f"{refusal.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--swiglu --untie-embeddings-and-output-weights --disable-bias-linear --position-embedding-type rope "
+        "--normalization RMSNorm --use-distributed-optimizer --sequence-parallel --recompute-granularity full "
+        "--recompute-method block --recompute-num-layers 2 --group-query-attention --num-query-groups 2",
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-ffn-hidden-size 256 --moe-layer-freq ([0]*1+[1]*7) "
+        "--disable-bias-linear --sequence-parallel --optimizer sgd --attention-backend unfused",
+        "--pipeline-schedule 2bw --pipeline-extra-in-flight 1 --pipeline-gradient-buffers 1 --transformer-impl local",
+        "--num-layers-per-virtual-pipeline-stage 2 --no-bias-gelu-fusion --squared-relu --cuda-graph-impl local",
+        "--multi-latent-attention --kv-lora-rank 64 --position-embedding-type rope",
+    ],
+)
+def test_a_row_of_megatrons_arguments_is_priced_as_its_flags(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all of them, as ``vars(args)`` has them in a training script."""
+    from megatron.training.arguments import parse_args
+
+    words = [*model_flags(dataclasses.replace(SMALL, num_layers=8)), "--vocab-size", "1000", *more.split()]
+    words += "--micro-batch-size 1 --global-batch-size 32 --bf16 --no-rope-fusion".split()
+    words += "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+    args = vars(parse_args(extra_args_provider=add_arguments, ignore_unknown_args=False))
+    cluster = CLUSTERS["dgx-h100"]
+    run = read(Options.parse(words), gpus=16, gpu=cluster.gpu)
+    expected = prediction_json(run.model, price(run.model, run.layout, sized(cluster, gpus=16)))
+    row = json.loads(json.dumps({**args, "cluster": "dgx-h100"}, default=str))
+    assert predicted(row) == {**expected, "notes": list(run.notes)}

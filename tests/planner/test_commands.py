@@ -437,6 +437,30 @@ def test_rows_that_have_an_error(
     assert message in found["error"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        PLAN,
+        "plan --cluster dgx-h100 --gpus 4 --global-batch-size 16 --num-layers 8 --hidden-size 1024 --swiglu "
+        "--num-attention-heads 16 --seq-length 1024 --vocab-size 50257 --num-experts 4 --disable-bias-linear",
+    ],
+)
+def test_what_a_plan_says_is_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path, options: str):
+    plan = json.loads(run(capsys, f"{options} --json")[1])
+    file, model, cluster = (tmp_path / name for name in ("rows.jsonl", "model.json", "cluster.json"))
+    rows = [{**choice["layout"], "model": plan["model"], "cluster": plan["cluster"]} for choice in plan["choices"]]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    code, out, _ = run(capsys, f"estimate --jsonl {file}")
+    predictions = [json.loads(line)["prediction"] for line in out.splitlines()]
+    assert code == 0
+    assert [found["time_s"] for found in predictions] == [choice["time_s"] for choice in plan["choices"]]
+    model.write_text(json.dumps(plan["model"]))
+    cluster.write_text(json.dumps(plan["cluster"]))
+    batch = f"--global-batch-size {plan['global_batch']}"
+    again = json.loads(run(capsys, f"plan --model {model} --cluster {cluster} {batch} --json")[1])
+    assert [choice["name"] for choice in again["choices"]] == [choice["name"] for choice in plan["choices"]]
+
+
 def test_a_row_of_brackets_is_that_rows_error(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "rows.jsonl"
     file.write_text(f"{'[' * 100_000}\n{json.dumps(ROW)}")
@@ -474,7 +498,9 @@ BAD = {
     f"{PLAN} --model-kind bert": "--model gpt-2.2b and --model-kind both describe the model; give one",
     "estimate --cluster dgx-a100 --model gpt-2.2b --swiglu": "--model gpt-2.2b and --swiglu both describe the model",
     f"{FROM_SCRIPT} --model gpt-2.2b": "--model gpt-2.2b and --from-script both describe the model; give one",
-    "estimate --jsonl rows --model gpt-2.2b": "--jsonl and --model: the rows hold all flags; leave one out",
+    "estimate --jsonl rows --model gpt-2.2b": "--jsonl and --model: the rows hold all that it says; leave one out",
+    "estimate --jsonl rows --profile p.json": "--jsonl and --profile: a profile is of one model",
+    f"{PLAN} --explain 2bw --json": "--explain says why in words, --json prints the plan; leave one out",
     f"{PLAN} --plot p.png": "--plot p.png: it is an SVG; give a name ending in .svg",
     f"{PLAN} --hidden 4": "--hidden is neither an option of this command nor a flag that describes a model",
     f"{PLAN} stray": "stray is neither an option of this command nor a flag",
@@ -522,7 +548,7 @@ BAD = {
     ESTIMATE.replace("--cluster dgx-a100", ""): "--cluster is missing",
     f"{ESTIMATE} --tensor-model-parallel-size 3": "gpus 4 is no multiple of tensor x context x pipeline = 3; use 3",
     f"{ESTIMATE} --from-script /nowhere.sh": "--from-script /nowhere.sh: No such file or directory",
-    f"{ESTIMATE} --jsonl rows": "--jsonl and --num-layers: the rows hold all flags",
+    f"{ESTIMATE} --jsonl rows": "--jsonl and --num-layers: the rows hold all that it says",
     "estimate --jsonl /nowhere": "--jsonl /nowhere: No such file or directory",
 }
 

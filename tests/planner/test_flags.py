@@ -446,7 +446,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
             f"{DEEP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
             "microbatches 6: interleaving needs a multiple of pipeline 4; use global_batch 8",
         ),
-        (f"{DEEP} --num-layers-per-virtual-pipeline-stage 3", "does not divide the 16 layers over 4 stages"),
+        (f"{DEEP} --num-layers-per-virtual-pipeline-stage 3", "3 does not divide the 4 layers of a stage; use 2"),
         (
             f"{INTERLEAVED} {GROUP} 3",
             f"{GROUP} 3: the 4 stages need at least one microbatch each; use 4, or leave it out",

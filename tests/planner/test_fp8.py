@@ -401,9 +401,8 @@ def test_rows():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"fp8_format": "hybrid", "fp8": "tensorwise"}, "fp8 'tensorwise' and fp8_recipe 'delayed' disagree; leave"),
-        ({"fp8": "delayed", "fp8_recipe": "blockwise"}, "fp8 'delayed' and fp8_recipe 'blockwise' disagree; leave out"),
-        ({"fp8_format": "e5m2"}, "fp8_format 'e5m2': choose one of hybrid, e4m3"),
+        ({"fp8": "delayed", "fp8_recipe": "blockwise"}, "fp8 delayed: Megatron's arguments in the row say blockwise"),
+        ({"fp8_format": "e5m2"}, "--fp8-format e5m2: choose one of hybrid, e4m3"),
         ({"fp8": "mxfp9"}, "fp8 'mxfp9': choose one of none, delayed"),
     ],
 )

@@ -15,13 +15,14 @@ from megatron_2bw.planner.report import prediction_json
 from megatron_2bw.planner.rows import predicted
 
 ROW = {"model": "llama3-70b", "cluster": "dgx-h100", "gpus": 64, "pipeline": 4, "tensor": 4, "global_batch": 128}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OURS = {"microbatch": 2, "recompute": "full", "distributed_optimizer": True, "precision": "fp16"}
 
 
 @pytest.mark.parametrize(
     "theirs",
     [
-        {"micro_batch_size": 2, "recompute_granularity": "full", "use_distributed_optimizer": True, "fp16": True},
+        {**FULL, "micro_batch_size": 2, "use_distributed_optimizer": True, "fp16": True},
         {"mbs": 2, "recompute": "full", "use_distributed_optimizer": True, "bf16": False, "fp16": True},
         {**OURS, "micro_batch_size": 2, "context_parallel_size": 1, "expert_model_parallel_size": None, "fp8": False},
         {**OURS, "schedule": "megatron", "recompute_num_layers": None, "source": "a table", "certainty": 1},
@@ -89,6 +90,12 @@ FLAGS = {
         {"use_rotary_position_embeddings": True, "position_embedding_type": "learned_absolute"},
         {"transformer_impl": "local", "fp8_format": "hybrid"},
         {"recompute_activations": True, "recompute_granularity": "full"},
+        FULL,
+        {"optimizer": "soap"},
+        {"swiglu": False, "quick_geglu": True},
+        {"padded_vocab_size": 50304},
+        {"cuda_graph_impl": "local"},
+        {"rampup_batch_size": [8, 8, 1000]},
         {"bf16": False},
     ],
     ids=str,
@@ -100,6 +107,7 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
     words = [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
     read = flags_module.read(Options.parse(words), gpus=8, gpu=cluster.gpu)
     expected = prediction_json(read.model, price(read.model, read.layout, sized(cluster, gpus=8)))
+    expected["notes"] = list(read.notes)
     assert predicted({**row, "cluster": "dgx-h100", "gpus": 8}) == expected
 
 
@@ -108,34 +116,46 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
     [
         (
             {"untie_embeddings_and_output_weights": True, "tied": True},
-            "tied True: Megatron's arguments in the row say False; leave out one of them",
+            "tied True: the model has False; leave out one of them",
         ),
-        ({"add_bias_linear": True, "disable_bias_linear": True}, "disable_bias_linear and add_bias_linear disagree"),
+        ({"add_bias_linear": True, "disable_bias_linear": True}, "add_bias_linear and disable_bias_linear disagree"),
         ({"disable_bias_linear": "false"}, "disable_bias_linear 'false': give true or false"),
-        ({"hidden_dropout": "0"}, "hidden_dropout '0': give a number"),
-        ({"normalization": "rmsnorm"}, "normalization 'rmsnorm': choose one of LayerNorm, RMSNorm"),
-        ({"attention_backend": []}, "attention_backend []: choose one of auto, flash, fused, unfused, local"),
+        ({"hidden_dropout": "no"}, "--hidden-dropout no: give a number"),
+        ({"normalization": "rmsnorm"}, "--normalization rmsnorm: choose one of LayerNorm, RMSNorm"),
+        ({"attention_backend": "some"}, "--attention-backend some: choose one of auto, flash, fused, unfused, local"),
         (
             {"hidden_dropout": 0.1, "attention_dropout": 0.1, "dropout": False},
             "dropout False: Megatron's arguments in the row say True",
         ),
-        ({"num_layers_per_virtual_pipeline_stage": 5, "chunks": 2}, "5: chunks 4 and chunks 2 disagree; leave out"),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 5, "chunks": 2},
+            "chunks 2: Megatron's arguments in the row say 4; leave",
+        ),
         ({"num_layers_per_virtual_pipeline_stage": 3}, "--num-layers-per-virtual-pipeline-stage 3 does not divide"),
         ({"fp8": "some"}, "fp8 'some': choose one of none, delayed, tensorwise, blockwise, mxfp8"),
-        ({"fp4": "e2m1"}, "fp4 'e2m1': the cost model does not cover 4-bit matrix products"),
+        ({"fp4": "e2m1"}, "--fp4-format: the cost model does not cover 4-bit matrix products"),
         ({"etp": 0}, "expert_tensor 0: give a whole number of at least 1"),
         ({"ep": 4}, "expert 4: the model has no experts; leave it out"),
         ({"cp": 2, "data": 2, "fused_attention": False}, "context 2 needs fused attention"),
         ({"mtp_num_layers": 1}, "mtp_num_layers 1: the model has 0; leave out one of them"),
-        ({"moe_latent_size": 64}, "moe_latent_size 64: the cost model does not cover experts of another width"),
+        ({"moe_latent_size": 64}, "--moe-latent-size: the cost model does not cover experts of another width"),
         (
-            {"num_experts": 8, "moe_layer_freq": [1, 0, 1]},
-            "moe_layer_freq [1, 0, 1]: the cost model covers dense layers only in front of all experts; give "
-            "([0]*1+[1]*2)",
+            {"model": "mixtral-8x7b", "moe_layer_freq": [1, 0] * 16},
+            "the cost model covers dense layers only in front of all experts; give ([0]*16+[1]*16)",
         ),
+        ({"vp": 2, "chunks": 1}, "chunks 1 and vp 2 disagree; leave out one of them"),
+        ({"world_size": 32}, "world_size 32 and gpus 64 disagree"),
+        ({"hidden_size": float("nan")}, "model: hidden_size nan: give a whole number"),
+        (
+            {"microbatch_group_size_per_vp_stage": 8, "vp": 2},
+            "the cost model does not cover groups of more microbatches",
+        ),
+        ({"tp": 3, "gpus": 64}, "tp 3 and tensor 4"),
+        ({"pp": 3, "pipeline": 3}, "gpus 64 is no multiple of tensor x context x pipeline = 12; use 72"),
+        ({"optimizer": "adam", "optimizer_cpu_offload": True}, "give --ignore optimizer-cpu-offload"),
         ({"tp": 2}, "tp 2 and tensor 4 disagree; leave out one of them"),
         ({"micro_batch_size": "2"}, "microbatch '2': give a whole number"),
-        ({"recompute_granularity": "some"}, "recompute 'some': choose one of none, selective, full"),
+        ({"recompute_granularity": "some"}, "--recompute-granularity some: choose one of none, selective, full"),
     ],
 )
 def test_what_a_row_may_not_ask_for(more: dict[str, Any], message: str) -> None:

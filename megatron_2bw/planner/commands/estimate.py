@@ -45,19 +45,32 @@ def add(commands: Any) -> None:
 
 
 def _estimate(args: argparse.Namespace, words: Sequence[str]) -> int:
-    if args.jsonl:
-        from megatron_2bw.planner.rows import predicted_rows
+    return _estimate_rows(args, words) if args.jsonl else _estimate_one(args, words)
 
-        named = {"--from-script": args.from_script, "--profile": args.profile, "--model": args.model}
-        given = [*words[:1], *(flag for flag, value in named.items() if value)]
-        if given:
-            raise PlanError(f"--jsonl and {given[0]}: the rows hold all flags; leave one out")
-        worst = 0
-        for line, failed in predicted_rows(args.jsonl, args.cluster, nodes=args.nodes, gpus=args.gpus):
-            print(line)
-            worst = max(worst, 2 * failed)
-        return worst
-    return _estimate_one(args, words)
+
+def _estimate_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron_2bw.planner.rows import predicted_rows
+
+    named = {"--from-script": args.from_script, "--model": args.model, "--model-kind": args.model_kind}
+    named |= {"--script-args": args.script_args, "--json": args.json}
+    given = [*words[:1], *(flag for flag, value in named.items() if value)]
+    if given:
+        raise PlanError(f"--jsonl and {given[0]}: the rows hold all that it says; leave one out")
+    if args.profile is not None:
+        raise PlanError(
+            "--jsonl and --profile: a profile is of one model, which --model or the model's flags name; leave one out"
+        )
+    worst = 0
+    defaults = {"cluster": args.cluster, "nodes": args.nodes, "gpus": args.gpus}
+    for line, failed in predicted_rows(args.jsonl, defaults, ignored=_ignored(args)):
+        print(line)
+        worst = max(worst, 2 * failed)
+    return worst
+
+
+def _ignored(args: argparse.Namespace) -> set[str]:
+    """Flags to leave out."""
+    return {f"--{flag.removeprefix('--')}" for flag in args.ignore.split(",") if flag}
 
 
 def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -102,7 +115,9 @@ def _configured(
             notes.append(f"the script does not say how many GPUs it uses: priced on the cluster's {asked}; give --gpus")
         gpus = asked if is_sized or gpus is None else gpus
         kind = Kind(args.model_kind) if args.model_kind else kind
-        found.append(read(options, gpus=gpus, kind=kind, gpu=cluster.gpu, fused=fused, model=model))
+        found.append(
+            read(options, gpus=gpus, node=cluster.gpus_per_node, kind=kind, gpu=cluster.gpu, fused=fused, model=model)
+        )
         notes += found[-1].notes
     return agreed(found, file=args.from_script), tuple(dict.fromkeys(notes))
 
@@ -123,7 +138,7 @@ def _given(args: argparse.Namespace, words: Sequence[str]) -> list[tuple[Options
             (Options.parse([*launch.words, *words], explain=shown, is_known=is_known), launch.kind, launch.gpus)
             for launch in launches
         ]
-    ignored = {f"--{flag.removeprefix('--')}" for flag in args.ignore.split(",") if flag}
+    ignored = _ignored(args)
     if missing := sorted(ignored.difference(*(options.values for options, *_ in given))):
         raise PlanError(f"--ignore {missing[0]}: it is not given; leave it out")
     return [(options.without(ignored), kind, gpus) for options, kind, gpus in given]

@@ -133,6 +133,9 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         raise PlanError(f"--plot {args.plot}: it is an SVG; give a name ending in .svg")
     if args.verify_top is not None and args.explain:
         raise PlanError("--explain says what the prediction rests on, --verify-top measures; leave one out")
+    for flag, given in (("--json", args.json), ("--flags-only", args.flags_only)):
+        if args.explain is not None and given:
+            raise PlanError(f"--explain says why in words, {flag} prints the plan; leave one out")
     model = described_model(args, words)
     node = described_cluster(args)
     cluster = sized(node, nodes=args.nodes, gpus=args.gpus)
@@ -152,7 +155,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_2bw.planner.plot import plot
 
         args.plot.write_text(plot(plan), encoding="utf-8")
-    if args.explain:
+    if args.explain is not None:
         print("\n".join(_explained(plan, space, args.explain)))
     elif args.flags_only:
         print(*flags_of(model, plan.best.layout))
