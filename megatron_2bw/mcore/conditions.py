@@ -64,6 +64,14 @@ def sums_experts_over_wrong_ranks(args: Any) -> bool:
     return bool(is_split_apart) and args.expert_model_parallel_size == 1 and megatron_version().startswith("0.18.")
 
 
+def leaves_copies_of_experts_apart(args: Any) -> bool:
+    """Muon's or Lion's distributed optimizer shards nothing without replicas of the model, of experts neither."""
+    split = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    copies = args.tensor_model_parallel_size // (split * args.expert_model_parallel_size)
+    replicas = getattr(args, "data_parallel_size", 0) * args.context_parallel_size
+    return bool(args.num_experts and copies > 1 and replicas == 1 and is_sharded_by_layers(args))
+
+
 def layout_of_stages(args: Any) -> tuple[str, ...]:
     """The layers of every stage of a pipeline layout, in its letters; empty without one."""
     layout = getattr(args, "pipeline_model_parallel_layout", None)

@@ -11,6 +11,7 @@ from megatron_2bw.mcore.conditions import (
     leads_lion,
     leads_too_far,
     leaves_a_stage_empty,
+    leaves_copies_of_experts_apart,
     predicts_before_the_last_stage,
     quantizes,
     scatters_a_mean_to_fp32,
@@ -255,6 +256,13 @@ REFUSED: tuple[Refused, ...] = (
         schedules=OURS,
         reason="Megatron fails when it makes that optimizer so",
         remedy="use --bf16, or leave --use-distributed-optimizer out",
+    ),
+    Refused(
+        flag="--expert-tensor-parallel-size, with --use-distributed-optimizer, muon or lion, and one replica",
+        is_set=leaves_copies_of_experts_apart,
+        schedules=OURS,
+        reason="Megatron updates the copies of an expert apart, each by a part of its gradient",
+        remedy="leave --use-distributed-optimizer out, which shards nothing here, or --expert-tensor-parallel-size",
     ),
     Refused(
         flag="--ckpt-format torch, with --use-distributed-optimizer and muon or lion",

@@ -83,6 +83,14 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"optimizer": "lion", "use_layer_wise_distributed_optimizer": True},
         {"optimizer": "dist_muon"},
     ],
+    "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon or lion, and one replica": [
+        {"optimizer": optimizer, "use_distributed_optimizer": True, "bf16": True, "data_parallel_size": 1}
+        | {"num_experts": 4, "tensor_model_parallel_size": 4, **split}
+        for optimizer, split in (
+            ("muon", {"expert_tensor_parallel_size": 1}),
+            ("lion", {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}),
+        )
+    ],
     "--ckpt-format torch, with --use-distributed-optimizer and muon or lion": [
         {"save": "folder", "ckpt_format": "torch", "optimizer": "muon", "use_distributed_optimizer": True},
     ],
@@ -160,6 +168,7 @@ NOTICED: dict[str, dict[str, object]] = {
 
 
 DERIVED = {
+    "data_parallel_size",
     "grad_norm_skip_threshold",
     "use_layer_wise_distributed_optimizer",
     "virtual_pipeline_model_parallel_size",
@@ -251,6 +260,20 @@ def test_experts_are_refused_only_where_megatron_fails(
 ) -> None:
     (settings,) = SETTINGS[OLD_EXPERTS]
     monkeypatch.setattr(conditions, "megatron_version", lambda: version)
+    _refuse(_with(defaults, "2bw", settings | kept), "2bw")
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [{"data_parallel_size": 2}, {"expert_model_parallel_size": 4}, {"expert_tensor_parallel_size": None}],
+    ids=str,
+)
+def test_copies_of_experts_are_refused_only_where_they_drift(
+    defaults: argparse.Namespace, kept: dict[str, object]
+) -> None:
+    settings, _ = SETTINGS[
+        "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon or lion, and one replica"
+    ]
     _refuse(_with(defaults, "2bw", settings | kept), "2bw")
 
 
