@@ -68,7 +68,7 @@ def leaves_copies_of_experts_apart(args: Any) -> bool:
     """Muon's or Lion's distributed optimizer shards nothing without replicas of the model, of experts neither."""
     split = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
     copies = args.tensor_model_parallel_size // (split * args.expert_model_parallel_size)
-    replicas = getattr(args, "data_parallel_size", 0) * args.context_parallel_size
+    replicas = (getattr(args, "data_parallel_size", None) or 0) * args.context_parallel_size  # Derived from others.
     return bool(args.num_experts and copies > 1 and replicas == 1 and is_sharded_by_layers(args))
 
 

@@ -43,7 +43,7 @@ class Iteration:
     tokens_per_s: float
     """Of the whole cluster."""
     flops_per_gpu_s: float
-    """Of the model: what is recomputed does not count."""
+    """As Megatron's log counts: what is recomputed does not count, nor what a causal mask leaves out."""
     parts: dict[str, float]
     """Seconds of ``time_s`` on the slowest stage, by what they are spent on."""
     relative_error: float
@@ -98,7 +98,7 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
         # Without other stages to wait for, what is left is the sum over replicas.
         bubble_ratio=0.0 if layout.pipeline == 1 else max(0.0, 1 - work_s / (layout.pipeline * time_s)),
         tokens_per_s=layout.global_batch * model.seq_length / time_s,
-        flops_per_gpu_s=model_flops(model, layout.global_batch) / time_s / layout.gpus,
+        flops_per_gpu_s=logged_flops(model, layout.global_batch) / time_s / layout.gpus,
         parts=parts_of_batch(model, layout, pipeline, times.works, time_s, shared=processor_share(cluster) < 1),
         relative_error=bar.share,
         error_source=bar.source,
@@ -208,6 +208,20 @@ def model_flops(model: Model, samples: int) -> float:
     per_token += model.mtp_num_layers * 2 * model.hidden_size**2
     per_token += (1 + model.mtp_num_layers) * model.padded_vocab_size() * model.hidden_size
     return 6 * samples * model.seq_length * per_token
+
+
+def logged_flops(model: Model, samples: int) -> float:
+    """What Megatron's log divides by the time: half of attention's products, as a causal mask leaves; of BERT, too.
+
+    Source: ``num_floating_point_operations`` in ``megatron/training/training.py``, core_v0.19.0.
+
+    >>> model = Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200)
+    >>> f"{logged_flops(model, 1536) / 1e18:.2f}"
+    '3.34'
+    """
+    layers = model.num_layers + model.mtp_num_layers
+    of_attention = 6 * samples * model.seq_length**2 * layers * (model.query_size + model.output_size)
+    return model_flops(model, samples) - of_attention / 2
 
 
 def _layer_products(model: Model) -> int:

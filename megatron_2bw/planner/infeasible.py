@@ -20,8 +20,8 @@ from megatron_2bw.planner.space import Space, field_of
 from megatron_2bw.planner.table import GIB, billions, gib
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
-_FACTORS = tuple(sorted(size * 2**exponent for size in (1, 3) for exponent in range(12)))
-"""Of more nodes, where there are not enough."""
+_ROUND = tuple(sorted(size * 2**exponent for size in (1, 3) for exponent in range(12)))
+"""Numbers of nodes, and of times as many as there are, that models and batches are likely to split over."""
 _MEMORIES = (1, 1.25, 1.5, 2, 3, 4)
 """Times as much as the layout that needs least, where no number of nodes is enough."""
 _TRIALS = 8
@@ -66,7 +66,7 @@ class Infeasible:
         if widths and all(batch % width for width in widths):
             possible = ", ".join(map(str, sorted(widths)))
             reason = f"global_batch {batch} does not split over any possible number of replicas ({possible})"
-            return f"{what}: {reason}{self._nearest_batch()}"
+            return f"{what}: {reason}; {self._nearest_batch() or self._more_gpus()}"
         if candidates.shapes.leanest is None or candidates.decisions.furthest == "schedule":
             return f"{what}: {self._last_rule()}"
         if refused := self._refused_model():
@@ -99,7 +99,7 @@ class Infeasible:
             nearest_multiple(batch, width * size) for width, size in product(candidates.shapes.widths, microbatches)
         }
         nearest = sorted(sizes, key=lambda size: _distance(batch, size))
-        return next((f"; use {size}" for size in nearest if self.finder.of_other(global_batch=size).first()), "")
+        return next((f"use {size}" for size in nearest if self.finder.of_other(global_batch=size).first()), "")
 
     def _last_rule(self) -> str:
         """The rule that comes furthest of those that are broken, and the nearest choice."""
@@ -162,15 +162,16 @@ class Infeasible:
         return ", ".join(f"{part} {gib(parts[part])}" for part in most)
 
     def _more_gpus(self) -> str:
-        """The fewest more nodes that are enough, for the same batch if possible."""
+        """Of round numbers of nodes, the fewest that are enough, for the same batch if possible."""
         cluster, batch = self._candidates.cluster, self._candidates.global_batch
         node = cluster.whole_node
         whole = cluster if node is None else replace(cluster, gpus_per_node=node, whole_node=None)
-        counts = [cluster.nodes * factor for factor in _FACTORS if factor > 1 or node is not None]
+        least = cluster.nodes + (node is None)
+        counts = sorted({count for factor in _ROUND for count in (factor, cluster.nodes * factor) if count >= least})
         for share in (False, True):
             for count in counts:
                 more = replace(whole, nodes=count)
-                size = batch * more.gpus // cluster.gpus if share else batch
+                size = max(batch * more.gpus // cluster.gpus, 1) if share else batch
                 if self.finder.of_other(cluster=more, global_batch=size).first():
                     return f"use {more.gpus} GPUs" + (f" and a global_batch of {size}" if share else "")
         for factor in _MEMORIES:  # Limits may need more than the layout that needs least.

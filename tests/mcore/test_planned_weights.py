@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_2bw.planner.costs import model_flops
+from megatron_2bw.planner.costs import logged_flops, model_flops
 from megatron_2bw.planner.flags import layout_flags
 from megatron_2bw.planner.layout import Layout, Precision
 from megatron_2bw.planner.model import Model
@@ -248,12 +248,13 @@ def test_as_many_weights_of_a_whole_model(args_of: Callable[[Model, Layout], Any
 
 @pytest.mark.parametrize("name", [*BUILT, "deepseek-v3", "deepseek-v2-lite", "mixtral-8x7b"])
 def test_as_many_operations(name: str, args_of: Callable[[Model, Layout], Any]) -> None:
-    """Megatron counts half of the scores, as causal attention needs them, and norms as products."""
+    """All that a forward multiplies, and what the log counts: half of the scores. Megatron counts norms as products."""
     from megatron.training.training import num_floating_point_operations
 
     model = BUILT[name] if name in BUILT else MODELS[name]
     args = args_of(model, Layout(schedule="megatron", pipeline=1, data=1, global_batch=2, fused_attention=False))
-    counted = num_floating_point_operations(args, 2, seqlen_squared_sum_in_batch=2 * 2 * args.seq_length**2)
     latents = model.q_lora_rank + model.kv_lora_rank
     norms = (model.num_layers + model.mtp_num_layers) * latents + model.mtp_num_layers * 3 * model.hidden_size
-    assert counted - 6 * 2 * model.seq_length * norms == pytest.approx(model_flops(model, 2), rel=1e-12)
+    for share, flops in ((1, logged_flops), (2, model_flops)):
+        counted = num_floating_point_operations(args, 2, seqlen_squared_sum_in_batch=share * 2 * args.seq_length**2)
+        assert counted - 6 * 2 * model.seq_length * norms == pytest.approx(flops(model, 2), rel=1e-12)
