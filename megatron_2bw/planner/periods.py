@@ -197,8 +197,23 @@ class _Paths:
             if rest:
                 widest = min((rest - 1) // self.per_boundary + 1, stages)
                 alone = rest - self.size(widest)
-                turns_s = max(turns_s, turns_s - (rest - alone) * alone_s + self.turn_s(widest, first, last))
-            longest_s = max(longest_s, turns_s)
+                rest_s = turns_s - (rest - alone) * alone_s + self.turn_s(widest, first, last)
+                turns_s = max(turns_s, rest_s)
+            longest_s = max(longest_s, turns_s, self._mixed_s(passing, width, first, last))
+        return longest_s
+
+    def _mixed_s(self, passing: int, width: int, first: int, last: int) -> float:
+        """Turns over so many stages and over one stage less, with as few of the one or of the other as there can be."""
+        wide, narrow = self.size(width), self.size(width - 1)
+        turns_s = [self.turn_s(size, first, last) for size in (width, width - 1)]
+        narrower = -(-(-passing % wide) // self.per_boundary)
+        wider = passing % narrow // self.per_boundary
+        longest_s = 0.0
+        for counts in (((passing - narrower * narrow) // wide, narrower), (wider, (passing - wider * wide) // narrow)):
+            alone = passing - counts[0] * wide - counts[1] * narrow
+            if min(counts) >= 0:
+                mixed_s = counts[0] * turns_s[0] + counts[1] * turns_s[1] + alone * self.alone_s(first, last)
+                longest_s = max(longest_s, mixed_s)
         return longest_s
 
     def longest_s(self, passing: int, through: int = 0) -> float:
@@ -258,7 +273,8 @@ def two_bw_s(
     - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward. Where
       both that sum and transfers take longer than a microbatch, from 20% too short, where sums of two stages are on one
       path, to 5% too long, where no path takes both a sum and the update; exact for the layouts of our models.
-    - Without a copy, the update, for which all stages wait.
+    - Without a copy, the update, for which all stages wait. With two stages of which only the first microbatch is
+      delayed, up to 6% too short where transfers and the update fall together.
 
     Each of them comes back to where it was a batch later, or several.
 

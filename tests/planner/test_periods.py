@@ -120,6 +120,23 @@ def test_uneven_stages_of_2bw(copy: GradientCopy):
         assert two_bw_s(p, copy=copy) == pytest.approx(simulated_two_bw_s(p, copy=copy), rel=1e-12), p
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "stages", "send_s"),
+    [
+        (11, [(9, 10), (6, 11), (6, 11), (1, 12)], 4),
+        (10, [(2, 13), (5, 11), (2, 5)], 5),
+    ],
+)
+def test_turns_of_two_widths(microbatches: int, stages: list[tuple[int, int]], send_s: int):
+    """The slowest path turns over all stages here and over all but one there."""
+    first, middle, last = (Stage(*stages[index]) for index in (0, 1, -1))
+    p = Pipeline(
+        stages=len(stages), microbatches=microbatches, first=first, middle=middle, last=last, send_s=send_s, update_s=1
+    )
+    for copy in (GradientCopy.WHOLE, GradientCopy.NONE):
+        assert two_bw_s(p, copy=copy) == pytest.approx(simulated_two_bw_s(p, copy=copy), rel=1e-12)
+
+
 def test_even_stages_have_one_formula():
     for d, m in itertools.product(range(1, 7), range(1, 12)):
         p = Pipeline(
