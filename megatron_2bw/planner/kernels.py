@@ -82,7 +82,9 @@ def gpu_problem(
     if precision is Precision.BF16 and not gpu.has_bf16:
         return Problem(f"precision {precision}: {gpu.name} has no {precision}", f"use {Precision.FP16}")
     if fused_attention and not fuses_attention(gpu, precision):
-        return Problem(f"attention_backend fused: {gpu.name} has no such kernels in {precision}", "use unfused")
+        return Problem(
+            f"fused attention: {gpu.name} has no such kernels in {precision}", "use attention_backend unfused"
+        )
     return None
 
 

@@ -85,7 +85,7 @@ def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) ->
         return Layers(first or each, (last or each) if stages == 2 else each, last or each)
     if first or last:
         return Problem(
-            f"num_layers {num_layers} leaves {rest} layers for {even} equal stages of {chunks} chunks",
+            f"num_layers {num_layers} leaves {max(rest, 0) or 'no'} layers for {even} equal stages of {chunks} chunks",
             f"give first_stage_layers and last_stage_layers that leave a multiple of {even * chunks}",
         )
     per_stage = num_layers // stages

@@ -313,7 +313,9 @@ def test_attention_is_fused_where_the_gpu_has_the_kernels():
 @pytest.mark.parametrize(("gpu", "precision"), [("v100-16gb", "--fp16"), ("a100-40gb", "")])
 def test_fused_attention_is_refused_where_there_are_no_kernels(gpu: str, precision: str):
     options = flags(f"{MODEL} --micro-batch-size 2 --attention-backend flash {precision}")
-    with pytest.raises(PlanError, match=f"fused: {gpu} has no such kernels in fp(16|32); use unfused"):
+    with pytest.raises(
+        PlanError, match=f"fused attention: {gpu} has no such kernels in fp(16|32); use attention_backend unfused"
+    ):
         read(options, gpus=1, gpu=GPUS[gpu])
 
 

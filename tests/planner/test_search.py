@@ -272,7 +272,7 @@ def test_limits_are_kept():
     assert {(choice.layout.recompute, choice.layout.recompute_layers) for choice in full} == {(Recompute.FULL, 2)}
     single = best(Space(precision=Precision.FP32)).best.layout
     assert (single.precision, single.fused_attention) == (Precision.FP32, False)
-    with pytest.raises(PlanError, match="has no such kernels in fp32; use unfused"):
+    with pytest.raises(PlanError, match="has no such kernels in fp32; use attention_backend unfused"):
         best(Space(precision=Precision.FP32, fused_attention=True))
     plain = best(Space(schedules=("megatron",), pipelines=(2,), chunks=(1,))).best.layout
     assert (plain.schedule, plain.pipeline, plain.chunks) == ("megatron", 2, 1)

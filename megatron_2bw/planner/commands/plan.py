@@ -57,6 +57,11 @@ _LIMITS = {
     "--mixpipe-gamma": ("mixpipe_gamma", int),
 }
 """Flags that limit a dimension of ``Space`` to a list."""
+_OF_SCHEDULE = {
+    "2bw": ("--pipeline-extra-in-flight", "--pipeline-delayed-microbatches", "--pipeline-gradient-buffers"),
+    "mixpipe": ("--mixpipe-k", "--mixpipe-gamma"),
+}
+"""Limits of which other schedules have no dimension."""
 
 
 def add(commands: Any) -> None:
@@ -247,6 +252,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
 
 def _space(args: argparse.Namespace) -> Space:
     from megatron_2bw.planner import layout
+    from megatron_2bw.planner.costs import SCHEDULES
     from megatron_2bw.planner.space import Space
 
     limits: dict[str, Any] = {}
@@ -259,6 +265,12 @@ def _space(args: argparse.Namespace) -> Space:
         from megatron_2bw.planner.naming import schedule_name
 
         limits["schedules"] = tuple(schedule_name(word) for word in limits["schedules"])
+    for schedule, flags in _OF_SCHEDULE.items():
+        for flag in flags:
+            if _LIMITS[flag][0] in limits and schedule not in limits.get("schedules", SCHEDULES):
+                raise PlanError(
+                    f"{flag}: only {schedule} has it, which is not searched; leave it out, or add {schedule}"
+                )
     for dimension, value in (
         ("sequence_parallel", args.sequence_parallel),
         ("distributed_optimizer", args.use_distributed_optimizer),
