@@ -43,6 +43,11 @@ UNPRICED = (
     "Megatron's other test cases: a hidden size up to 1024, images, reinforcement learning, or no vocabulary.",
     "Times of Mixtral's test cases called A100: 297 and 364 TFLOP/s per GPU are none of an A100's, with a peak of 312.",
 )
+BIGSCIENCE = (
+    "Megatron-DeepSpeed, 384 A100s (BigScience, before BLOOM; not fitted). Single iterations; some, if not all, with",
+    "CUDA_LAUNCH_BLOCKING=1, which the authors used against hangs: the host waits for every kernel, small ones cost",
+    "more.",
+)
 SCRATCH_NOTE = (
     f"{measured.SCRATCH} begins with random weights, the other two do not:",
     "its router does not yet keep the experts nearly equally busy, which predictions assume.",
@@ -195,6 +200,15 @@ def mt_nlg(folder: Path) -> Iterator[Row]:
         yield replace(plain, name=f"{model.name}, {gpus} GPUs", measured=float(row["iteration_time_s"]))
 
 
+def bigscience(folder: Path) -> Iterator[str]:
+    """By group: the machine got faster between them."""
+    yield from ("", *BIGSCIENCE, HEADING)
+    rows = measured.bigscience(folder)
+    for name, group in {**by_group(rows), "all rows": rows}.items():
+        yield Accuracy.of(predicted_s, group).line(name)
+    yield from map(_line, rows)
+
+
 def h100s() -> Iterator[Row]:
     """Megatron-LM's table of H100s, which leaves out microbatch and chunks: the fastest ones that fit."""
     for row in measured.read("megatron_h100_weak_scaling.csv"):
@@ -316,6 +330,7 @@ def report(folder: Path) -> Iterator[str]:
     )
     yield from single("PTD-P (Narayanan et al., 2021, Table 2; best chunks; not fitted)", sc21_table_2(folder))
     yield from single("Megatron-DeepSpeed (Smith et al., MT-NLG 530B, section 2.4; not fitted)", mt_nlg(folder))
+    yield from bigscience(folder)
     yield from single("H100, fused attention (Megatron-LM's table; best microbatch and chunks; not fitted)", h100s())
     in_8_bits = "H100, products in 8 bits (NeMo 24.07; not fitted)"
     yield from single(in_8_bits, measured_fp8.nemo(folder))

@@ -89,6 +89,44 @@ def _vtrain_row(row: dict[str, str]) -> Row:
     )
 
 
+def bigscience(folder: Path = DATA) -> list[Row]:
+    """Runs before BLOOM's, on nodes with 4 x 100 Gbit/s: full recomputation, 1F1B, sharded optimizers, no dropout."""
+    return [_bigscience_row(row) for row in read("bigscience_a100.csv", folder)]
+
+
+def _bigscience_row(row: dict[str, str]) -> Row:
+    model = Model(
+        num_layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        num_attention_heads=int(row["heads"]),
+        seq_length=int(row["seq_len"]),
+        vocab_size=int(row["vocab"]),
+        learned_positions=False,
+        dropout=False,
+    )
+    layout = Layout(
+        schedule="megatron",
+        pipeline=int(row["pp"]),
+        data=int(row["dp"]),
+        tensor=int(row["tp"]),
+        microbatch=int(row["mbs"]),
+        global_batch=int(row["gbs"]),
+        first_stage_layers=int(row["first_stage_layers"]),
+        last_stage_layers=int(row["last_stage_layers"]),
+        recompute=Recompute.FULL,
+        distributed_optimizer=True,
+        **OLD_MEGATRON | {"precision": Precision(row["precision"])},
+    )
+    return Row(
+        name=f"{row['params_b']}B, t={layout.tensor} w={layout.data} d={layout.pipeline} b={layout.microbatch}",
+        group=f"{row['params_b']}B of {row['layers']} layers, {row['date']}",
+        model=model,
+        layout=layout,
+        cluster=a100s(int(row["gpus"]), 400),
+        measured=float(row["iteration_time_s"]),
+    )
+
+
 def korthikanti(folder: Path = DATA) -> Iterator[Row]:
     """Tables 3 and 5: full recomputation, and selective with sequence parallelism."""
     for row in read("korthikanti22_table3_5.csv", folder):
