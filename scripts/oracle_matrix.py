@@ -2,6 +2,7 @@
 
 python scripts/oracle_matrix.py                         # everything; about half an hour on two cores
 python scripts/oracle_matrix.py --only "PP2xTP2, bf16"
+python scripts/oracle_matrix.py --drawn 100 --seed 7   # combinations of features, drawn at random
 python scripts/oracle_matrix.py --output scripts/bench/results/oracle_matrix.txt
 """
 
@@ -11,7 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from report import heading
 from tests.mcore import matrix
 from tests.mcore.case import Case
 from tests.mcore.compare import FLOOR, Deviation, deviation
+from tests.mcore.drawn import drawn
 from tests.mcore.features import EXACT, MORE
 from tests.mcore.harness import run
 from tests.mcore.oracle import oracle
@@ -42,8 +44,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the settings whose name contains this")
     parser.add_argument("--output", type=Path, help="write the report here")
+    parser.add_argument(
+        "--drawn", type=int, default=0, metavar="N", help="run so many settings drawn at random instead"
+    )
+    parser.add_argument("--seed", default="0", help="of these; the same ones for the same seed")
     options = parser.parse_args()
     settings = [(str(cell), cell.case()) for cell in matrix.ALL] + list((EXACT | MORE).items())
+    if options.drawn:
+        settings = [(f"drawn {options.seed}-{i}", drawn(f"{options.seed}-{i}")) for i in range(options.drawn)]
     chosen = [(name, case) for name, case in settings if options.only in name]
     lines = [*heading(), "", ABOUT, ""]
     print("\n".join(lines), flush=True)
@@ -70,7 +78,16 @@ def _report(name: str, case: Case) -> tuple[list[str], list[str]]:
     verdict = "NOT equal" if problems else "equal"
     seconds = time.monotonic() - start_s
     line = f"{name:<66} {verdict:<10} norm {comparison.norms:.1e}  clipped {comparison.clipped:.0%}  {seconds:3.0f} s"
+    if name.startswith("drawn"):
+        return problems, [line, f"    {_words(case)}", *(f"    {problem}" for problem in problems)]
     return problems, [line, *(f"    {problem}" for problem in problems), *_one_process(case)]
+
+
+def _words(case: Case) -> str:
+    """What ``case`` has that a plain one does not."""
+    plain = Case(schedule="2bw", stages=0, microbatches=0, record_gradients=True)
+    given = {name: value for name, value in asdict(case).items() if value != getattr(plain, name)}
+    return " ".join(f"{name}={' '.join(value) if isinstance(value, tuple) else value}" for name, value in given.items())
 
 
 def _one_process(case: Case) -> Iterator[str]:

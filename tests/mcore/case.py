@@ -24,7 +24,7 @@ _PRECISION = {
 _OPTIMIZER = {
     "adam": "",
     "muon": "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2 --muon-no-split-qkv "
-    "--muon-fp32-matmul-prec high",
+    "--muon-fp32-matmul-prec high --muon-tp-mode blockwise",
     "lion": "--optimizer lion",
     "sgd": "--optimizer sgd --sgd-momentum 0.9 --lr 0.1",
 }

@@ -137,16 +137,18 @@ class Training:
         """
         case, tokens = self.case, 0
         self.routers.begin_batch()
+        self.count_tokens(batch, older, newest)
         total: list[torch.Tensor] | None = None
         for replica in range(case.replicas):
+            self.routers.begin_replica()
             directions = [
                 [torch.zeros_like(parameter, dtype=self.accumulated_in) for parameter in self.model.parameters()]
                 for _ in range(self.rules.directions)
             ]
             for microbatch in range(case.microbatches):
-                position = (batch * case.microbatches + microbatch) * case.replicas + replica
                 self.load(older if microbatch < (case.delayed or case.microbatches) else newest)
-                tokens += self.backward(position, scale)
+                with self.routers.show(microbatch, case.replicas):
+                    tokens += self.backward(self.position(batch, replica, microbatch), scale)
                 part = directions[microbatch % len(directions)]
                 for gradient, parameter in zip(part, self.model.parameters(), strict=True):
                     if parameter.grad is not None:
@@ -168,6 +170,19 @@ class Training:
         if batch in self.rules.infinite:
             total[0].view(-1)[0] = math.inf
         return [gradient.float() * (1.0 / scale) for gradient in total]
+
+    def position(self, batch: int, replica: int, microbatch: int) -> int:
+        """In the order of the samples."""
+        return (batch * self.case.microbatches + microbatch) * self.case.replicas + replica
+
+    def count_tokens(self, batch: int, older: list[torch.Tensor], newest: list[torch.Tensor]) -> None:
+        """Where a loss depends on the tokens per expert of all replicas: forwards of all, before the first backward."""
+        case = self.case
+        for microbatch in range(case.microbatches if self.routers.count_over_replicas else 0):
+            self.load(older if microbatch < (case.delayed or case.microbatches) else newest)
+            for replica in range(case.replicas):
+                with self.routers.count(microbatch):  # Only where there would be a backward.
+                    loss_of(case.kind, self.model, self.data, self.position(batch, replica, microbatch))
 
     def backward(self, position: int, scale: float) -> int:
         """Of the microbatch at ``position`` in the order of the samples; returns its number of tokens."""

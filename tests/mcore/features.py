@@ -64,7 +64,9 @@ EXACT = {
         distributed_optimizer=True,
     ),
     "experts with biases, half delayed": replace(CASE, model=BIASED, delayed=2),
-    "experts, loss over the batch": replace(CASE, model=GLOBALLY_BALANCED),
+    "experts, loss over the batch of all replicas, bf16, distributed optimizer": replace(
+        TWO_REPLICAS, model=GLOBALLY_BALANCED, precision="bf16", distributed_optimizer=True
+    ),
     "whole experts, tensor parallel, distributed optimizer": replace(
         EXPERTS_IN_TENSOR_PARALLEL, expert_tensor_parallel=1, distributed_optimizer=True
     ),
@@ -124,6 +126,7 @@ MORE = {
     "experts with biases, recomputed": replace(
         CASE, model=BIASED, recompute="selective", flags=("--recompute-modules", "moe")
     ),
+    "experts, loss over the batch": replace(CASE, model=GLOBALLY_BALANCED),
     "experts, loss over the batch, bf16, full recompute": replace(
         CASE, model=GLOBALLY_BALANCED, precision="bf16", recompute="full"
     ),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,21 @@ def _biased(model: Any) -> list[tuple[str, Any]]:
     ]
 
 
+@contextmanager
+def _counting(counted: Callable[[torch.Tensor], torch.Tensor], replicas: int) -> Iterator[None]:
+    """Let routers use what ``counted`` makes of their tokens per expert, and so many times their tokens."""
+    from megatron.core.transformer.moe import router
+
+    original = router.get_tokens_per_expert_and_token_count
+
+    def count(*args: Any, **keywords: Any) -> tuple[torch.Tensor, Any, Any]:
+        tokens, local, total = original(*args, **keywords)
+        return counted(tokens), local, total * replicas
+
+    with mock.patch.object(router, "get_tokens_per_expert_and_token_count", count):
+        yield
+
+
 class Routers:
     """Those of an undivided model: after a batch, each expert's bias moves by a fixed rate towards the mean load.
 
@@ -41,13 +58,44 @@ class Routers:
         self.biases = [bias for _, bias in biases(model)]
         """What the routers use, of any version."""
         self.newest = [bias.clone() for bias in self.biases]
+        self.count_over_replicas = bool(args.num_experts) and "global_aux_loss" in args.moe_router_load_balancing_type
+        self._counts: dict[int, list[torch.Tensor]] = {}
+        """By microbatch: the tokens per expert of all replicas, of the routers in their order."""
 
     def begin_batch(self) -> None:
         """Nothing is counted yet."""
+        self._counts.clear()
+        self._empty("local_tokens_per_expert")
+        self.begin_replica()
+
+    def begin_replica(self) -> None:
+        """Each of them counts microbatches from the first one on."""
+        self._empty("global_tokens_per_expert", "ga_steps")
+
+    def _empty(self, *names: str) -> None:
         for module in self._model.modules():
-            for name in ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps"):
+            for name in names:
                 if getattr(module, name, None) is not None:
                     getattr(module, name).zero_()
+
+    @contextmanager
+    def count(self, microbatch: int) -> Iterator[None]:
+        """Inside, a forward of one of the replicas: keep what its routers count."""
+        counts = self._counts.setdefault(microbatch, [])
+        found: list[torch.Tensor] = []
+        with _counting(lambda tokens: found.append(tokens) or tokens, replicas=1):
+            yield
+        self._counts[microbatch] = [sum(pair) for pair in zip(counts, found, strict=True)] if counts else found
+
+    @contextmanager
+    def show(self, microbatch: int, replicas: int) -> Iterator[None]:
+        """Inside, a loss over the batch sees what all replicas have counted in ``microbatch``, as if they had met."""
+        if not self.count_over_replicas:
+            yield
+            return
+        counts = iter(self._counts[microbatch])
+        with _counting(lambda _: next(counts), replicas):
+            yield
 
     def update(self) -> None:
         """By what was counted in a batch, on all ranks."""

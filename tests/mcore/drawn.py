@@ -1,0 +1,100 @@
+"""Settings drawn at random: features beside each other as nobody thought of putting them."""
+
+from __future__ import annotations
+
+import random
+
+from .case import Case
+from .features import (
+    ALL_TO_ALL,
+    BIASED,
+    EXPERTS,
+    GLOBALLY_BALANCED,
+    IN_BF16,
+    LATENT,
+    LLAMA,
+    PER_TOKEN,
+    SEVERAL_TOKENS,
+)
+
+_SPREAD = {
+    2: [(), (), (), tuple("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3".split())],
+    3: [("--pipeline-model-parallel-layout", layout) for layout in ("Et|ttt|L", "Et|tt|tL", "Ett|t|tL")],
+    4: [()],
+}
+"""By the number of stages: what says how layers are spread over them."""
+_EXPERTS = (EXPERTS, BIASED, GLOBALLY_BALANCED, ALL_TO_ALL)
+
+
+def drawn(seed: str) -> Case:
+    """A setting of 2BW that Megatron and we take, and that the oracle follows to the last bit: experts stay whole."""
+    draw = random.Random(seed)
+    stages = draw.choice([2, 2, 2, 3, 4])
+    tensor = draw.choice([1, 1, 2])
+    replicas = draw.choice([1, 2]) if stages * tensor * 2 <= 6 else 1
+    kind = draw.choice(["gpt"] * 5 + ["bert"])
+    model, experts = _gpt(draw, further_tokens=stages != 3) if kind == "gpt" else ((), ())
+    split = 1 if experts and tensor > 1 and draw.random() < 0.4 else 0
+    flags, counts = _order(draw, stages)
+    optimizer = _optimizer(draw, may_shard_layers=not split or replicas > 1)
+    model += draw.choice([(), (), PER_TOKEN])
+    model += IN_BF16 if optimizer["precision"] == "bf16" and draw.random() < 0.3 else ()
+    if draw.random() < 0.25:
+        flags += ("--overlap-grad-reduce", *["--overlap-param-gather"] * optimizer["distributed_optimizer"])
+    return Case(
+        schedule="2bw",
+        kind=kind,
+        stages=stages,
+        replicas=replicas,
+        batches=draw.choice([8, 12]),
+        tied=draw.random() < 0.5,
+        clip=draw.choice([0.0, 0.5, 1.0, 1.0]),
+        recompute=draw.choice(["no", "no", "selective", "full"]),
+        tensor_parallel=tensor,
+        sequence_parallel=tensor > 1 and kind == "gpt" and (bool(experts) or draw.random() < 0.5),
+        expert_tensor_parallel=split,
+        synchronous=draw.choice([0, 0, 0, 1, 3, 5]),
+        fused_gradients=draw.random() < 0.25,
+        model=model + experts,
+        flags=flags + draw.choice(_SPREAD[stages]),
+        record_gradients=True,
+        **counts,
+        **optimizer,
+    )
+
+
+def _gpt(draw: random.Random, *, further_tokens: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Flags of a model, and of its experts."""
+    model = draw.choice([(), (), LLAMA, LATENT, ("--swiglu",), ("--position-embedding-type", "rope")])
+    if further_tokens and model != LATENT and draw.random() < 0.15:
+        model += tuple(word for word in SEVERAL_TOKENS if word not in ("--position-embedding-type", "rope"))
+        model += () if "--position-embedding-type" in model else ("--position-embedding-type", "rope")
+    return model, draw.choice([(), (), (), *_EXPERTS])
+
+
+def _order(draw: random.Random, stages: int) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Flags, and numbers of microbatches: what decides on the order of a batch."""
+    extra = draw.choice([0, 0, 0, 1, 2])
+    least = (1 + extra) * (stages - 1)
+    microbatches = draw.randint(least, max(least, 6))
+    delayed = draw.randint(least, microbatches) if draw.random() < 0.35 and microbatches > least else 0
+    flags = ("--pipeline-extra-in-flight", str(extra)) if extra else ()
+    flags += ("--pipeline-gradient-buffers", "1") if draw.random() < 0.25 else ()
+    return flags, {"microbatches": microbatches, "delayed": delayed}
+
+
+def _optimizer(draw: random.Random, *, may_shard_layers: bool) -> dict[str, object]:
+    """Optimizer, precision and correction that go together; see ``mcore.refused``."""
+    optimizer = draw.choice(["adam", "adam", "adam", "muon", "lion", "sgd"])
+    of_layers = optimizer in ("muon", "lion")
+    precision = draw.choice(["fp32", "bf16", "bf16"] if of_layers else ["fp32", "bf16", "bf16", "fp16"])
+    may_shard = (may_shard_layers and precision == "bf16") if of_layers else optimizer == "adam"
+    corrections = [*["lead"] * (optimizer != "lion"), *["update-lead"] * (precision != "fp32")]
+    leads = [0.0, 0.0, 0.5, 1.0, 2.0] if corrections else [0.0]
+    return {
+        "optimizer": optimizer,
+        "precision": precision,
+        "distributed_optimizer": may_shard and draw.random() < 0.5,
+        "lead": draw.choice(leads),
+        "correction": draw.choice(corrections or ["lead"]),
+    }
