@@ -29,14 +29,18 @@ from tests.mcore.harness import run
 from tests.mcore.oracle import oracle
 
 ABOUT = f"""\
-Each line: 12 batches under --pipeline-schedule 2bw, clipping to norm 1.0, beside the oracle of delay-1 training in the
-same precision (tests/mcore/oracle.py; with tensor parallelism, one process per tensor-parallel rank), which clips by
-the run's norms. "equal": losses, loss scales, skipped updates, the gradient of every weight in every update, final
-weights and main weights are equal to the last bit; so are learning rates. norm: largest relative difference between a
-batch's global norm and the one that the oracle computes itself, limit {FLOOR:.1e}. clipped: share of updates that
-clipping changed. Tensor parallelism adds up in another order than one process: the lines below such a setting give how
-far the run is from the one-process oracle (losses, norms, final weights, gradients), and how far Megatron's own
-training is, in the same setting, without a delay."""
+Each line: a run under --pipeline-schedule 2bw, of 12 batches clipped to norm 1.0 where nothing else is said, beside the
+oracle of delay-1 training in the same precision (tests/mcore/oracle.py; with tensor parallelism, one process per
+tensor-parallel rank), which clips by the run's norms. "equal": losses, loss scales, skipped updates, the gradient of
+every weight in every update, final weights and main weights are equal to the last bit; so are learning rates. norm:
+largest relative difference between a batch's global norm and the one that the oracle computes itself, limit
+{FLOOR:.1e}. clipped: share of updates that clipping changed."""
+ABOUT_RANKS = """
+Tensor parallelism adds up in another order than one process: the lines below such a setting give how far the run is
+from the one-process oracle (losses, norms, final weights, gradients), and how far Megatron's own training is, in the
+same setting, without a delay."""
+ABOUT_DRAWN = """
+The line below says what was drawn: fields of the tests' Case that are not their defaults (no clipping, 24 batches)."""
 
 
 def main() -> int:
@@ -53,7 +57,7 @@ def main() -> int:
     if options.drawn:
         settings = [(f"drawn {options.seed}-{i}", drawn(f"{options.seed}-{i}")) for i in range(options.drawn)]
     chosen = [(name, case) for name, case in settings if options.only in name]
-    lines = [*heading(), "", ABOUT, ""]
+    lines = [*heading(), "", ABOUT, ABOUT_DRAWN if options.drawn else ABOUT_RANKS, ""]
     print("\n".join(lines), flush=True)
     failed = 0
     for _, together in groupby(chosen, key=lambda setting: replace(setting[1], recompute="no", tied=True)):
