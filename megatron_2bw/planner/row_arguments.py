@@ -1,14 +1,63 @@
-"""Keys of a row that are Megatron's arguments, as the flags that set them."""
+"""Keys of a row: fields of ours under all their names, and Megatron's arguments as the flags that set them."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_2bw.planner.accepted import GROUP
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import SWITCHES
+from megatron_2bw.planner.flags import FP8_FORMATS, LAYOUT_NUMBERS, SPELLED, SWITCHES
+from megatron_2bw.planner.inputs import misspelled
+from megatron_2bw.planner.layout import Layout, Precision
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.model_flags import MODEL_NUMBERS
 
+OURS = {
+    "global_batch_size": "global_batch",
+    "data_parallel_size": "data",
+    "pipeline_schedule": "schedule",
+    "use_distributed_optimizer": "distributed_optimizer",
+    "overlap_grad_reduce": "overlap_gradients",
+    "overlap_param_gather": "overlap_parameters",
+    "accumulate_allreduce_grads_in_fp32": "gradients_in_fp32",
+    "fp8_param_gather": "fp8_parameters",
+    "grad_reduce_in_bf16": "gradients_in_bf16",
+    "tp_comm_overlap": "overlap_tensor",
+    "pipeline_model_parallel_layout": "pipeline_layout",
+    "virtual_pipeline_model_parallel_size": "chunks",
+    "world_size": "gpus",
+    **{flag[2:].replace("-", "_"): name for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS}.items()},
+    "pp": "pipeline",
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "vp": "chunks",
+    "vpp": "chunks",
+    "sp": "sequence_parallel",
+    "num_moe_experts": "num_experts",
+    "dp": "data",
+    "mbs": "microbatch",
+    "gbs": "global_batch",
+}
+"""Our names for Megatron's, as its arguments spell them, and for those that tables of measurements have."""
+_OF_RECOMPUTATION = ("recompute_granularity", "recompute_activations")
+_MEGATRONS = {
+    "num_query_groups": ("group_query_attention",),
+    "ffn_hidden_size": ("moe_ffn_hidden_size", "moe_layer_freq"),
+    "vocab_size": ("padded_vocab_size",),
+    "recompute_method": _OF_RECOMPUTATION,
+    "recompute_num_layers": _OF_RECOMPUTATION,
+}
+"""Names that mean what they do in Megatron where one of these is beside them."""
+_PRECISIONS = {"torch.bfloat16": Precision.BF16, "torch.float16": Precision.FP16, "torch.float32": Precision.FP32}
+MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "given_flags"}
+LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name != "optimizer"}
+"""Fields that a row may have. Megatron has more optimizers than ours; its flag says which one."""
+_KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
 _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "microbatch_group_size_per_vp_stage": GROUP}
 """Of arguments that Megatron keeps under other names than their flags."""
 _NEGATED = {
@@ -26,6 +75,59 @@ _ALIKE = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "add_position_embedding", 
 """Arguments that no price depends on, with names that look like flags on which prices do."""
 _MEMBER = re.compile(r"[A-Z]\w*\.(\w+)")
 """Of an enumeration, as Python prints it."""
+
+
+def check_spelling(row: dict[str, Any]) -> None:
+    """Whether a key looks like one that means something.
+
+    Raises:
+        PlanError: it does.
+    """
+    for key in row.keys() - _KEYS:
+        is_spelled = key in OURS or hasattr(Layout, key) or "--" + key.replace("_", "-") in SPELLED
+        nearest = None if is_spelled else misspelled(key, _KEYS)
+        if nearest is not None and nearest not in row:
+            raise PlanError(f"unknown key {key!r}; did you mean {nearest!r}?")
+
+
+def in_our_names(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``row`` as fields of ours, and what is left for Megatron's flags to say.
+
+    Raises:
+        PlanError: two keys contradict each other.
+    """
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for key, value in row.items():
+        is_format = key == "fp8" and (isinstance(value, bool) or value in FP8_FORMATS)
+        name = OURS.get(key, key)
+        if is_format:
+            theirs[key] = FP8_FORMATS[0] if value is True else value
+        elif name not in _KEYS or key == "optimizer" or any(other in row for other in _MEGATRONS.get(key, ())):
+            theirs[key] = value
+        elif sources.setdefault(name, key) == key:
+            ours[name] = value
+        elif ours[name] != value:
+            raise PlanError(f"{key} {value!r} and {sources[name]} {ours[name]!r} disagree; leave out one of them")
+    for name, precision in _precisions(theirs):
+        if ours.setdefault("precision", precision) != precision:
+            raise PlanError(f"{name} {row[name]!r} and precision {ours['precision']!r} disagree; leave out one of them")
+    if "encoder_seq_length" in theirs:
+        ours.setdefault("seq_length", theirs.pop("encoder_seq_length"))
+    return ours, theirs
+
+
+def _precisions(theirs: dict[str, Any]) -> Iterator[tuple[str, Precision]]:
+    """Of Megatron's arguments, which are taken out of the row, and the precision they ask for."""
+    asked = [name for name in ("bf16", "fp16") if name in theirs]
+    on = [name for name in asked if theirs.pop(name)]
+    if len(on) > 1:
+        raise PlanError("bf16 and fp16 exclude each other; leave one out")
+    if asked:
+        yield (on or asked)[0], Precision(on[0]) if on else Precision.FP32
+    if (precision := _PRECISIONS.get(str(theirs.pop("params_dtype", "")))) is not None:
+        yield "params_dtype", precision
 
 
 def flags_of(row: dict[str, Any]) -> dict[str, list[str]]:
