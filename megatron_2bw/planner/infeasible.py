@@ -82,8 +82,10 @@ class Infeasible:
         refused = [model_problem(self._candidates.model, replace(layout, schedule=schedule)) for schedule in schedules]
         return refused[0] if all(refused) else None
 
-    def _leanest(self) -> tuple[float, Layout]:
+    def _leanest(self) -> tuple[float, Layout] | None:
         """(bytes, layout) of what needs least, if possible under one of the schedules that are asked for.
+
+        None where no layout was counted.
 
         Shapes are out when Megatron's own, which needs least, does not fit: then it stands for the others.
         """
@@ -174,8 +176,11 @@ class Infeasible:
                 size = max(batch * more.gpus // cluster.gpus, 1) if share else batch
                 if self.finder.of_other(cluster=more, global_batch=size).first():
                     return f"use {more.gpus} GPUs" + (f" and a global_batch of {size}" if share else "")
+        leanest = self._leanest()
+        if leanest is None:
+            return "lift a limit, or use another global_batch"
         for factor in _MEMORIES:  # Limits may need more than the layout that needs least.
-            memory_gb = math.ceil(self._leanest()[0] / GIB * factor)
+            memory_gb = math.ceil(leanest[0] / GIB * factor)
             if self.finder.of_other(cluster=replace(cluster, gpu=replace(cluster.gpu, memory_gb=memory_gb))).first():
                 return f"use GPUs with {memory_gb} GiB"
         return "lift a limit"

@@ -307,4 +307,6 @@ def _unused(model: Model) -> dict[str, int]:
     names = [] if model.num_experts else _OF_EXPERTS
     names = [*names, *([] if model.multi_latent_attention else (*LATENT_SIZES, "q_lora_rank", "qk_layernorm"))]
     names += [] if model.moe_shared_expert_intermediate_size else ["moe_shared_expert_gate"]
-    return {name: type(getattr(model, name))() for name in names}
+    names += [] if model.dense_layers else ["dense_ffn_hidden_size"]
+    unused = {name: type(getattr(model, name))() for name in names}
+    return unused if model.num_experts else {**unused, "moe_router_topk": 2}

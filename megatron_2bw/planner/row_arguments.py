@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from megatron_2bw.planner.accepted import GROUP
+from megatron_2bw.planner.accepted import DIST_MUON, GROUP
+from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import FP8_FORMATS, LAYOUT_NUMBERS, SPELLED, SWITCHES
 from megatron_2bw.planner.inputs import misspelled
@@ -53,6 +54,7 @@ _MEGATRONS = {
     "recompute_num_layers": _OF_RECOMPUTATION,
 }
 """Names that mean what they do in Megatron where one of these is beside them."""
+_OF_PRECISION = ("bf16", "fp16", "params_dtype")
 _PRECISIONS = {"torch.bfloat16": Precision.BF16, "torch.float16": Precision.FP16, "torch.float32": Precision.FP32}
 MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "given_flags"}
 LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name != "optimizer"}
@@ -90,29 +92,64 @@ def check_spelling(row: dict[str, Any]) -> None:
             raise PlanError(f"unknown key {key!r}; did you mean {nearest!r}?")
 
 
+def without(row: dict[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+    """``row`` but the arguments that ``ignored`` flags set."""
+    kept = {key: value for key, value in row.items() if not flags_that_set(key).intersection(ignored)}
+    if any(key in row and key not in kept for key in _OF_PRECISION):
+        kept["precision"] = Precision.FP32  # As Megatron without them.
+    return kept
+
+
+def flags_that_set(key: str) -> set[str]:
+    """Flags of Megatron that say what ``key`` does.
+
+    >>> sorted(flags_that_set("tp")), flags_that_set("fp8")
+    (['--tensor-model-parallel-size', '--tp'], {'--fp8-format'})
+    """
+    if key == "params_dtype":
+        return {"--bf16", "--fp16"}
+    names = {key, *(other for other, name in OURS.items() if name == OURS.get(key, key))}
+    return {_flag(name) for name in names}
+
+
+def _flag(key: str) -> str:
+    return _NEGATED.get(key) or _FLAGS.get(key) or "--" + key.replace("_", "-")
+
+
 def in_our_names(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """``row`` as fields of ours, and what is left for Megatron's flags to say.
 
     Raises:
         PlanError: two keys contradict each other.
     """
+    if row.get("use_layer_wise_distributed_optimizer") or row.get("optimizer") == DIST_MUON:
+        row = {**row, "use_distributed_optimizer": True}  # Megatron says it in one of the two.
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     sources: dict[str, str] = {}
+
+    def agree(name: str, value: Any, key: str) -> None:
+        if sources.setdefault(name, key) == key:
+            ours[name] = value
+        elif ours[name] != value:
+            raise PlanError(f"{key} {row[key]!r} and {sources[name]} {ours[name]} disagree; leave out one of them")
+
     for key, value in row.items():
-        is_format = key == "fp8" and (isinstance(value, bool) or value in FP8_FORMATS)
         name = OURS.get(key, key)
-        if is_format:
+        if key == "fp8" and (isinstance(value, bool) or value in FP8_FORMATS):
             theirs[key] = FP8_FORMATS[0] if value is True else value
         elif name not in _KEYS or key == "optimizer" or any(other in row for other in _MEGATRONS.get(key, ())):
             theirs[key] = value
-        elif sources.setdefault(name, key) == key:
-            ours[name] = value
-        elif ours[name] != value:
-            raise PlanError(f"{key} {value!r} and {sources[name]} {ours[name]!r} disagree; leave out one of them")
-    for name, precision in _precisions(theirs):
-        if ours.setdefault("precision", precision) != precision:
-            raise PlanError(f"{name} {row[name]!r} and precision {ours['precision']!r} disagree; leave out one of them")
+        elif name == "mixpipe_k" and value == AUTO:
+            theirs[name] = value
+        else:
+            agree(name, value, key)
+    for key, precision in _precisions(theirs):
+        agree("precision", precision, key)
+    if "recompute" in ours:
+        for key in _OF_RECOMPUTATION:
+            if theirs.get(key):
+                agree("recompute", "selective" if theirs[key] is True else theirs[key], key)
     if "encoder_seq_length" in theirs:
         ours.setdefault("seq_length", theirs.pop("encoder_seq_length"))
     return ours, theirs
@@ -143,7 +180,7 @@ def flags_of(row: dict[str, Any]) -> dict[str, list[str]]:
     for key, value in row.items():
         if value is None or key in _ALIKE:
             continue
-        flag = _NEGATED.get(key) or _FLAGS.get(key) or "--" + key.replace("_", "-")
+        flag = _flag(key)
         if flag in SWITCHES and not isinstance(value, bool):
             raise PlanError(f"{key} {value!r}: give true or false")
         words = _words(not value if key in _NEGATED else value)

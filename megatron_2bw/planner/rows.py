@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,25 @@ from megatron_2bw.planner.inputs import (
 from megatron_2bw.planner.kernels import fuses_attention
 from megatron_2bw.planner.layout import Layout, Precision
 from megatron_2bw.planner.model import Kind, Model
-from megatron_2bw.planner.model_flags import model_flags, vocabulary
+from megatron_2bw.planner.model_flags import learns_positions, model_flags, vocabulary
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.report import prediction_json
-from megatron_2bw.planner.row_arguments import LAYOUT, MODEL, OURS, check_spelling, flags_of, in_our_names
+from megatron_2bw.planner.row_arguments import (
+    LAYOUT,
+    MODEL,
+    OURS,
+    check_spelling,
+    flags_of,
+    flags_that_set,
+    in_our_names,
+    without,
+)
 from megatron_2bw.planner.rules import MEGATRON
 from megatron_2bw.planner.unpriced import GROUPED
 
-_DECIDED = "tied bias rmsnorm learned_positions dropout dense_layers recompute fp8 chunks fused_attention".split()
-_DECIDED += "fused_swiglu fused_loss distributed_optimizer".split()
+_DECIDED = "tied bias rmsnorm learned_positions dropout dense_layers recompute fp8".split()
+_DECIDED += "chunks fused_attention fused_swiglu fused_loss distributed_optimizer".split()
 """Fields of ours that Megatron says in other words, too."""
 _NOT_IN_FLAGS = ("split_transfers", "keeps_main_gradients")
 """Fields of a Layout that today's Megatron does not have."""
@@ -45,7 +55,7 @@ _OUTCOMES = ("prediction", "error")
 
 
 def predicted_rows(
-    file: Path, defaults: dict[str, Any], *, ignored: Collection[str] = ()
+    file: Path, defaults: dict[str, Any], *, ignored: Set[str] = frozenset()
 ) -> Iterator[tuple[str, bool]]:
     """(line, it failed) for every line of ``file``: the same object with ``prediction``, or with ``error``.
 
@@ -68,6 +78,8 @@ def predicted_rows(
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
         raise PlanError(f"--jsonl {file}: {reason}; give a file with one JSON object per line") from error
+    if unused := sorted(ignored - _flags_of_any(text)):
+        raise PlanError(f"--ignore {unused[0]}: no row has it; leave it out")
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -79,6 +91,15 @@ def predicted_rows(
             outcome = {"error": f"{where}: {error}"}
         kept = {key: value for key, value in row.items() if key not in _OUTCOMES}
         yield json.dumps({**kept, **outcome}), "error" in outcome
+
+
+def _flags_of_any(text: str) -> set[str]:
+    """Flags that set keys of any of the rows."""
+    found: set[str] = set()
+    for line in text.split("\n"):
+        with contextlib.suppress(PlanError):
+            found.update(*map(flags_that_set, parsed(line, "row")))
+    return found
 
 
 def _completed(row: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -93,10 +114,10 @@ def predicted(row: dict[str, Any], *, ignored: Collection[str] = ()) -> dict[str
     Raises:
         PlanError: the row describes no configuration that runs.
     """
-    row = {key: value for key, value in row.items() if value is not None}
+    row = without({key: value for key, value in row.items() if value is not None}, ignored)
     check_spelling(row)
     ours, theirs = in_our_names(row)
-    options = Options(values=flags_of(theirs)).without(ignored)
+    options = Options(values=flags_of(theirs))
     model, base = _model(ours, options), _cluster(ours)
     layout = _layout(ours, model, base)
     words = [*model_flags(model), "--vocab-size", str(model.vocab_size), *layout_flags(model, layout)]
@@ -118,6 +139,11 @@ def _model(ours: dict[str, Any], options: Options) -> Model:
     """The model as far as fields of ours describe it."""
     fields = {key: value for key, value in ours.items() if key in MODEL}
     if "model" not in ours:
+        fields.setdefault("learned_positions", learns_positions(options))
+        if "--moe-layer-freq" in options:  # It says which layers have experts, and what the widths are of.
+            fields = {
+                key: value for key, value in fields.items() if key not in ("dense_layers", "dense_ffn_hidden_size")
+            }
         if "vocab_size" not in fields:
             kind = checked(fields.get("kind", Kind.GPT), Kind, "kind")
             fields["vocab_size"] = vocabulary(options, kind)
@@ -177,7 +203,7 @@ def _looked_at(model: Model, fields: dict[str, Any]) -> dict[str, bool]:
     """Which fields Megatron looks at only beside others, and whether those are there."""
     precision = fields.get("precision", Precision.BF16)
     return {
-        "expert_tensor": model.num_experts > 0,
+        **dict.fromkeys(("expert_tensor", "dense_layers"), model.num_experts > 0),
         "sequence_parallel": fields.get("tensor", 1) > 1,
         "fused_swiglu": model.swiglu,
         "gradients_in_fp32": precision is Precision.FP16,

@@ -107,7 +107,7 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--use-torch-fsdp2": (_given, "sharded parameters"),
     "--tensor-parallel-num-weight-shards": (_shards_weights, "sharded parameters"),
     "--expert-tensor-parallel-num-weight-shards": (_shards_weights, "sharded parameters"),
-    "--cpu-offloading": (_given, "offloading"),
+    **dict.fromkeys(("--cpu-offloading", "--cpu-offloading-num-layers"), (_given, "offloading")),
     "--optimizer-cpu-offload": (_given, "offloading"),
     "--fine-grained-activation-offloading": (_given, "offloading"),
     "--distribute-saved-activations": (_given, "distributed inputs of layers"),

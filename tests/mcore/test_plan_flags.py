@@ -121,9 +121,12 @@ def parser() -> argparse.ArgumentParser:
 Validate = Callable[[Model, Layout], tuple[Any, Any]]
 
 
+Accept = Callable[[list[str], int], argparse.Namespace]
+
+
 @pytest.fixture
-def validate(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> Validate:
-    """Megatron's arguments and TransformerConfig for the flags of a layout, on Hopper."""
+def accept(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> Accept:
+    """Megatron's arguments for some flags on so many GPUs, on Hopper."""
     from megatron.training import arguments
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -132,13 +135,26 @@ def validate(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -
     # Experts in 8 bits need Transformer Engine.
     monkeypatch.setattr("megatron.core.transformer.transformer_config.is_te_min_version", lambda *version: True)
 
-    def with_flags_of(model: Model, layout: Layout) -> tuple[Any, Any]:
-        args = parser.parse_args([*layout_flags(model, layout), *model_flags(model), *TRAINING])
-        args.world_size, args.rank = layout.gpus, 1  # Rank 0 prints.
+    monkeypatch.setattr("megatron_2bw.mcore.cpu_backend.needed", lambda: False)
+
+    def with_flags(words: list[str], gpus: int) -> argparse.Namespace:
+        args = parser.parse_args([*words, *TRAINING])
+        args.world_size, args.rank = gpus, 1  # Rank 0 prints.
         validated(args, lambda: arguments.validate_args(args))
+        return args
+
+    return with_flags
+
+
+@pytest.fixture
+def validate(accept: Accept) -> Validate:
+    """Megatron's arguments and TransformerConfig for the flags of a layout."""
+    from megatron.training import arguments
+
+    def with_flags_of(model: Model, layout: Layout) -> tuple[Any, Any]:
+        args = accept([*layout_flags(model, layout), *model_flags(model)], layout.gpus)
         return args, arguments.core_transformer_config_from_args(args)
 
-    monkeypatch.setattr("megatron_2bw.mcore.cpu_backend.needed", lambda: False)
     return with_flags_of
 
 
@@ -406,24 +422,21 @@ def test_what_the_rules_refuse_is_refused_here_too(case: str, validate: Validate
         "--normalization RMSNorm --use-distributed-optimizer --sequence-parallel --recompute-granularity full "
         "--recompute-method block --recompute-num-layers 2 --group-query-attention --num-query-groups 2",
         "--num-experts 4 --expert-model-parallel-size 2 --moe-ffn-hidden-size 256 --moe-layer-freq ([0]*1+[1]*7) "
-        "--disable-bias-linear --sequence-parallel --optimizer sgd --attention-backend unfused",
+        "--disable-bias-linear --sequence-parallel --attention-backend unfused",
         "--pipeline-schedule 2bw --pipeline-extra-in-flight 1 --pipeline-gradient-buffers 1 --transformer-impl local",
-        "--num-layers-per-virtual-pipeline-stage 2 --no-bias-gelu-fusion --squared-relu --cuda-graph-impl local",
-        "--multi-latent-attention --kv-lora-rank 64 --position-embedding-type rope",
+        "--num-layers-per-virtual-pipeline-stage 2 --no-bias-gelu-fusion --squared-relu",
+        "--multi-latent-attention --kv-lora-rank 64 --position-embedding-type rope --mtp-num-layers 1",
+        "--optimizer muon --use-distributed-optimizer --overlap-grad-reduce",
+        "--optimizer lion --use-distributed-optimizer --pipeline-schedule 1f1b-flush",
     ],
 )
-def test_a_row_of_megatrons_arguments_is_priced_as_its_flags(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_megatrons_arguments_is_priced_as_its_flags(more: str, accept: Accept) -> None:
     """Of all of them, as ``vars(args)`` has them in a training script."""
-    from megatron.training.arguments import parse_args
-
-    words = [*model_flags(dataclasses.replace(SMALL, num_layers=8)), "--vocab-size", "1000", *more.split()]
+    words = [*model_flags(dataclasses.replace(SMALL, num_layers=8)), *more.split()]
     words += "--micro-batch-size 1 --global-batch-size 32 --bf16 --no-rope-fusion".split()
     words += "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
-    args = vars(parse_args(extra_args_provider=add_arguments, ignore_unknown_args=False))
     cluster = CLUSTERS["dgx-h100"]
-    run = read(Options.parse(words), gpus=16, gpu=cluster.gpu)
+    run = read(Options.parse([*words, *TRAINING]), gpus=16, gpu=cluster.gpu)
     expected = prediction_json(run.model, price(run.model, run.layout, sized(cluster, gpus=16)))
-    row = json.loads(json.dumps({**args, "cluster": "dgx-h100"}, default=str))
+    row = json.loads(json.dumps({**vars(accept(words, 16)), "cluster": "dgx-h100"}, default=str))
     assert predicted(row) == {**expected, "notes": list(run.notes)}

@@ -96,6 +96,8 @@ FLAGS = {
         {"padded_vocab_size": 50304},
         {"cuda_graph_impl": "local"},
         {"rampup_batch_size": [8, 8, 1000]},
+        {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+        {"pipeline_schedule": "mixpipe", "mixpipe_k": "auto", "untie_embeddings_and_output_weights": True},
         {"bf16": False},
     ],
     ids=str,
@@ -153,6 +155,12 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
         ({"tp": 3, "gpus": 64}, "tp 3 and tensor 4"),
         ({"pp": 3, "pipeline": 3}, "gpus 64 is no multiple of tensor x context x pipeline = 12; use 72"),
         ({"optimizer": "adam", "optimizer_cpu_offload": True}, "give --ignore optimizer-cpu-offload"),
+        (
+            {"recompute": "full", "recompute_activations": True},
+            "recompute_activations True and recompute full disagree",
+        ),
+        ({"params_dtype": "torch.float16", "bf16": True}, "params_dtype 'torch.float16' and bf16 bf16 disagree"),
+        ({"cpu_offloading_num_layers": 2}, "does not cover offloading"),
         ({"tp": 2}, "tp 2 and tensor 4 disagree; leave out one of them"),
         ({"micro_batch_size": "2"}, "microbatch '2': give a whole number"),
         ({"recompute_granularity": "some"}, "--recompute-granularity some: choose one of none, selective, full"),
@@ -162,6 +170,36 @@ def test_what_a_row_may_not_ask_for(more: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError) as refusal:
         predicted({**ROW, **more})
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "kept"),
+    [
+        ("--bf16", {"bf16": False}),
+        ("--pipeline-model-parallel-size", {"pipeline_model_parallel_size": 1}),
+        ("--optimizer-cpu-offload", {}),
+    ],
+)
+def test_what_is_ignored_of_a_row(ignored: str, kept: dict[str, Any]) -> None:
+    row = {**FLAGS, "cluster": "dgx-h100", "gpus": 8}
+    asked = row if kept else {**row, "optimizer_cpu_offload": True}
+    assert predicted(asked, ignored={ignored}) == predicted({**row, **kept})
+
+
+def test_widths_of_experts_and_of_layers_before_them() -> None:
+    sizes = {"num_experts": 8, "swiglu": True, "ffn_hidden_size": 1024, "bias": False, "sequence_parallel": True}
+    row = {**FLAGS, **sizes, "cluster": "dgx-h100", "gpus": 8}
+    assert predicted({**row, "dense_ffn_hidden_size": 4096}) == predicted(row), "there are no such layers"
+    mixed = {**row, "moe_layer_freq": "([0]*2+[1]*6)"}
+    assert predicted({**mixed, "dense_layers": 2}) == predicted(mixed) != predicted(row)
+    with pytest.raises(PlanError, match="dense_layers 3: Megatron's arguments in the row say 2"):
+        predicted({**mixed, "dense_layers": 3})
+
+
+def test_a_dense_model_is_the_same_whatever_its_router_would_do() -> None:
+    sizes = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 50257}
+    row = {**ROW, "model": {**sizes, "moe_router_topk": 4}}
+    assert predicted(row) == predicted({**ROW, "model": sizes})
 
 
 def test_flags_of_a_model_come_from_a_command_line() -> None:

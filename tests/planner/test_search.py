@@ -363,6 +363,12 @@ def test_what_is_said_to_be_enough_is(
         assert search(MODELS[model], sized(node, gpus=numbers[0]), numbers[1] if numbers[1:] else batch, space).choices
 
 
+def test_where_neither_more_gpus_nor_larger_ones_help():
+    """No layout was counted, so nothing says how much memory would do."""
+    with pytest.raises(PlanError, match=r"; lift a limit, or use another global_batch$"):
+        search(MODELS["llama3-405b"], sized(CLUSTERS["dgx-h100"], gpus=40), 7, Space(pipelines=(2,)))
+
+
 def test_a_batch_that_does_not_split_is_replaced_by_one_that_has_a_layout():
     """All 5 GPUs as replicas would need no other than 255, but 2bw a pipeline."""
     few = dataclasses.replace(MODEL, num_layers=6)
