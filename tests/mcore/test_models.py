@@ -23,7 +23,7 @@ CALIBRATED = [
     "gradients in bf16, distributed optimizer, loss per token",
     "gradients in bf16, summed in fp32 over four replicas",
     "experts with biases, bf16, distributed optimizer, full recompute",
-    "experts, loss over the batch",
+    "experts, loss over the batch of all replicas, bf16, distributed optimizer",
     "whole experts, tensor parallel, distributed optimizer",
 ]
 

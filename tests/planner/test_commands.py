@@ -514,7 +514,7 @@ BAD = {
     f"{PLAN} --synchronous-warmup-fraction 1": "synchronous_warmup_fraction 1.0: give a share from 0 to below 1",
     f"{PLAN} --pipeline-gradient-buffers 3": "gradient_buffers 3: there are 1 or 2; use 2",
     f"{PLAN} --pipeline-extra-in-flight 9": "extra_in_flight 9: above 3, transfers would wait for each other; use 3",
-    f"{PLAN} --pipeline-schedule mixpipe --mixpipe-k 3": "mixpipe_k 3: an even number up to pipeline 4; use mixpipe_k",
+    f"{PLAN} --pipeline-schedule mixpipe,2bw --mixpipe-k 3": "mixpipe_k 3: it is even; use 4",
     f"{PLAN} --synchronous-warmup-fraction 0.1 --sample-efficiency auto": "auto chooses the share; leave one out",
     f"{PLAN} --delayed-microbatches-fraction 0": "delayed_microbatches_fraction 0.0: give a share above 0",
     f"{PLAN} --delayed-microbatches-fraction 0.5 --sample-efficiency auto": "auto chooses the share; leave one out",
