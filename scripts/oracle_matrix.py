@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -62,7 +62,7 @@ def main() -> int:
     failed = 0
     for _, together in groupby(chosen, key=lambda setting: replace(setting[1], recompute="no", tied=True)):
         for name, case in together:
-            problems, report = _report(name, case)
+            problems, report = _report(name, case, _words if options.drawn else _one_process)
             failed += bool(problems)
             lines += report
             print("\n".join(report), flush=True)
@@ -74,7 +74,7 @@ def main() -> int:
     return 1 if failed or not chosen else 0
 
 
-def _report(name: str, case: Case) -> tuple[list[str], list[str]]:
+def _report(name: str, case: Case, more: Callable[[Case], Iterator[str]]) -> tuple[list[str], list[str]]:
     """What is wrong, and the lines to print."""
     start_s = time.monotonic()
     comparison = matrix.compared(case)
@@ -82,16 +82,15 @@ def _report(name: str, case: Case) -> tuple[list[str], list[str]]:
     verdict = "NOT equal" if problems else "equal"
     seconds = time.monotonic() - start_s
     line = f"{name:<66} {verdict:<10} norm {comparison.norms:.1e}  clipped {comparison.clipped:.0%}  {seconds:3.0f} s"
-    if name.startswith("drawn"):
-        return problems, [line, f"    {_words(case)}", *(f"    {problem}" for problem in problems)]
-    return problems, [line, *(f"    {problem}" for problem in problems), *_one_process(case)]
+    return problems, [line, *(f"    {problem}" for problem in problems), *more(case)]
 
 
-def _words(case: Case) -> str:
+def _words(case: Case) -> Iterator[str]:
     """What ``case`` has that a plain one does not."""
     plain = Case(schedule="2bw", stages=0, microbatches=0, record_gradients=True)
     given = {name: value for name, value in asdict(case).items() if value != getattr(plain, name)}
-    return " ".join(f"{name}={' '.join(value) if isinstance(value, tuple) else value}" for name, value in given.items())
+    words = (f"{name}={' '.join(value) if isinstance(value, tuple) else value}" for name, value in given.items())
+    yield f"    {' '.join(words)}"
 
 
 def _one_process(case: Case) -> Iterator[str]:

@@ -52,24 +52,6 @@ _FUSED_LOSS = {"--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"}
 FP8_FORMATS = ("hybrid", "e4m3")
 _IN_BLOCKS = (Fp8.BLOCKWISE, Fp8.MXFP8)
 """Recipes whose scales are fine enough for gradients in e4m3."""
-SPELLED = frozenset(
-    {
-        *MODEL_FLAGS,
-        *LAYOUT_NUMBERS,
-        *CHECKED,
-        *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --sequence-parallel".split(),
-        *"--recompute-activations --recompute-granularity --recompute-method --bf16 --fp16 --transformer-impl".split(),
-        *"--use-distributed-optimizer --overlap-grad-reduce --attention-backend --use-flash-attn".split(),
-        *"--no-bias-swiglu-fusion --accumulate-allreduce-grads-in-fp32".split(),
-        *"--merge-file --vocab-file --fp8-format --fp8-recipe --fp8-param-gather --cross-entropy-fusion-impl".split(),
-        *f"--grad-reduce-in-bf16 --tp-comm-overlap {PIPELINE_LAYOUT}".split(),
-        # Megatron's own, which look like others.
-        *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
-        *"--moe-expert-rank-capacity-factor --moe-z-loss-coeff --fp4-recipe --fp4-param-gather".split(),
-        "--mtp-hybrid-override-pattern",
-    }
-)
-"""Flags that are spelled correctly."""
 SWITCHES = frozenset(
     {
         *MODEL_SWITCHES,
@@ -79,7 +61,23 @@ SWITCHES = frozenset(
         *"--fp8-param-gather".split(),
     }
 )
-"""Those without a value."""
+"""Flags without a value."""
+SPELLED = frozenset(
+    {
+        *MODEL_FLAGS,
+        *LAYOUT_NUMBERS,
+        *SWITCHES,
+        *CHECKED,
+        *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --transformer-impl".split(),
+        *"--recompute-granularity --recompute-method --attention-backend --cross-entropy-fusion-impl".split(),
+        *f"--merge-file --vocab-file --fp8-format --fp8-recipe {PIPELINE_LAYOUT}".split(),
+        # Megatron's own, which look like others.
+        *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
+        *"--moe-expert-rank-capacity-factor --moe-z-loss-coeff --fp4-recipe --fp4-param-gather".split(),
+        "--mtp-hybrid-override-pattern",
+    }
+)
+"""Flags that are spelled correctly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def predicted_rows(
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
         raise PlanError(f"--jsonl {file}: {reason}; give a file with one JSON object per line") from error
-    if unused := sorted(ignored - _flags_of_any(text)):
+    if ignored and (unused := sorted(ignored - _flags_of_any(text))):
         raise PlanError(f"--ignore {unused[0]}: no row has it; leave it out")
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

@@ -233,14 +233,7 @@ def h100s() -> Iterator[Row]:
 
 def _of_table(row: dict[str, str]) -> tuple[Model, dict[str, int]]:
     """Model and degrees of parallelism of a row of Megatron's tables of models."""
-    model = Model(
-        name=f"{row['params_b']}B",
-        num_layers=int(row["layers"]),
-        hidden_size=int(row["hidden"]),
-        num_attention_heads=int(row["heads"]),
-        seq_length=int(row["seq_len"]),
-        vocab_size=int(row["vocab"]),
-    )
+    model = replace(measured.gpt(row), name=f"{row['params_b']}B")
     return model, {"pipeline": int(row["pp"]), "data": int(row["dp"]), "tensor": int(row["tp"])}
 
 

@@ -146,7 +146,7 @@ class Training:
                 for _ in range(self.rules.directions)
             ]
             for microbatch in range(case.microbatches):
-                self.load(older if microbatch < (case.delayed or case.microbatches) else newest)
+                self.load(older if self.is_delayed(microbatch) else newest)
                 with self.routers.show(microbatch, case.replicas):
                     tokens += self.backward(self.position(batch, replica, microbatch), scale)
                 part = directions[microbatch % len(directions)]
@@ -171,6 +171,9 @@ class Training:
             total[0].view(-1)[0] = math.inf
         return [gradient.float() * (1.0 / scale) for gradient in total]
 
+    def is_delayed(self, microbatch: int) -> bool:
+        return microbatch < (self.case.delayed or self.case.microbatches)
+
     def position(self, batch: int, replica: int, microbatch: int) -> int:
         """In the order of the samples."""
         return (batch * self.case.microbatches + microbatch) * self.case.replicas + replica
@@ -179,7 +182,7 @@ class Training:
         """Where a loss depends on the tokens per expert of all replicas: forwards of all, before the first backward."""
         case = self.case
         for microbatch in range(case.microbatches if self.routers.count_over_replicas else 0):
-            self.load(older if microbatch < (case.delayed or case.microbatches) else newest)
+            self.load(older if self.is_delayed(microbatch) else newest)
             for replica in range(case.replicas):
                 with self.routers.count(microbatch):  # Only where there would be a backward.
                     loss_of(case.kind, self.model, self.data, self.position(batch, replica, microbatch))

@@ -62,27 +62,11 @@ def vtrain(which: str, folder: Path = DATA) -> list[Row]:
 
 
 def _vtrain_row(row: dict[str, str]) -> Row:
-    model = Model(
-        num_layers=int(row["layers"]),
-        hidden_size=int(row["hidden"]),
-        num_attention_heads=int(row["heads"]),
-        seq_length=int(row["seq_len"]),
-        vocab_size=int(row["vocab"].split()[0]),
-    )
-    layout = Layout(
-        schedule="megatron",
-        pipeline=int(row["pp"]),
-        data=int(row["dp"]),
-        tensor=int(row["tp"]),
-        microbatch=int(row["mbs"]),
-        global_batch=int(row["gbs"]),
-        recompute=Recompute.FULL,
-        **OLD_MEGATRON,
-    )
+    layout = _recomputed(row)
     return Row(
-        name=f"t={layout.tensor} w={layout.data} d={layout.pipeline} b={layout.microbatch}",
+        name=_degrees(layout),
         group=f"{row['params_b'] or 'h=' + row['hidden']}, {row['gpus']} GPUs, B={row['gbs']}",
-        model=model,
+        model=gpt(row),
         layout=layout,
         cluster=a100s(int(row["gpus"]), float(row["inter_node_bw_gbps"])),
         measured=float(row["iteration_time_ms"]) / 1e3,
@@ -95,36 +79,39 @@ def bigscience(folder: Path = DATA) -> list[Row]:
 
 
 def _bigscience_row(row: dict[str, str]) -> Row:
-    model = Model(
-        num_layers=int(row["layers"]),
-        hidden_size=int(row["hidden"]),
-        num_attention_heads=int(row["heads"]),
-        seq_length=int(row["seq_len"]),
-        vocab_size=int(row["vocab"]),
-        learned_positions=False,
-        dropout=False,
+    layout = replace(
+        _recomputed(row),
+        first_stage_layers=int(row["first_stage_layers"]),
+        last_stage_layers=int(row["last_stage_layers"]),
+        distributed_optimizer=True,
+        precision=Precision(row["precision"]),
     )
-    layout = Layout(
+    return Row(
+        name=f"{row['params_b']}B, {_degrees(layout)}",
+        group=f"{row['params_b']}B of {row['layers']} layers, {row['date']}",
+        model=replace(gpt(row), learned_positions=False, dropout=False),
+        layout=layout,
+        cluster=a100s(int(row["gpus"]), 400),
+        measured=float(row["iteration_time_s"]),
+    )
+
+
+def _recomputed(row: dict[str, str]) -> Layout:
+    """Everything recomputed, under 1F1B."""
+    return Layout(
         schedule="megatron",
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
         tensor=int(row["tp"]),
         microbatch=int(row["mbs"]),
         global_batch=int(row["gbs"]),
-        first_stage_layers=int(row["first_stage_layers"]),
-        last_stage_layers=int(row["last_stage_layers"]),
         recompute=Recompute.FULL,
-        distributed_optimizer=True,
-        **OLD_MEGATRON | {"precision": Precision(row["precision"])},
+        **OLD_MEGATRON,
     )
-    return Row(
-        name=f"{row['params_b']}B, t={layout.tensor} w={layout.data} d={layout.pipeline} b={layout.microbatch}",
-        group=f"{row['params_b']}B of {row['layers']} layers, {row['date']}",
-        model=model,
-        layout=layout,
-        cluster=a100s(int(row["gpus"]), 400),
-        measured=float(row["iteration_time_s"]),
-    )
+
+
+def _degrees(layout: Layout) -> str:
+    return f"t={layout.tensor} w={layout.data} d={layout.pipeline} b={layout.microbatch}"
 
 
 def korthikanti(folder: Path = DATA) -> Iterator[Row]:
@@ -149,20 +136,21 @@ def korthikanti(folder: Path = DATA) -> Iterator[Row]:
             yield Row(
                 name=f"{row['model']}, {recompute}",
                 group=row["model"],
-                model=_gpt(row),
+                model=gpt(row),
                 layout=layout,
                 cluster=a100s(int(row["gpus"]), SELENE_GBIT_S),
                 measured=float(measured),
             )
 
 
-def _gpt(row: dict[str, str]) -> Model:
+def gpt(row: dict[str, str]) -> Model:
+    """The model of a row with plain sizes."""
     return Model(
         num_layers=int(row["layers"]),
         hidden_size=int(row["hidden"]),
         num_attention_heads=int(row["heads"]),
         seq_length=int(row["seq_len"]),
-        vocab_size=int(row.get("vocab", 50257)),
+        vocab_size=int(row.get("vocab", "50257").split()[0]),
     )
 
 
@@ -201,7 +189,7 @@ def _zero_bubble_row(row: dict[str, str]) -> Row:
     return Row(
         name=f"{row['model']}, m={row['num_microbatches']}",
         group=row["model"],
-        model=_gpt(row),
+        model=gpt(row),
         layout=layout,
         cluster=a100s(int(row["gpus"]), 800),
         measured=layout.global_batch / (float(row["samples_per_gpu_s"]) * int(row["gpus"])),
