@@ -295,11 +295,7 @@ def _positive(text: str) -> float:
 
 
 def _refuse(args: Any, schedule: str) -> None:
-    refusals = [
-        f"{row.flag} does not work with --pipeline-schedule {schedule}: {row.reason}; {row.remedy}"
-        for row in REFUSED
-        if row.applies(args, schedule)
-    ]
+    refusals = [row.message(schedule) for row in REFUSED if row.applies(args, schedule)]
     if refusals:  # All of them: a job that waits hours for its nodes should not fail once per flag.
         raise ArgumentError("\n".join(refusals))
 

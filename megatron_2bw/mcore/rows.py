@@ -72,6 +72,10 @@ class Refused(Row):
 
     remedy: str
 
+    def message(self, schedule: str) -> str:
+        """What a user is told."""
+        return f"{self.flag} does not work with --pipeline-schedule {schedule}: {self.reason}; {self.remedy}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowed(Row):

@@ -18,13 +18,13 @@ from megatron_2bw.planner.model_flags import MODEL_FLAGS, MODEL_SWITCHES, read_m
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.refusals import refusal
 from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.unpriced import (
     CHECKED,
     DISPATCHER,
     GROUPED,
-    check_pipedream,
     check_priced,
     optimizer_of,
 )
@@ -116,8 +116,6 @@ def read(
     """
     check_accepted(options)
     notes = (*check_priced(options), *_misspelled(options))
-    if options.text("--pipeline-schedule") == "pipedream":
-        check_pipedream(options)
     model = model or read_model(options, kind=kind)
     notes += tuple(_without_effect(options, model))
     layout = _layout(options, model, gpus, node=node, gpu=gpu, fused=fused)
@@ -128,7 +126,7 @@ def read(
     refused = problem(model, layout)
     if gpu is not None:
         refused = refused or gpu_problem(gpu, layout.precision, fused_attention=layout.fused_attention, fp8=layout.fp8)
-    if refused:
+    if refused := refused or refusal(options, layout):
         raise PlanError(refused)
     return Configuration(model=model, layout=layout, notes=notes)
 

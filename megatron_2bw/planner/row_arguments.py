@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megatron_2bw.planner.accepted import DIST_MUON, GROUP
+from megatron_2bw.planner.accepted import DIST_MUON
+from megatron_2bw.planner.argument_flags import NEGATED, flag_of
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import FP8_FORMATS, LAYOUT_NUMBERS, SPELLED, SWITCHES
@@ -60,19 +61,6 @@ MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "giv
 LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name != "optimizer"}
 """Fields that a row may have. Megatron has more optimizers than ours; its flag says which one."""
 _KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
-_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "microbatch_group_size_per_vp_stage": GROUP}
-"""Of arguments that Megatron keeps under other names than their flags."""
-_NEGATED = {
-    "add_bias_linear": "--disable-bias-linear",
-    "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
-    "bias_gelu_fusion": "--no-bias-gelu-fusion",
-    "masked_softmax_fusion": "--no-masked-softmax-fusion",
-    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
-    "apply_rope_fusion": "--no-rope-fusion",
-    "overlap_p2p_comm": "--no-overlap-p2p-communication",
-    "fp8_wgrad": "--no-fp8-wgrad",
-}
-"""Flags that set an argument to false."""
 _ALIKE = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "add_position_embedding", "pad_vocab_size")
 """Arguments that no price depends on, with names that look like flags on which prices do."""
 _MEMBER = re.compile(r"[A-Z]\w*\.(\w+)")
@@ -109,11 +97,7 @@ def flags_that_set(key: str) -> set[str]:
     if key == "params_dtype":
         return {"--bf16", "--fp16"}
     names = {key, *(other for other, name in OURS.items() if name == OURS.get(key, key))}
-    return {_flag(name) for name in names}
-
-
-def _flag(key: str) -> str:
-    return _NEGATED.get(key) or _FLAGS.get(key) or "--" + key.replace("_", "-")
+    return {flag_of(name) for name in names}
 
 
 def in_our_names(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,10 +164,10 @@ def flags_of(row: dict[str, Any]) -> dict[str, list[str]]:
     for key, value in row.items():
         if value is None or key in _ALIKE:
             continue
-        flag = _flag(key)
+        flag = flag_of(key)
         if flag in SWITCHES and not isinstance(value, bool):
             raise PlanError(f"{key} {value!r}: give true or false")
-        words = _words(not value if key in _NEGATED else value)
+        words = _words(not value if key in NEGATED else value)
         other, there = found.setdefault(flag, (key, words))
         if there != words:
             raise PlanError(f"{other} and {key} disagree; leave out one of them")

@@ -181,28 +181,13 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     ),
     "--data-parallel-size": (_given, "no flag of Megatron, which derives it from the number of GPUs; give --gpus"),
 }
-_PIPEDREAM = ("--loss-scale", "--calculate-per-token-loss", "--log-num-zeros-in-grad")
 CHECKED = frozenset(
     {
-        *(*_REFUSED, *_NOTED, *_PIPEDREAM, "--overlap-param-gather", "--clip-grad"),
+        *(*_REFUSED, *_NOTED, "--overlap-param-gather", "--clip-grad"),
         *("--mrope-section", "--rotary-interleaved"),
     }
 )
 """Flags that are looked at here."""
-
-
-def check_pipedream(options: Options) -> None:
-    """Whether pipedream can run at all with these flags: see ``mcore.refused``.
-
-    Raises:
-        PlanError: it cannot.
-    """
-    for flag in _PIPEDREAM:
-        if flag in options:
-            raise PlanError(f"{flag}: under pipedream nothing spans the stages; leave it out")
-    clip = options.text("--clip-grad", "1.0")
-    if clip.strip("0."):
-        raise PlanError(f"--clip-grad {clip}: under pipedream there is no norm over the stages; give --clip-grad 0")
 
 
 def check_priced(options: Options) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from copy import copy
 
 import pytest
@@ -12,6 +13,10 @@ from megatron_2bw.mcore.arguments import ArgumentError, _exit, _map, _refuse, ad
 from megatron_2bw.mcore.rows import STOCK
 from megatron_2bw.mcore.support import MAPPED, OURS, REFUSED, SLOWED
 from megatron_2bw.mcore.symbols import megatron_version
+from megatron_2bw.planner.argument_flags import NEGATED, flag_of
+from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.refusals import ASK_MORE, DEFAULTS, refusal
 from megatron_2bw.schedule.registry import SCHEDULES
 
 OLD_EXPERTS = "--expert-tensor-parallel-size, without --expert-model-parallel-size, in Megatron 0.18"
@@ -189,11 +194,16 @@ SINCE_0_19 = {"freeze_all_layers", "moe_routing_trace_path", "mtp_detach_heads"}
 
 
 @pytest.fixture(scope="module")
-def defaults() -> argparse.Namespace:
-    """Megatron's arguments as a user leaves them, with the one notice that always comes dealt with."""
+def parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
-    args = add_arguments(add_megatron_arguments(argparse.ArgumentParser())).parse_args([])
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+
+
+@pytest.fixture(scope="module")
+def defaults(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Megatron's arguments as a user leaves them, with the one notice that always comes dealt with."""
+    args = parser.parse_args([])
     args.rerun_mode = "disabled"
     return args
 
@@ -249,6 +259,33 @@ def test_refused_with_flag_reason_and_remedy(
                 assert all(part in str(refusal.value) for part in (row.flag, schedule, row.reason, row.remedy))
             elif _name(row) not in {_name(other) for other in REFUSED if schedule in other.schedules}:
                 _refuse(args, schedule)
+
+
+@pytest.mark.parametrize("schedule", sorted(OURS | STOCK))
+def test_the_planner_refuses_flags_as_training_does(
+    parser: argparse.ArgumentParser, defaults: argparse.Namespace, schedule: str
+) -> None:
+    layout = Layout(schedule=schedule, pipeline=2, data=1, microbatch=1, global_batch=2)
+    for settings in ({}, *(settings for row in SETTINGS.values() for settings in row)):
+        if settings.keys() - vars(defaults).keys():
+            continue  # No flag says it.
+        words = [*_flags({"rerun_mode": "disabled"} | NEEDED.get(schedule, {}) | settings)]
+        args = parser.parse_args(words)
+        refused = [row.message(schedule) for row in REFUSED if row not in ASK_MORE and row.applies(args, schedule)]
+        assert refusal(Options.parse(words), layout) == (refused or [None])[0]
+
+
+def test_the_planner_knows_defaults(defaults: argparse.Namespace) -> None:
+    assert {name: getattr(defaults, name) for name in DEFAULTS} == DEFAULTS | {"rerun_mode": "disabled"}
+
+
+def _flags(settings: dict[str, object]) -> Iterator[str]:
+    """What a user types."""
+    for name, value in settings.items():
+        if name in NEGATED or value is not False:
+            yield flag_of(name)
+        if not isinstance(value, bool):
+            yield from map(str, value if isinstance(value, list) else [value])
 
 
 @pytest.mark.parametrize(

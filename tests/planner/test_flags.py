@@ -498,8 +498,8 @@ def test_flags_that_pipedream_cannot_have():
     words += [*model_flags(dataclasses.replace(SMALL, tied=False)), "--vocab-size", str(SMALL.vocab_size)]
     assert read(Options.parse(words), gpus=2).layout.schedule == "pipedream"
     for more, message in (
-        (["--clip-grad", "1.0"], "give --clip-grad 0"),
-        (["--loss-scale", "128"], "--loss-scale: under pipedream nothing spans"),
+        (["--clip-grad", "1.0"], "use --clip-grad 0"),
+        (["--loss-scale", "128"], "--loss-scale does not work with --pipeline-schedule pipedream"),
     ):
         with pytest.raises(PlanError, match=message):
             read(Options.parse([*words, *more]), gpus=2)

@@ -1,0 +1,58 @@
+"""What training under one of our schedules refuses of the flags: the table that training checks, asked of flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_2bw.mcore.conditions import leads_too_far, sums_experts_over_wrong_ranks
+from megatron_2bw.mcore.refused import REFUSED
+from megatron_2bw.planner.argument_flags import NEGATED, flag_of
+from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.options import Options
+
+ASK_MORE = tuple(row for row in REFUSED if row.is_set in (leads_too_far, sums_experts_over_wrong_ranks))
+"""Rows whose conditions import torch, or the Megatron that is installed."""
+DEFAULTS = {
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "optimizer": "adam",
+    "clip_grad": 1.0,
+    "ckpt_format": "torch_dist",
+    "rerun_mode": "validate_results",
+    "moe_router_load_balancing_type": "aux_loss",
+}
+"""Megatron's, where they are not the same as "off"."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """What Megatron's parser makes of flags, as far as it is asked."""
+
+    options: Options
+    data_parallel_size: int
+
+    def __getattr__(self, name: str) -> Any:
+        flag = flag_of(name)
+        if name in NEGATED:
+            return flag not in self.options
+        words = self.options.values.get(flag)
+        if words is None or not all(map(self.options.is_known, words)):
+            return DEFAULTS.get(name)
+        values = [_value(word) for word in words]
+        return True if not values else values[0] if len(values) == 1 else values
+
+
+def _value(word: str) -> str | float:
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def refusal(options: Options, layout: Layout) -> str | None:
+    """Why a run with these flags would stop before training; None where it starts."""
+    args = _Arguments(options, layout.data)
+    refused = (row for row in REFUSED if row not in ASK_MORE and row.applies(args, layout.schedule))
+    return next((row.message(layout.schedule) for row in refused), None)
