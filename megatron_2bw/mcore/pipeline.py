@@ -109,6 +109,8 @@ class Pipeline:
         """Of a model with experts, where forwards run ahead of the report of their batch."""
         self._inner = self.optimizer = optimizer
         self._tied = False
+        if self.config.mtp_num_layers:
+            _keep_gradients_of_lookups(model)
         if self.is_delayed:
             # Neither versions nor reductions depend on the number of microbatches, which comes with the first batch.
             promised = build(self.schedule_name, stages=self.stages, microbatches=1)
@@ -328,3 +330,14 @@ def _check_keywords(
         )
     if gradient_buffers not in (1, 2):
         raise ValueError(f"gradient_buffers {gradient_buffers}: use 1 or 2")
+
+
+def _keep_gradients_of_lookups(model: torch.nn.Module) -> None:
+    """Let a tied weight that multi-token prediction also looks up get both gradients under accumulation fusion.
+
+    The fused product adds that of the output to ``main_grad``, whereupon Megatron's hook drops what autograd found for
+    the lookups, unless the weight is marked; ``setup_embeddings_and_output_layer`` marks it without pipelining alone.
+    """
+    gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    if gpt.mtp_process and gpt.share_embeddings_and_output_weights:
+        gpt.shared_embedding_or_output_weight().zero_out_wgrad = True

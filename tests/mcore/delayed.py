@@ -147,9 +147,12 @@ class Training:
             ]
             for microbatch in range(case.microbatches):
                 self.load(older if self.is_delayed(microbatch) else newest)
+                part = directions[microbatch % len(directions)]
+                if case.fused_gradients:
+                    for gradient, parameter in zip(part, self.model.parameters(), strict=True):
+                        parameter.main_grad = gradient
                 with self.routers.show(microbatch, case.replicas):
                     tokens += self.backward(self.position(batch, replica, microbatch), scale)
-                part = directions[microbatch % len(directions)]
                 for gradient, parameter in zip(part, self.model.parameters(), strict=True):
                     if parameter.grad is not None:
                         gradient += parameter.grad

@@ -54,6 +54,9 @@ EXACT = {
     "multi-token prediction, tied, fp16, distributed optimizer": replace(
         TWO_REPLICAS, model=SEVERAL_TOKENS, precision="fp16", distributed_optimizer=True, tied=True
     ),
+    "multi-token prediction, tied, fused gradients, bf16": replace(
+        CASE, model=SEVERAL_TOKENS, precision="bf16", fused_gradients=True, tied=True
+    ),
     "multi-token prediction, more in flight": replace(
         CASE, stages=4, model=SEVERAL_TOKENS, microbatches=6, flags=("--pipeline-extra-in-flight", "1")
     ),

@@ -41,7 +41,8 @@ def oracle(
         expert_parallel=1,
         expert_tensor_parallel=case.expert_tensor_parallel if case.expert_tensor_parallel < case.tensor_parallel else 0,
         distributed_optimizer=False,
-        fused_gradients=False,
+        # It tells where a weight is used twice: autograd would add up the uses before the microbatches.
+        fused_gradients=case.fused_gradients and "--mtp-num-layers" in case.model,
         flags=(),
         faults=(),
         record_actions=False,
