@@ -34,11 +34,11 @@ _NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRule:
-    """One Megatron argument whose default cannot work without a GPU."""
+    """A value of a Megatron argument that cannot work without a GPU; mostly its default."""
 
     attribute: str
     default: Any
-    """Replaced; any other value was the user's choice and stays."""
+    """Replaced; any other value stays."""
     value: Any
     flag: str
     """The flag that sets ``value``, for the notice."""
@@ -52,6 +52,7 @@ ARGUMENT_RULES: tuple[ArgumentRule, ...] = (
     ArgumentRule("gradient_accumulation_fusion", True, False, "--no-gradient-accumulation-fusion", "an Apex kernel"),
     ArgumentRule("masked_softmax_fusion", True, False, "--no-masked-softmax-fusion", "a CUDA kernel"),
     ArgumentRule("apply_rope_fusion", True, False, "--no-rope-fusion", "a Transformer Engine kernel"),
+    ArgumentRule("log_memory_to_tensorboard", True, False, "no --log-memory-to-tensorboard", "CUDA's memory"),
 )
 
 

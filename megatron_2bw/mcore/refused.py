@@ -416,6 +416,12 @@ REFUSED: tuple[Refused, ...] = (
         remedy=USE_MEGATRON,
     ),
     Refused(
+        flag="--use-ring-exchange-p2p",
+        schedules=OURS,
+        reason="transfers have process groups of their own, with sends and receives",
+        remedy=USE_MEGATRON,
+    ),
+    Refused(
         flag=_SHARDED_WEIGHTS,
         is_set=shards_weights,
         schedules=DELAYED,

@@ -67,7 +67,7 @@ class Session:
             gradient_buffers=args.pipeline_gradient_buffers,
             correction=None if args.delay_correction == "none" else CORRECTIONS[args.delay_correction](args.delay_lead),
             timeout=self._timeout,
-            logs_this_batch=self.logs_this_batch,
+            logs_this_batch=self.reports_experts,
         )
         self.monitor: PipelineMonitor | None = None
         self.exits: ExitRequests | None = None
@@ -125,6 +125,11 @@ class Session:
         done = args.curr_iteration + 1
         to_tensorboard = bool(args.tensorboard_dir) and done % args.tensorboard_log_interval == 0
         return self.pipeline.batches_run == 1 or done % args.log_interval == 0 or to_tensorboard
+
+    def reports_experts(self) -> bool:
+        """Whether Megatron reports the experts' losses of that batch: without Tensorboard, W&B gets all of them."""
+        args = get_args()
+        return self.logs_this_batch() or bool(args.wandb_project and not args.tensorboard_dir)
 
     def close(self) -> None:
         """End of the run, planned or not: nothing pending, nothing in flight, trace written."""

@@ -144,7 +144,7 @@ SLOWED: tuple[Slowed, ...] = (
     Slowed(
         flag="--num-experts",
         schedules=DELAYED,
-        reason="all stages add up the experts' losses at every log line and every entry in Tensorboard",
+        reason="all stages add up the experts' losses at every log line and every entry in Tensorboard or W&B",
     ),
     Slowed(
         flag="--empty-unused-memory-level",

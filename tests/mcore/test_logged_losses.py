@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +80,24 @@ def _logged(case: Case, losses: tuple[str, ...]) -> list[tuple[float, ...]]:
     shown = ".*".join([r"iteration +(\d+)/", *(rf"\| {loss}: (\S+)" for loss in losses)])
     results = grown(case) if isinstance(case, GrowingCase) else run(case)
     return [tuple(map(float, values)) for values in re.findall(shown, results.outputs[-1])]
+
+
+@pytest.mark.parametrize(("tensorboard", "reported"), [(None, [1, 2, 3]), ("runs", [1])])
+def test_experts_are_reported_to_wandb(
+    tensorboard: str | None, reported: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every batch, as Megatron does where Tensorboard has no interval for it."""
+    from megatron_2bw.mcore import session
+
+    args = SimpleNamespace(wandb_project="w", tensorboard_dir=tensorboard, tensorboard_log_interval=5, log_interval=5)
+    monkeypatch.setattr(session, "get_args", lambda: args)
+    found = []
+    for batch in range(1, 4):
+        args.curr_iteration = batch - 1
+        run = SimpleNamespace(pipeline=SimpleNamespace(batches_run=batch))
+        run.logs_this_batch = partial(session.Session.logs_this_batch, run)
+        found += [batch] * session.Session.reports_experts(run)
+    assert found == reported
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     ],
     "has_cond_embedder / flextron of the config": [{"has_cond_embedder": True}, {"flextron": True}],
     "--pipeline-model-parallel-comm-backend ucc": [{"pipeline_model_parallel_comm_backend": "ucc"}],
+    "--use-ring-exchange-p2p": [{"use_ring_exchange_p2p": True}],
     OLD_EXPERTS: [{"num_experts": 4, "expert_tensor_parallel_size": 2}],
     "--loss-scale with --grad-reduce-in-bf16": [{"loss_scale": 1000.0, "bf16": True, "grad_reduce_in_bf16": True}],
     "--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective": [
