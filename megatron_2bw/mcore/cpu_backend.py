@@ -34,14 +34,14 @@ _NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRule:
-    """A value of a Megatron argument that cannot work without a GPU; mostly its default."""
+    """A value of a Megatron argument that cannot work without a GPU."""
 
     attribute: str
-    default: Any
+    unusable: Any
     """Replaced; any other value stays."""
     value: Any
     flag: str
-    """The flag that sets ``value``, for the notice."""
+    """What says so on the command line, for the notice."""
     reason: str
 
 
@@ -52,7 +52,7 @@ ARGUMENT_RULES: tuple[ArgumentRule, ...] = (
     ArgumentRule("gradient_accumulation_fusion", True, False, "--no-gradient-accumulation-fusion", "an Apex kernel"),
     ArgumentRule("masked_softmax_fusion", True, False, "--no-masked-softmax-fusion", "a CUDA kernel"),
     ArgumentRule("apply_rope_fusion", True, False, "--no-rope-fusion", "a Transformer Engine kernel"),
-    ArgumentRule("log_memory_to_tensorboard", True, False, "no --log-memory-to-tensorboard", "CUDA's memory"),
+    ArgumentRule("log_memory_to_tensorboard", True, False, "--log-memory-to-tensorboard off", "it logs a GPU's memory"),
 )
 
 
@@ -81,7 +81,7 @@ def adapt_arguments(args: argparse.Namespace) -> list[str]:
     """
     notices = []
     for rule in ARGUMENT_RULES:
-        if getattr(args, rule.attribute, _MISSING) == rule.default:
+        if getattr(args, rule.attribute, _MISSING) == rule.unusable:
             setattr(args, rule.attribute, rule.value)
             notices.append(f"no GPU: set {rule.flag} ({rule.reason})")
     return notices

@@ -339,5 +339,5 @@ def _keep_gradients_of_lookups(model: torch.nn.Module) -> None:
     the lookups, unless the weight is marked; ``setup_embeddings_and_output_layer`` marks it without pipelining alone.
     """
     gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-    if gpt.mtp_process and gpt.share_embeddings_and_output_weights:
+    if getattr(gpt, "mtp_process", False) and getattr(gpt, "share_embeddings_and_output_weights", False):
         gpt.shared_embedding_or_output_weight().zero_out_wgrad = True

@@ -18,7 +18,6 @@ from megatron_2bw.planner.model_flags import MODEL_FLAGS, MODEL_SWITCHES, read_m
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.refusals import refusal
 from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.unpriced import (
@@ -114,6 +113,8 @@ def read(
     Raises:
         PlanError: a flag is missing, malformed, refused by Megatron or beyond the cost model.
     """
+    from megatron_2bw.planner.refusals import refusal  # A search prints flags and reads none.
+
     check_accepted(options)
     notes = (*check_priced(options), *_misspelled(options))
     model = model or read_model(options, kind=kind)

@@ -11,8 +11,10 @@ from megatron_2bw.planner.argument_flags import NEGATED, flag_of
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.options import Options
 
-ASK_MORE = tuple(row for row in REFUSED if row.is_set in (leads_too_far, sums_experts_over_wrong_ranks))
-"""Rows whose conditions import torch, or the Megatron that is installed."""
+_ASK_MORE = (leads_too_far, sums_experts_over_wrong_ranks)
+"""Conditions that import torch, or the Megatron that is installed."""
+BY_FLAGS = tuple(row for row in REFUSED if row.is_set not in _ASK_MORE)
+"""Rows that flags alone decide."""
 DEFAULTS = {
     "tensor_model_parallel_size": 1,
     "context_parallel_size": 1,
@@ -21,7 +23,6 @@ DEFAULTS = {
     "clip_grad": 1.0,
     "ckpt_format": "torch_dist",
     "rerun_mode": "validate_results",
-    "moe_router_load_balancing_type": "aux_loss",
 }
 """Megatron's, where they are not the same as "off"."""
 
@@ -54,5 +55,4 @@ def _value(word: str) -> str | float:
 def refusal(options: Options, layout: Layout) -> str | None:
     """Why a run with these flags would stop before training; None where it starts."""
     args = _Arguments(options, layout.data)
-    refused = (row for row in REFUSED if row not in ASK_MORE and row.applies(args, layout.schedule))
-    return next((row.message(layout.schedule) for row in refused), None)
+    return next((row.message(layout.schedule) for row in BY_FLAGS if row.applies(args, layout.schedule)), None)

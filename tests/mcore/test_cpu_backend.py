@@ -193,6 +193,7 @@ def test_only_defaults_are_adapted():
         no_persist_layer_norm=True,
         gradient_accumulation_fusion=True,
         masked_softmax_fusion=False,
+        log_memory_to_tensorboard=True,
     )
     notices = cpu_backend.adapt_arguments(args)
     assert vars(args) == {
@@ -201,9 +202,11 @@ def test_only_defaults_are_adapted():
         "no_persist_layer_norm": True,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
+        "log_memory_to_tensorboard": False,
     }
     assert [notice.split(" (")[0] for notice in notices] == [
         "no GPU: set --distributed-backend gloo",
         "no GPU: set --no-gradient-accumulation-fusion",
+        "no GPU: set --log-memory-to-tensorboard off",
     ]
     assert cpu_backend.adapt_arguments(args) == []

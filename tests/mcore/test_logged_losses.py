@@ -82,24 +82,6 @@ def _logged(case: Case, losses: tuple[str, ...]) -> list[tuple[float, ...]]:
     return [tuple(map(float, values)) for values in re.findall(shown, results.outputs[-1])]
 
 
-@pytest.mark.parametrize(("tensorboard", "reported"), [(None, [1, 2, 3]), ("runs", [1])])
-def test_experts_are_reported_to_wandb(
-    tensorboard: str | None, reported: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of every batch, as Megatron does where Tensorboard has no interval for it."""
-    from megatron_2bw.mcore import session
-
-    args = SimpleNamespace(wandb_project="w", tensorboard_dir=tensorboard, tensorboard_log_interval=5, log_interval=5)
-    monkeypatch.setattr(session, "get_args", lambda: args)
-    found = []
-    for batch in range(1, 4):
-        args.curr_iteration = batch - 1
-        run = SimpleNamespace(pipeline=SimpleNamespace(batches_run=batch))
-        run.logs_this_batch = partial(session.Session.logs_this_batch, run)
-        found += [batch] * session.Session.reports_experts(run)
-    assert found == reported
-
-
 @pytest.mark.parametrize(
     ("tensorboard", "every", "logged"),
     [(None, 1, [1, 5, 10]), ("runs", 4, [1, 4, 5, 8, 10]), ("runs", 1, [*range(1, 11)])],
@@ -108,12 +90,28 @@ def test_which_batches_are_reported(
     tensorboard: str | None, every: int, logged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first, each fifth for the log, and those for Tensorboard."""
+    log = {"tensorboard_dir": tensorboard, "tensorboard_log_interval": every, "log_interval": 5}
+    assert _batches("logs_this_batch", monkeypatch, **log) == logged
+
+
+@pytest.mark.parametrize(("tensorboard", "reported"), [(None, [*range(1, 11)]), ("runs", [1, 5, 10])])
+def test_experts_are_reported_to_wandb(
+    tensorboard: str | None, reported: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every batch, as Megatron does where Tensorboard has no interval for it."""
+    log = {"tensorboard_dir": tensorboard, "tensorboard_log_interval": 5, "log_interval": 5, "wandb_project": "name"}
+    assert _batches("reports_experts", monkeypatch, **log) == reported
+
+
+def _batches(asked: str, monkeypatch: pytest.MonkeyPatch, **log: object) -> list[int]:
+    """Of ten batches, those of which a session says so under these arguments."""
     from megatron_2bw.mcore import session
 
-    args = SimpleNamespace(tensorboard_dir=tensorboard, tensorboard_log_interval=every, log_interval=5)
+    args, running = SimpleNamespace(**log), SimpleNamespace(pipeline=SimpleNamespace())
+    running.logs_this_batch = partial(session.Session.logs_this_batch, running)
     monkeypatch.setattr(session, "get_args", lambda: args)
     found = []
     for batch in range(1, 11):
-        args.curr_iteration = batch - 1
-        found += [batch] * session.Session.logs_this_batch(SimpleNamespace(pipeline=SimpleNamespace(batches_run=batch)))
-    assert found == logged
+        args.curr_iteration, running.pipeline.batches_run = batch - 1, batch
+        found += [batch] * getattr(session.Session, asked)(running)
+    return found

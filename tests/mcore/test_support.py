@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from copy import copy
 
 import pytest
@@ -13,10 +12,10 @@ from megatron_2bw.mcore.arguments import ArgumentError, _exit, _map, _refuse, ad
 from megatron_2bw.mcore.rows import STOCK
 from megatron_2bw.mcore.support import MAPPED, OURS, REFUSED, SLOWED
 from megatron_2bw.mcore.symbols import megatron_version
-from megatron_2bw.planner.argument_flags import NEGATED, flag_of
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.refusals import ASK_MORE, DEFAULTS, refusal
+from megatron_2bw.planner.refusals import BY_FLAGS, DEFAULTS, refusal
+from megatron_2bw.planner.row_arguments import flags_of
 from megatron_2bw.schedule.registry import SCHEDULES
 
 OLD_EXPERTS = "--expert-tensor-parallel-size, without --expert-model-parallel-size, in Megatron 0.18"
@@ -270,23 +269,14 @@ def test_the_planner_refuses_flags_as_training_does(
     for settings in ({}, *(settings for row in SETTINGS.values() for settings in row)):
         if settings.keys() - vars(defaults).keys():
             continue  # No flag says it.
-        words = [*_flags({"rerun_mode": "disabled"} | NEEDED.get(schedule, {}) | settings)]
-        args = parser.parse_args(words)
-        refused = [row.message(schedule) for row in REFUSED if row not in ASK_MORE and row.applies(args, schedule)]
-        assert refusal(Options.parse(words), layout) == (refused or [None])[0]
+        options = Options(values=flags_of({"rerun_mode": "disabled"} | NEEDED.get(schedule, {}) | settings))
+        args = parser.parse_args([word for flag, words in options.values.items() for word in (flag, *words)])
+        refused = [row.message(schedule) for row in BY_FLAGS if row.applies(args, schedule)]
+        assert refusal(options, layout) == (refused or [None])[0]
 
 
 def test_the_planner_knows_defaults(defaults: argparse.Namespace) -> None:
     assert {name: getattr(defaults, name) for name in DEFAULTS} == DEFAULTS | {"rerun_mode": "disabled"}
-
-
-def _flags(settings: dict[str, object]) -> Iterator[str]:
-    """What a user types."""
-    for name, value in settings.items():
-        if name in NEGATED or value is not False:
-            yield flag_of(name)
-        if not isinstance(value, bool):
-            yield from map(str, value if isinstance(value, list) else [value])
 
 
 @pytest.mark.parametrize(

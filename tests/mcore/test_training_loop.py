@@ -70,8 +70,8 @@ def test_timers_inside_a_call_are_logged(schedule: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["2bw", "chimera"])
 def test_only_evaluation(schedule: str) -> None:
     """``--skip-train``: of the initial weights, by Megatron's own schedule."""
-    case = replace(CASE, schedule=schedule, flags=("--skip-train", "--eval-iters", str(EVALUATION_ITERATIONS)))
-    case = replace(case, stages=4, microbatches=1)  # Too few to train with.
+    flags = ("--skip-train", "--eval-iters", str(EVALUATION_ITERATIONS))
+    case = replace(CASE, schedule=schedule, stages=4, microbatches=1, flags=flags)  # Too few microbatches to train.
     found, expected = run(case), run(replace(case, schedule=None))
     assert found.validation_losses.numel() > 0
     assert torch.equal(found.validation_losses, expected.validation_losses)
