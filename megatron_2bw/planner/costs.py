@@ -57,6 +57,16 @@ class Times(NamedTuple):
     pipeline: Pipeline
     works: Works
 
+    def work_s(self, layout: Layout) -> float:
+        """Of all stages together."""
+        pipeline = self.pipeline
+        pairs_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
+        return layout.microbatches * pairs_s + layout.pipeline * pipeline.update_s
+
+    def batch_s(self, layout: Layout, cluster: Cluster) -> float:
+        """Of the pipeline."""
+        return shared_s(layout, self.pipeline, cluster, self.work_s(layout))
+
 
 def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None = None) -> Iteration:
     """Predict one batch.
@@ -80,7 +90,7 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     2bw: 0.92 s, bubble 22%
     """
     times = times_of(model, layout, cluster, speed)
-    pipeline = times.pipeline
+    pipeline, time_s, work_s = times.pipeline, times.batch_s(layout, cluster), times.work_s(layout)
     bar = error_bar(
         cluster,
         model,
@@ -90,9 +100,6 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
         in_8_bits=layout.fp8 is not Fp8.NONE,
         by_muon=layout.optimizer is Optimizer.MUON,
     )
-    busy_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
-    work_s = layout.microbatches * busy_s + layout.pipeline * pipeline.update_s
-    time_s = shared_s(layout, times.pipeline, cluster, work_s)
     return Iteration(
         time_s=time_s,
         # Without other stages to wait for, what is left is the sum over replicas.
@@ -110,10 +117,12 @@ def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
 
     In both directions, the ranks in the middle have half of all stages' forwards before them and backwards behind them.
     """
-    is_uneven = layout.schedule == "1f1b-flush" and (layout.first_stage_layers or model.dense_layers)
+    has_ends = layout.first_stage_layers or layout.last_stage_layers or model.dense_layers
+    is_uneven = layout.schedule == "1f1b-flush" and has_ends
+    times = times_of(model, layout, cluster)
     if not (is_uneven or layout.schedule in MIRRORED) or processor_share(cluster) < 1:
-        return iteration(model, layout, cluster).time_s
-    pipeline = times_of(model, layout, cluster).pipeline
+        return times.batch_s(layout, cluster)
+    pipeline = times.pipeline
     if is_uneven:
         return periods.one_f_one_b_s(pipeline)
     m, half = layout.microbatches, layout.pipeline // 2

@@ -2,7 +2,8 @@
 
 A layout that recomputes, or saves a gradient buffer, takes at least as long as the same one that does not; so the time
 without either bounds all of them from below, and once a schedule has enough layouts that beat a bound, what is behind
-it cannot be among the best. ``tests/planner/test_search.py`` compares with the pricing of every layout.
+it cannot be among the best. Nor is anything priced on a base on which even the inputs of layers would not fit.
+``tests/planner/test_search.py`` compares with the pricing of every layout.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -72,6 +73,8 @@ class Finder:
 
     candidates: Candidates
     progress: Progress
+    skipped: list[Layout] = field(init=False, default_factory=list)
+    """Bases of which it is quick to tell that nothing fits."""
 
     def best(self, keep: int) -> list[Choice]:
         """The best ``keep``, and the best of every schedule."""
@@ -80,16 +83,20 @@ class Finder:
         heapify(bounds)
         kept: list[Choice] = []
         leaders: dict[str, Choice] = {}
+
+        def is_beaten(schedule: str, bound_s: float) -> bool:
+            rivals = [leaders.get(schedule), kept[keep - 1] if len(kept) >= keep else None]
+            return all(rival is not None and bound_s > rival.loss_time_s for rival in rivals)
+
         while bounds:
             bound_s, i, base, is_closest = heappop(bounds)
-            leader = leaders.get(base.schedule)
-            rivals = [leader, kept[-1] if len(kept) == keep else None]
-            if all(rival is not None and bound_s > rival.loss_time_s for rival in rivals):
+            if is_beaten(base.schedule, bound_s):
                 continue
             if not is_closest:
-                heappush(bounds, (self._bound_s(costs.least_s, base), i, base, True))
+                if self._may_fit(base):
+                    heappush(bounds, (self._bound_s(costs.least_s, base), i, base, True))
                 continue
-            for choice in self._fitting(base):
+            for choice in self._fitting(base, is_beaten):
                 insort(kept, choice, key=_order)
                 leaders[base.schedule] = min(choice, leaders.get(base.schedule, choice), key=_order)
             del kept[keep:]
@@ -100,17 +107,41 @@ class Finder:
         """What no layout on ``base`` is faster than, if no batch of ``base`` is faster than ``least`` says."""
         return self.progress.least_loss_time_s(base, least(self.candidates.model, base, self.candidates.cluster))
 
-    def _fitting(self, base: Layout) -> Iterator[Choice]:
-        """What fits of ``base``, without layouts that save more memory than they have to."""
-        candidates, smallest = self.candidates, (math.inf, base)
+    def _may_fit(self, base: Layout) -> bool:
+        """Whether something on ``base`` may fit, as far as is quick to tell."""
+        candidates = self.candidates
+        # Of the first that does not, the reason says how much it needs.
+        if "memory" not in candidates.decisions.rejected:
+            return True
+        if not memory.needs_more(candidates.model, base, candidates.cluster.memory_bytes):
+            return True
+        self.skipped.append(base)
+        candidates.decisions.reject("memory", "memory", "", "")
+        return False
+
+    def weigh_skipped(self) -> None:
+        """Find out how much they need that is quick to tell not to fit."""
+        for base in self.skipped:
+            for saving in self.candidates.savings(base):
+                needed, layout = self._first_that_fits(saving)
+                self.candidates.shapes.does_not_fit(layout, needed)
+
+    def _fitting(self, base: Layout, is_beaten: Callable[[str, float], bool] = lambda *_: False) -> Iterator[Choice]:
+        """What fits of ``base`` and may not be beaten, without layouts that save more memory than they have to."""
+        candidates, smallest, nothing_fits = self.candidates, (math.inf, base), True
         for saving in candidates.savings(base):
+            least = saving.layout(saving.sizes[0])
+            if saving.is_uniform and is_beaten(base.schedule, self._bound_s(costs.work_s, least)):
+                nothing_fits = False  # As far as anyone needs to know.
+                continue
             needed, layout = self._first_that_fits(saving)
             if needed <= candidates.cluster.memory_bytes:
+                nothing_fits = False
                 yield price(candidates.model, layout, candidates.cluster, progress=self.progress)
                 if layout == base:
                     return
             smallest = min(smallest, (needed, layout), key=lambda pair: pair[0])
-        if candidates.cluster.memory_bytes < smallest[0] < math.inf:
+        if nothing_fits and smallest[0] < math.inf:
             candidates.decisions.reject(
                 "memory", "memory", candidates.shapes.does_not_fit(smallest[1], smallest[0]), name(smallest[1])
             )
@@ -169,7 +200,8 @@ class Finder:
 
     def first(self) -> Choice | None:
         """A layout that runs and fits; None if there is none."""
-        return next((choice for base in self.candidates.bases() for choice in self._fitting(base)), None)
+        bases = filter(self._may_fit, self.candidates.bases())
+        return next((choice for base in bases for choice in self._fitting(base)), None)
 
     def every(self) -> Iterator[Layout]:
         """Every layout that runs, whether it fits or not."""

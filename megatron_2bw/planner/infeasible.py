@@ -58,6 +58,7 @@ class Infeasible:
     def why(self) -> str:
         """In words, and what would have one."""
         candidates = self._candidates
+        self.finder.weigh_skipped()
         batch, widths = candidates.global_batch, candidates.shapes.widths
         what = f"no layout of {billions(candidates.model.parameters)} parameters on {candidates.cluster.gpus} GPUs"
         limited = self._why_limited()

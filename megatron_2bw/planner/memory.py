@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -95,10 +95,28 @@ def largest(model: Model, layout: Layout) -> StageMemory:
         PlanError: the layers cannot be spread over the stages.
     """
     shares = _shares(model, layout)
-    candidates = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
+    candidates = (_stage(model, layout, shares, stage) for stage in _may_be_fullest(model, layout))
+    return max(candidates, key=lambda memory: memory.total_bytes)
+
+
+def needs_more(model: Model, layout: Layout, than_bytes: float) -> bool:
+    """Whether ``layout`` does, however it recomputes and with one gradient buffer; False if that is not quick to tell.
+
+    Whatever is computed again, every forward leaves at least the input of one layer.
+    """
+    leanest = replace(layout, gradient_buffers=1, recompute=Recompute.NONE)
+    grouped = {"recompute_method": RecomputeMethod.UNIFORM, "recompute_layers": model.num_layers}
+    inputs = replace(leanest, recompute=Recompute.FULL, **grouped)
+    shares = _shares(model, leanest)
+    candidates = _may_be_fullest(model, layout)
+    return any(_stage(model, leanest, shares, stage, inputs).total_bytes > than_bytes for stage in candidates)
+
+
+def _may_be_fullest(model: Model, layout: Layout) -> Sequence[int]:
+    """Stages of which one needs most."""
     if layout.schedule in MIRRORED or free_stages(model, layout):
-        candidates = range(layout.pipeline)
-    return max((_stage(model, layout, shares, stage) for stage in candidates), key=lambda memory: memory.total_bytes)
+        return range(layout.pipeline)
+    return sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
 
 
 class _Shares(NamedTuple):
@@ -128,14 +146,15 @@ def _shares(model: Model, layout: Layout) -> _Shares:
     )
 
 
-def _stage(model: Model, layout: Layout, shares: _Shares, stage: int) -> StageMemory:
+def _stage(model: Model, layout: Layout, shares: _Shares, stage: int, kept_as: Layout | None = None) -> StageMemory:
+    """With what the layout ``kept_as`` keeps for backwards, if it is given."""
     # In both directions, rank s has stages s and d-1-s.
     hosted = [stage, layout.pipeline - 1 - stage] if layout.schedule in MIRRORED else [stage]
     held = [contents_of(model, layout, one) for one in hosted]
     states, *others = (_states(model, shares, chunks) for chunks in held)
     every = [chunk for chunks in held for chunk in chunks]
     losses = _losses(layout, stage) if any(chunk.loss for chunk in every) else 0
-    kept = _kept(model, layout, shares, stage, every, losses)
+    kept = _kept(model, kept_as or layout, shares, stage, every, losses)
     logits, working = _peak(model, layout, shares, every, losses)
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
     of_layers = sum(shares.weights.of_layers(chunk) + shares.weights.experts_of(chunk) for chunk in held[0])

@@ -26,6 +26,11 @@ class Saving(NamedTuple):
         """Each size needs less memory, and more time, than the one before."""
         return self.recompute == Recompute.FULL and self.method == RecomputeMethod.BLOCK
 
+    @property
+    def is_uniform(self) -> bool:
+        """Every layer is computed again, whatever the size."""
+        return self.recompute == Recompute.FULL and self.method == RecomputeMethod.UNIFORM
+
     def layout(self, size: int) -> Layout:
         if self.recompute == Recompute.NONE and self.gradient_buffers == self.base.gradient_buffers:
             return self.base

@@ -570,3 +570,16 @@ def test_mixpipes_k_and_gamma_are_searched(memory_gb: float):
     limited = dataclasses.replace(space, mixpipe_k=(2,), microbatches=None)
     kept = search(model, machine, 32, limited).choices
     assert {(choice.layout.microbatch, choice.layout.mixpipe_k) for choice in kept} == {(8, 2)}
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("case", ["roomy", "v100"])
+def test_nothing_that_fits_is_skipped(case: str, layers: int):
+    """A quick look at a base bounds what all ways to save memory on it need; stages of one layer bound it tightest."""
+    model, (machine, batch) = dataclasses.replace(MODEL, num_layers=layers), CASES[case]
+    skipped = 0
+    for layout in every_layout(model, machine, batch):
+        needed = memory.largest(model, layout).total_bytes
+        assert not memory.needs_more(model, layout, needed), layout
+        skipped += memory.needs_more(model, layout, needed / 2)
+    assert skipped
