@@ -63,10 +63,6 @@ class Times(NamedTuple):
         pairs_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
         return layout.microbatches * pairs_s + layout.pipeline * pipeline.update_s
 
-    def batch_s(self, layout: Layout, cluster: Cluster) -> float:
-        """Of the pipeline."""
-        return shared_s(layout, self.pipeline, cluster, self.work_s(layout))
-
 
 def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None = None) -> Iteration:
     """Predict one batch.
@@ -90,7 +86,8 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     2bw: 0.92 s, bubble 22%
     """
     times = times_of(model, layout, cluster, speed)
-    pipeline, time_s, work_s = times.pipeline, times.batch_s(layout, cluster), times.work_s(layout)
+    pipeline, work_s = times.pipeline, times.work_s(layout)
+    time_s = shared_s(layout, pipeline, cluster, work_s)
     bar = error_bar(
         cluster,
         model,
@@ -121,7 +118,7 @@ def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
     is_uneven = layout.schedule == "1f1b-flush" and has_ends
     times = times_of(model, layout, cluster)
     if not (is_uneven or layout.schedule in MIRRORED) or processor_share(cluster) < 1:
-        return times.batch_s(layout, cluster)
+        return shared_s(layout, times.pipeline, cluster, times.work_s(layout))
     pipeline = times.pipeline
     if is_uneven:
         return periods.one_f_one_b_s(pipeline)

@@ -126,14 +126,15 @@ class Finder:
                 needed, layout = self._first_that_fits(saving)
                 self.candidates.shapes.does_not_fit(layout, needed)
 
-    def _fitting(self, base: Layout, is_beaten: Callable[[str, float], bool] = lambda *_: False) -> Iterator[Choice]:
+    def _fitting(self, base: Layout, is_beaten: Callable[[str, float], bool] | None = None) -> Iterator[Choice]:
         """What fits of ``base`` and may not be beaten, without layouts that save more memory than they have to."""
         candidates, smallest, nothing_fits = self.candidates, (math.inf, base), True
         for saving in candidates.savings(base):
-            least = saving.layout(saving.sizes[0])
-            if saving.is_uniform and is_beaten(base.schedule, self._bound_s(costs.work_s, least)):
-                nothing_fits = False  # As far as anyone needs to know.
-                continue
+            if is_beaten and saving.is_uniform:
+                work_s = self._bound_s(costs.work_s, saving.layout(saving.sizes[0]))
+                if is_beaten(base.schedule, work_s):
+                    nothing_fits = False  # As far as anyone needs to know.
+                    continue
             needed, layout = self._first_that_fits(saving)
             if needed <= candidates.cluster.memory_bytes:
                 nothing_fits = False
