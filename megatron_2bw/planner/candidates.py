@@ -97,7 +97,7 @@ class Candidates:
         """Layouts without recomputation and with two gradient buffers; all others derive from them."""
         for shape in self.shapes:
             for schedule, chunks in self._schedules(shape):
-                for microbatch in self.decisions.allowed("microbatches", divisors(self.global_batch // shape.data)):
+                for microbatch in self.decisions.allowed("microbatches", self.shapes.microbatches(shape)):
                     base = {"schedule": schedule, "chunks": chunks, "microbatch": microbatch}
                     for order in self._orders(shape, schedule, microbatch):
                         yield from self._switched(shape, base | order)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 
 from megatron_2bw.planner import memory
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.decisions import Decisions
+from megatron_2bw.planner.ends import balanced_ends, shorter_ends
 from megatron_2bw.planner.errors import Problem
+from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import MEGATRON, context_problem, expert_problem, stage_problem, tensor_problem
 from megatron_2bw.planner.savings import group_sizes, min_until
+from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import LEAST_TOKENS
-from megatron_2bw.planner.stages import layers_of_stages, shorter_ends
+from megatron_2bw.planner.speeds import machine_of
+from megatron_2bw.planner.stages import layers_of_stages
 from megatron_2bw.planner.table import GIB
 
 
@@ -34,6 +38,8 @@ class Shape:
     data: int
     first_stage_layers: int
     last_stage_layers: int
+    microbatches: tuple[int, ...] = ()
+    """Sizes b that the ends are balanced for; empty: all."""
 
     @property
     def replicas(self) -> int:
@@ -65,14 +71,42 @@ class Shapes:
         gpus, space = self.cluster.gpus, self.decisions.space
         for pipeline in self.decisions.allowed("pipelines", divisors(gpus)):
             first, last = shorter_ends(self.model.num_layers, pipeline)
-            ends = product(space.first_stage_layers or (first,), space.last_stage_layers or (last,))
-            for sizes, (first, last) in product(self._replicas(gpus // pipeline), ends):
-                shape = Shape(pipeline=pipeline, first_stage_layers=first, last_stage_layers=last, **sizes)
-                broken = self._shape_problem(shape)
-                if broken:
-                    self.decisions.reject("shape", *broken, shape.name)
-                else:
-                    yield shape
+            ends = [*product(space.first_stage_layers or (first,), space.last_stage_layers or (last,))]
+            for sizes in self._replicas(gpus // pipeline):
+                shapes = [
+                    Shape(pipeline=pipeline, first_stage_layers=first, last_stage_layers=last, **sizes)
+                    for first, last in ends
+                ]
+                for shape in chain(shapes, self._balanced(shapes[0])):
+                    broken = self._shape_problem(shape)
+                    if broken:
+                        self.decisions.reject("shape", *broken, shape.name)
+                    else:
+                        yield shape
+
+    def _balanced(self, shape: Shape) -> Iterator[Shape]:
+        """With other layers on the ends, so that the slowest stage is faster, where nothing says how many."""
+        space = self.decisions.space
+        is_given = space.first_stage_layers is not None or space.last_stage_layers is not None
+        if shape.pipeline == 1 or is_given or self._split_problem(shape) or self.global_batch % shape.data:
+            return
+        usual = shape.first_stage_layers, shape.last_stage_layers
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for microbatch in space.allows("microbatches", self.microbatches(shape)):
+            layout = self.layout(shape, {"schedule": MEGATRON, "microbatch": microbatch} | self._usual_sequence(shape))
+            split = Split.of(layout)
+            if self.cluster.profile is not None and self.cluster.profile.lacks(split):
+                continue
+            works = works_of(self.model, split, machine_of(self.cluster))
+            of_either = {balanced_ends(self.model, shape.pipeline, works, recompute=choice) for choice in (False, True)}
+            for ends in of_either - {(0, 0), usual}:
+                found[ends] = (*found.get(ends, ()), microbatch)
+        for (first, last), microbatches in found.items():
+            yield replace(shape, first_stage_layers=first, last_stage_layers=last, microbatches=microbatches)
+
+    def microbatches(self, shape: Shape) -> tuple[int, ...]:
+        """Sizes b to try with ``shape``."""
+        return shape.microbatches or divisors(self.global_batch // shape.data)
 
     def _replicas(self, gpus: int) -> Iterator[dict[str, int]]:
         """What else a Shape has, of a stage with so many GPUs."""
@@ -105,8 +139,8 @@ class Shapes:
         length = self.model.seq_length
         return tuple(n for n in counts if n == 1 or (length % (2 * n) == 0 and length // n >= LEAST_TOKENS))
 
-    def _shape_problem(self, shape: Shape) -> tuple[str, Problem | str] | None:
-        """(rule, reason)"""
+    def _split_problem(self, shape: Shape) -> tuple[str, Problem | str] | None:
+        """(rule, reason): ranks cannot share the model so, whatever layers are on which stage."""
         tensor, node = shape.tensor, self.cluster.gpus_per_node
         if self.decisions.space.tensors is None and tensor > node:
             problem = Problem(f"tensor {tensor}: a node has {node} GPUs", f"use {node}")
@@ -127,9 +161,13 @@ class Shapes:
             return "tensor-parallel ranks share heads, groups and MLP evenly", problems[0]
         least = self.layout(shape, {"global_batch": shape.data, "schedule": MEGATRON})
         problem = context_problem(self.model, least) or expert_problem(self.model, least)
-        if problem:
-            return "ranks share sequences and experts evenly", problem
-        problem = stage_problem(self.model, least)
+        return ("ranks share sequences and experts evenly", problem) if problem else None
+
+    def _shape_problem(self, shape: Shape) -> tuple[str, Problem | str] | None:
+        """(rule, reason)"""
+        if broken := self._split_problem(shape):
+            return broken
+        problem = stage_problem(self.model, self.layout(shape, {"global_batch": shape.data, "schedule": MEGATRON}))
         if problem:
             return "stages have equally many layers, but for the ends", problem
         self.widths.add(shape.data)
@@ -141,8 +179,7 @@ class Shapes:
 
     def _never_fits(self, shape: Shape) -> tuple[str, str] | None:
         """Whether not even the layout that needs least memory fits."""
-        sequence = shape.tensor > 1 and self.model.seq_length // shape.context % shape.tensor == 0
-        lean = {"schedule": MEGATRON, "sequence_parallel": sequence, "distributed_optimizer": shape.replicas > 1}
+        lean = {"schedule": MEGATRON, "distributed_optimizer": shape.replicas > 1} | self._usual_sequence(shape)
         full = {"recompute": Recompute.FULL}
         plain = self.layout(shape, lean)
         fullest = memory.largest(self.model, plain)
@@ -157,6 +194,11 @@ class Shapes:
         if needed <= self.cluster.memory_bytes:
             return None
         return "memory, with everything recomputed and b = 1", self.does_not_fit(layout, needed)
+
+    def _usual_sequence(self, shape: Shape) -> dict[str, bool]:
+        """Sequence parallelism where it works."""
+        works = shape.tensor > 1 and self.model.seq_length // shape.context % shape.tensor == 0
+        return {"sequence_parallel": works}
 
     @property
     def leanest(self) -> tuple[float, Layout] | None:

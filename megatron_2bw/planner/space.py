@@ -51,7 +51,8 @@ class Space:
     """Sizes b."""
     chunks: tuple[int, ...] | None = None
     first_stage_layers: tuple[int, ...] | None = None
-    """0: as many as the other stages. None: that, or fewer where the depth does not divide the layers."""
+    """0: as many as the other stages. None: that, or fewer where the depth does not divide the layers; and those with
+    which embedding and loss slow no stage down more than need be, if they are faster."""
     last_stage_layers: tuple[int, ...] | None = None
     recomputes: tuple[Recompute, ...] | None = None
     recompute_methods: tuple[RecomputeMethod, ...] | None = None

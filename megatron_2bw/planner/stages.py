@@ -170,19 +170,6 @@ def _read(
     return Layers(first, most, last), () if is_usual else stages
 
 
-def shorter_ends(layers: int, stages: int) -> tuple[int, int]:
-    """Layers of the first and of the last stage, which have embedding and logits too, where stages cannot be equal.
-
-    The others have as many as the largest of stages that differ by at most one. (0, 0): the stages can be equal, or
-    nothing would be left for the ends.
-
-    >>> shorter_ends(126, 16), shorter_ends(105, 8), shorter_ends(24, 4), shorter_ends(8, 7)
-    ((7, 7), (11, 10), (0, 0), (0, 0))
-    """
-    left = layers - -(-layers // stages) * (stages - 2)
-    return (left - left // 2, left // 2) if layers % stages and left >= 2 else (0, 0)
-
-
 def most_layers(model: Model, layout: Layout) -> int:
     """Of one stage, or of one of its chunks.
 

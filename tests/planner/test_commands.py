@@ -22,6 +22,8 @@ from tests.cli import run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAN = "plan --model gpt-2.2b --cluster p3.16xlarge --nodes 8 --global-batch-size 512"
+EQUAL = "--decoder-first-pipeline-num-layers 0 --decoder-last-pipeline-num-layers 0"
+"""Stages have equally many layers."""
 FLAGS = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --vocab-size 1000"
 FROM_SCRIPT = f"estimate --cluster dgx-a100 --from-script {SCRIPTS / 'conditions.sh'}"
 ESTIMATE = f"estimate --cluster dgx-a100 --gpus 4 {FLAGS} --micro-batch-size 2 --global-batch-size 32 --bf16"
@@ -92,17 +94,17 @@ def test_sample_efficiency(capsys: pytest.CaptureFixture[str]):
 
 def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
     """The best of all ways, with the flags of the one that is taken."""
-    plans = []
+    plan, plans = f"{PLAN} {EQUAL}", []
     for way in efficiency.MEASURED:
         options = f"--sample-efficiency {way.efficiency} --synchronous-warmup-fraction {way.synchronous}"
         options += f" --delayed-microbatches-fraction {way.delayed}"
-        plans.append(json.loads(run(capsys, f"{PLAN} {options} --top 40 --json")[1]))
+        plans.append(json.loads(run(capsys, f"{plan} {options} --top 40 --json")[1]))
     to_loss = [next(c["time_to_loss_s"] for c in plan["choices"] if c["delay"]) for plan in plans]
     assert len(to_loss) == 4
     assert to_loss[1] < min(to_loss[2:])
     assert to_loss[1] <= to_loss[0], "what may delay half may delay less"
     better = plans[to_loss.index(min(to_loss))]
-    measured = json.loads(run(capsys, f"{PLAN} --sample-efficiency auto --top 40 --json")[1])
+    measured = json.loads(run(capsys, f"{plan} --sample-efficiency auto --top 40 --json")[1])
     assert measured["choices"] == better["choices"]
     for share in ("synchronous_warmup_fraction", "delayed_microbatches_fraction"):
         assert measured[share] == better[share]
@@ -145,7 +147,7 @@ def test_why_none_of_one_schedule(limits: str, why: str, capsys: pytest.CaptureF
 def test_as_measured_where_a_batch_has_many_microbatches(capsys: pytest.CaptureFixture[str]):
     """An eighth is enough, and needs no lead."""
     layout = "--pipeline-schedule 2bw,1f1b-flush --pipeline-model-parallel-size 4 --micro-batch-size 1"
-    plan = f"plan --model gpt-2.2b --cluster dgx-a100 --global-batch-size 64 {layout} --data-parallel-size 2"
+    plan = f"plan --model gpt-2.2b --cluster dgx-a100 --global-batch-size 64 {layout} --data-parallel-size 2 {EQUAL}"
     found = json.loads(run(capsys, f"{plan} --sample-efficiency auto --json")[1])
     assert found["delayed_microbatches_fraction"] == 0.125
     assert next(c for c in found["choices"] if c["delay"])["layout"]["delayed_microbatches"] == 3

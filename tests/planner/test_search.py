@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,80 +12,19 @@ import pytest
 
 from megatron_2bw.planner import costs, memory, mixpipe
 from megatron_2bw.planner.candidates import Candidates
-from megatron_2bw.planner.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.efficiency import Progress
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.finder import price
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import chosen, name, within
 from megatron_2bw.planner.report import compared
 from megatron_2bw.planner.rules import TWO_BW, problem
 from megatron_2bw.planner.search import Plan, search
 from megatron_2bw.planner.space import Space, field_of
-
-MODEL = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=50257)
-
-
-def cluster(gpus: int, memory_gb: float, base: str = "dgx-a100") -> Cluster:
-    whole = sized(CLUSTERS[base], gpus=gpus)
-    return dataclasses.replace(whole, gpu=dataclasses.replace(whole.gpu, memory_gb=memory_gb))
-
-
-def every_layout(model: Model, machine: Cluster, batch: int) -> Iterator[Layout]:
-    """All that run, written down without the search."""
-    gpus, has_bf16 = machine.gpus, machine.gpu.has_bf16
-    recomputes = [
-        (Recompute.NONE, RecomputeMethod.UNIFORM, 1),
-        (Recompute.SELECTIVE, RecomputeMethod.UNIFORM, 1),
-        *((Recompute.FULL, *which) for which in itertools.product(RecomputeMethod, range(1, model.num_layers + 1))),
-    ]
-    for pipeline, tensor in itertools.product(range(1, gpus + 1), range(1, machine.gpus_per_node + 1)):
-        if gpus % (pipeline * tensor) or batch % (gpus // (pipeline * tensor)):
-            continue
-        data = gpus // (pipeline * tensor)
-        for microbatch, schedule, chunks, (
-            recompute,
-            method,
-            layers,
-        ), sequence, distributed, buffers, extra in itertools.product(
-            divisors(batch // data),
-            ("2bw", "1f1b-flush", "gpipe", "megatron"),
-            divisors(model.num_layers),
-            recomputes,
-            (False, True),
-            (False, True),
-            (1, 2),
-            (0, 1),
-        ):
-            if schedule not in TWO_BW and (buffers == 1 or extra == 1):
-                continue
-            layout = Layout(
-                schedule=schedule,
-                pipeline=pipeline,
-                tensor=tensor,
-                data=data,
-                microbatch=microbatch,
-                global_batch=batch,
-                chunks=chunks,
-                recompute=recompute,
-                recompute_method=method,
-                recompute_layers=layers,
-                sequence_parallel=sequence,
-                distributed_optimizer=distributed,
-                overlap_gradients=data > 1 and schedule not in TWO_BW,
-                overlap_parameters=distributed and schedule not in TWO_BW and (pipeline == 1 or chunks > 1),
-                precision=Precision.BF16 if has_bf16 else Precision.FP16,
-                fused_attention=has_bf16,
-                gradient_buffers=buffers,
-                extra_in_flight=extra,
-            )
-            if problem(model, layout) is None and (schedule not in TWO_BW or layout.microbatches >= pipeline):
-                yield layout
-
+from tests.planner.every import MODEL, cluster, equal, every_layout
 
 CASES = {
     "roomy": (cluster(4, 80), 8),
@@ -119,6 +56,7 @@ SPACES = {
     "one sample": Space(microbatches=(1,)),
     "two stages": Space(pipelines=(2,)),
 }
+"""Of equally many layers each; ``test_ends.py`` has others."""
 
 
 def within_limits(layout: Layout, space: Space) -> bool:
@@ -147,10 +85,10 @@ def flush_s(case: str, delayed: Layout) -> float:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("efficiency", "synchronous"), [(1.0, 0.0), (0.8, 0.0), (0.9, 0.3)])
 def test_nothing_beats_the_best(case: str, efficiency: float, synchronous: float, space: str):
-    machine, batch = CASES[case]
+    (machine, batch), limits = CASES[case], equal(SPACES[space])
     best: dict[str, float] = {}
     for layout, time_s, needed in priced(case):
-        if needed <= machine.memory_bytes and within_limits(layout, SPACES[space]):
+        if needed <= machine.memory_bytes and within_limits(layout, limits):
             loss_time_s = time_s
             if layout.schedule in TWO_BW:
                 first_s = flush_s(case, layout) if synchronous else 0.0
@@ -159,11 +97,11 @@ def test_nothing_beats_the_best(case: str, efficiency: float, synchronous: float
     ours: dict[str, float] = {}
     if best:
         progress = Progress(efficiency=efficiency, synchronous=synchronous)
-        for choice in search(MODEL, machine, batch, SPACES[space], progress=progress).choices:
+        for choice in search(MODEL, machine, batch, limits, progress=progress).choices:
             ours.setdefault(choice.layout.schedule, choice.loss_time_s)
     else:
         with pytest.raises(PlanError):
-            search(MODEL, machine, batch, SPACES[space])
+            search(MODEL, machine, batch, limits)
     # With one chunk, Megatron's schedule is 1f1b-flush, which stands for it.
     for times in (best, ours):
         times["megatron"] = min(times.get("megatron", math.inf), times.get("1f1b-flush", math.inf))
@@ -185,7 +123,7 @@ def test_nothing_beats_the_best_with_some_delayed_microbatches(case: str, share:
                 if memory.largest(MODEL, partly).total_bytes <= machine.memory_bytes:
                     time_s = costs.iteration(MODEL, partly, machine).time_s
                     best = min(best, (time_s * (1 - 1e-9 if time_s > best[0] else 1), count))
-    space = Space(recomputes=(Recompute.NONE,))
+    space = equal(Space(recomputes=(Recompute.NONE,)))
     plan = search(MODEL, machine, batch, space, progress=Progress(efficiency=0.95, delayed=share))
     found = plan.best_of(delayed=True)
     assert found.loss_time_s == pytest.approx(best[0] / 0.95, rel=1e-6)
@@ -194,7 +132,7 @@ def test_nothing_beats_the_best_with_some_delayed_microbatches(case: str, share:
     if layout.delayed_microbatches > (1 + layout.extra_in_flight) * (layout.pipeline - 1):
         fewer = dataclasses.replace(layout, delayed_microbatches=layout.delayed_microbatches - 1)
         assert costs.iteration(MODEL, fewer, machine).time_s > found.iteration.time_s
-    again = search(MODEL, machine, batch, within(Space(), name(layout)), keep=1).best
+    again = search(MODEL, machine, batch, within(equal(), name(layout)), keep=1).best
     assert (again.layout, again.iteration) == (layout, found.iteration)
 
 
@@ -233,7 +171,7 @@ def test_as_little_memory_as_possible_is_found(case: str):
 
     def with_memory(size_bytes: float) -> Plan:
         gpu = dataclasses.replace(machine.gpu, memory_gb=size_bytes / 2**30)
-        return search(MODEL, dataclasses.replace(machine, gpu=gpu), batch)
+        return search(MODEL, dataclasses.replace(machine, gpu=gpu), batch, equal())
 
     assert with_memory(least * (1 + 1e-9)).best.memory.total_bytes == least
     with pytest.raises(PlanError, match="fits: "):
@@ -371,7 +309,7 @@ def test_where_neither_more_gpus_nor_larger_ones_help():
 
 def test_a_batch_that_does_not_split_is_replaced_by_one_that_has_a_layout():
     """All 5 GPUs as replicas would need no other than 255, but 2bw a pipeline."""
-    few = dataclasses.replace(MODEL, num_layers=6)
+    few = dataclasses.replace(MODEL, num_layers=4)
     with pytest.raises(
         PlanError, match=r"global_batch 256 does not split over any possible number of replicas \(5\); use 255"
     ):
@@ -385,13 +323,19 @@ def test_a_batch_that_does_not_split_is_replaced_by_one_that_has_a_layout():
     [
         (dataclasses.replace(MODEL, num_layers=10**11), 4, 8, None, "the search handles at most 10000"),
         (MODEL, 4, 0, None, "global_batch 0: give a whole number of at least 1"),
-        (MODEL, 7, 100, None, "global_batch 100 does not split over any possible number of replicas (7); use 98"),
         (
-            dataclasses.replace(MODEL, num_layers=5),
+            dataclasses.replace(MODEL, num_layers=6),
+            7,
+            100,
+            None,
+            "global_batch 100 does not split over any possible number of replicas (7); use 98",
+        ),
+        (
+            dataclasses.replace(MODEL, num_layers=3),
             4,
             8,
             Space(pipelines=(4,)),
-            "pipeline 4 x chunks 1 does not divide num_layers 5; use pipeline 2",
+            "pipeline 4 x chunks 1 does not divide num_layers 3; use pipeline 2",
         ),
         (
             dataclasses.replace(MODEL, hidden_size=1000, num_attention_heads=10, num_query_groups=10, kv_channels=100),
@@ -488,46 +432,6 @@ def test_values_that_only_limits_have():
     assert (ends.first_stage_layers, ends.last_stage_layers) == (1, 3)
 
 
-def test_stages_that_cannot_be_equal():
-    """The first and the last are shorter; a search prices and names them as an estimate does."""
-    for layers, depth, ends in ((7, 2, (4, 3)), (15, 4, (4, 3)), (126, 16, (7, 7)), (105, 16, (4, 3))):
-        model, machine = dataclasses.replace(MODEL, num_layers=layers), cluster(depth, 80)
-        found = search(model, machine, 4 * depth, Space(pipelines=(depth,)))
-        for choice in found.choices:
-            layout = choice.layout
-            assert (layout.first_stage_layers, layout.last_stage_layers) == ends
-            assert problem(model, layout) is None
-            assert choice == price(model, layout, machine)
-            assert f",f{ends[0]},l{ends[1]}" in name(layout)
-        assert {choice.layout.schedule for choice in found.choices} >= {"2bw", "1f1b-flush", "gpipe"}
-
-
-def test_nothing_beats_the_best_where_stages_cannot_be_equal():
-    """As pricing every layout of such stages finds it."""
-    model, batch = dataclasses.replace(MODEL, num_layers=7), 8
-    for memory_gb in (80, 3.6, 3.2):
-        machine = cluster(4, memory_gb)
-        best: dict[str, float] = {}
-        for even in every_layout(dataclasses.replace(MODEL, num_layers=8), machine, batch):
-            ends = {2: (4, 3), 4: (2, 1)}.get(even.pipeline, (0, 0))
-            layout = dataclasses.replace(even, first_stage_layers=ends[0], last_stage_layers=ends[1])
-            if problem(model, layout) is None and memory.largest(model, layout).total_bytes <= machine.memory_bytes:
-                time_s = costs.iteration(model, layout, machine).time_s
-                best[layout.schedule] = min(time_s, best.get(layout.schedule, math.inf))
-        ours: dict[str, float] = {}
-        for choice in search(model, machine, batch).choices:
-            ours.setdefault(choice.layout.schedule, choice.loss_time_s)
-        for times in (best, ours):
-            times["megatron"] = min(times.get("megatron", math.inf), times.get("1f1b-flush", math.inf))
-        assert ours == pytest.approx(best, rel=1e-12)
-
-
-def test_large_models_with_a_number_of_layers_that_few_depths_divide():
-    for model, machine, nodes in (("llama3-405b", "dgx-h100", 16), ("gpt-530b", "dgx-a100", 64)):
-        whole = dataclasses.replace(CLUSTERS[machine], nodes=nodes)
-        assert search(MODELS[model], whole, 2048).best.layout.first_stage_layers
-
-
 def test_names_of_layouts_mean_them():
     for layers in (8, 7):
         model, (machine, batch) = dataclasses.replace(MODEL, num_layers=layers), CASES["narrow"]
@@ -560,6 +464,7 @@ def test_mixpipes_k_and_gamma_are_searched(memory_gb: float):
     """The fastest that fits, as pricing every single one finds it."""
     machine, model = cluster(4, memory_gb), dataclasses.replace(MODEL, dropout=False)
     space = Space(schedules=("mixpipe",), pipelines=(4,), tensors=(1,), microbatches=(8,), recomputes=(Recompute.NONE,))
+    space = equal(space)
     shape = {"schedule": "mixpipe", "pipeline": 4, "data": 1, "microbatch": 8, "global_batch": 32}
     all_of_them = [Layout(**shape, mixpipe_k=k % 4, mixpipe_gamma=gamma) for k, gamma in mixpipe.choices(4)]
     fitting = [one for one in all_of_them if memory.largest(model, one).total_bytes <= machine.memory_bytes]

@@ -142,6 +142,14 @@ def check_size(args: argparse.Namespace, cluster: Cluster, gpus: int) -> None:
         )
 
 
+_MAY_BE_0 = (
+    "--pipeline-extra-in-flight",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+)
+"""Of a stage's layers: as many as the others have."""
+
+
 def listed(flag: str, text: str, read: Callable[[str], Any]) -> tuple[Any, ...]:
     """The values in ``text``, separated by commas.
 
@@ -158,6 +166,7 @@ def _value(flag: str, word: str, read: Callable[[str], Any]) -> Any:
     if value is None:
         choices = ", ".join(read) if hasattr(read, "__members__") else "whole numbers"
         raise PlanError(f"{flag} {word!r}: give {choices}, separated by commas")
-    if isinstance(value, int) and value < (0 if "extra" in flag else 1):
-        raise PlanError(f"{flag} {word}: give whole numbers of at least 1, separated by commas")
+    least = 0 if flag in _MAY_BE_0 else 1
+    if isinstance(value, int) and value < least:
+        raise PlanError(f"{flag} {word}: give whole numbers of at least {least}, separated by commas")
     return value

@@ -1,0 +1,74 @@
+"""How many layers the first and the last stage get beside the embedding and the loss."""
+
+from __future__ import annotations
+
+from math import inf
+
+from megatron_2bw.planner.layer import Works
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.work import Work
+
+
+def shorter_ends(layers: int, stages: int) -> tuple[int, int]:
+    """Layers of the first and of the last stage, which have embedding and loss too, where stages cannot be equal.
+
+    The others have as many as the largest of stages that differ by at most one. (0, 0): the stages can be equal, or
+    nothing would be left for the ends.
+
+    >>> shorter_ends(126, 16), shorter_ends(105, 8), shorter_ends(24, 4), shorter_ends(8, 7)
+    ((7, 7), (11, 10), (0, 0), (0, 0))
+    """
+    left = layers - -(-layers // stages) * (stages - 2)
+    return (left - left // 2, left // 2) if layers % stages and left >= 2 else (0, 0)
+
+
+def balanced_ends(model: Model, stages: int, works: Works, *, recompute: bool) -> tuple[int, int]:
+    """Layers of the first and of the last stage with which the slowest stage is fastest.
+
+    Among several, those that leave the others fewest, then those whose slower end is fastest. (0, 0): equal stages are
+    as fast, or there are too few layers.
+
+    Args:
+        model: whose layers are spread.
+        stages: at least 2.
+        works: of a microbatch.
+        recompute: whether every layer is computed again before its backward.
+
+    >>> from megatron_2bw.planner.cluster import CLUSTERS
+    >>> from megatron_2bw.planner.layer import works_of
+    >>> from megatron_2bw.planner.layout import Precision, Recompute
+    >>> from megatron_2bw.planner.sizes import Split
+    >>> from megatron_2bw.planner.speeds import machine_of
+    >>> model = Model(num_layers=24, hidden_size=1920, num_attention_heads=20, seq_length=512, vocab_size=50257)
+    >>> split = Split(1, 8, False, Recompute.NONE, Precision.FP16, 2, False)
+    >>> works = works_of(model, split, machine_of(CLUSTERS["p3.16xlarge"]))
+    >>> [balanced_ends(model, stages, works, recompute=False) for stages in (2, 3, 4, 24)]
+    [(13, 11), (9, 6), (6, 4), (0, 0)]
+    >>> [balanced_ends(model, stages, works, recompute=True) for stages in (2, 3, 4, 24)]
+    [(13, 11), (8, 7), (6, 4), (0, 0)]
+    """
+
+    def layers(work: Work) -> float:
+        return _seconds(work, recompute) / _seconds(works.layer, recompute)
+
+    loss, embedding = (
+        _seconds(work, False) / _seconds(works.layer, recompute) for work in (works.loss, works.embedding)
+    )
+    more_first = embedding + model.dense_layers * (layers(works.dense) - 1)
+    more_last = (1 + model.mtp_num_layers) * loss + model.mtp_num_layers * layers(works.mtp)
+    equal, left = divmod(model.num_layers, stages)
+    best = (inf if left else equal + max(more_first, more_last), 0, 0.0, 0, 0)
+    least = max(model.dense_layers, 1)  # Of the first stage.
+    for each in range(1, model.num_layers) if stages > 2 else (0,):
+        left = model.num_layers - each * (stages - 2)
+        if left <= least or each >= best[0]:
+            break
+        balance = int((left + more_last - more_first) // 2)
+        for first in {min(max(balance + more, least), left - 1) for more in (0, 1)}:
+            slower = max(first + more_first, left - first + more_last)
+            best = min(best, (max(each, slower), each, slower, first, left - first))
+    return best[3:]
+
+
+def _seconds(work: Work, recompute: bool) -> float:
+    return (2 if recompute else 1) * work.forward_s + work.backward_s

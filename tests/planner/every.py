@@ -1,0 +1,92 @@
+"""A small model, and every layout of one, written down without the search."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator
+
+from megatron_2bw.planner.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.inputs import sized
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.multiples import divisors
+from megatron_2bw.planner.rules import TWO_BW, problem
+from megatron_2bw.planner.space import Space
+
+MODEL = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=50257)
+
+
+def equal(space: Space | None = None) -> Space:
+    """``space`` with no other than stages of equally many layers."""
+    return dataclasses.replace(space or Space(), first_stage_layers=(0,), last_stage_layers=(0,))
+
+
+def cluster(gpus: int, memory_gb: float, base: str = "dgx-a100") -> Cluster:
+    whole = sized(CLUSTERS[base], gpus=gpus)
+    return dataclasses.replace(whole, gpu=dataclasses.replace(whole.gpu, memory_gb=memory_gb))
+
+
+def every_layout(
+    model: Model,
+    machine: Cluster,
+    batch: int,
+    *,
+    ends: Callable[[Layout], Collection[tuple[int, int]]] = lambda layout: [(0, 0)],
+) -> Iterator[Layout]:
+    """All that run.
+
+    ``ends`` says how many layers the first and the last stage may have, of the size and the microbatch of a layout.
+    """
+    gpus, has_bf16 = machine.gpus, machine.gpu.has_bf16
+    recomputes = [
+        (Recompute.NONE, RecomputeMethod.UNIFORM, 1),
+        (Recompute.SELECTIVE, RecomputeMethod.UNIFORM, 1),
+        *((Recompute.FULL, *which) for which in itertools.product(RecomputeMethod, range(1, model.num_layers + 1))),
+    ]
+    schedules = [(name, 1) for name in ("2bw", "1f1b-flush", "gpipe")]
+    schedules += [("megatron", chunks) for chunks in range(1, model.num_layers + 1)]
+    for pipeline, tensor in itertools.product(range(1, gpus + 1), range(1, machine.gpus_per_node + 1)):
+        if gpus % (pipeline * tensor) or batch % (gpus // (pipeline * tensor)):
+            continue
+        data = gpus // (pipeline * tensor)
+        for microbatch in divisors(batch // data):
+            plain = Layout(
+                schedule="megatron",
+                pipeline=pipeline,
+                tensor=tensor,
+                data=data,
+                microbatch=microbatch,
+                global_batch=batch,
+                precision=Precision.BF16 if has_bf16 else Precision.FP16,
+                fused_attention=has_bf16,
+            )
+            for (
+                (first, last),
+                (schedule, chunks),
+                (recompute, method, layers),
+                sequence,
+                distributed,
+                buffers,
+                extra,
+            ) in itertools.product(ends(plain), schedules, recomputes, (False, True), (False, True), (1, 2), (0, 1)):
+                if schedule not in TWO_BW and (buffers == 1 or extra == 1):
+                    continue
+                layout = dataclasses.replace(
+                    plain,
+                    schedule=schedule,
+                    first_stage_layers=first,
+                    last_stage_layers=last,
+                    chunks=chunks,
+                    recompute=recompute,
+                    recompute_method=method,
+                    recompute_layers=layers,
+                    sequence_parallel=sequence,
+                    distributed_optimizer=distributed,
+                    overlap_gradients=data > 1 and schedule not in TWO_BW,
+                    overlap_parameters=distributed and schedule not in TWO_BW and (pipeline == 1 or chunks > 1),
+                    gradient_buffers=buffers,
+                    extra_in_flight=extra,
+                )
+                if problem(model, layout) is None and (schedule not in TWO_BW or layout.microbatches >= pipeline):
+                    yield layout

@@ -1,0 +1,146 @@
+"""Embedding and loss take time too, so the search gives the first and the last stage other numbers of layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_2bw.planner import costs, memory
+from megatron_2bw.planner.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.ends import balanced_ends, shorter_ends
+from megatron_2bw.planner.finder import price
+from megatron_2bw.planner.layer import works_of
+from megatron_2bw.planner.layout import Layout, Recompute
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.search import search
+from megatron_2bw.planner.sizes import Split
+from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.speeds import machine_of
+from tests.planner.every import MODEL, cluster, every_layout
+
+
+def possible(model: Model, layout: Layout) -> Iterator[Layout]:
+    """``layout`` with every number of layers on the ends that leaves the other stages equally many."""
+    layers = range(1, model.num_layers)
+    for first, last in ((first, last) for first in layers for last in layers):
+        other = dataclasses.replace(layout, first_stage_layers=first, last_stage_layers=last)
+        if problem(model, other) is None:
+            yield other
+
+
+def slowest_s(model: Model, layout: Layout, machine: Cluster) -> float:
+    """Of a microbatch, in seconds."""
+    return max(stage.pair_s for stage in costs.times_of(model, layout, machine).pipeline.kinds)
+
+
+def fastest(model: Model, layout: Layout, machine: Cluster) -> Layout:
+    """Of those, the one whose slowest stage takes least.
+
+    Of several, one with most layers on the ends, the slower of which takes least, and fewest on the first.
+    """
+
+    def order(one: Layout) -> tuple[float, ...]:
+        pipeline, first = costs.times_of(model, one, machine).pipeline, one.first_stage_layers
+        slower_s = max(pipeline.first.pair_s, pipeline.last.pair_s)
+        return float(f"{slowest_s(model, one, machine):.9g}"), -first - one.last_stage_layers, slower_s, first
+
+    return min(possible(model, layout), key=order)
+
+
+def ends_to_try(model: Model, layout: Layout, machine: Cluster) -> set[tuple[int, int]]:
+    """Equal ones, the least unequal ones, and those with the fastest slowest stage, as pricing all of them says."""
+    usual = shorter_ends(model.num_layers, layout.pipeline)
+    if layout.pipeline == 1:
+        return {usual}
+    layout = dataclasses.replace(layout, sequence_parallel=layout.tensor > 1)
+    recomputed = dataclasses.replace(layout, recompute=Recompute.FULL, recompute_layers=1)
+    found = [fastest(model, one, machine) for one in (layout, recomputed) if any(possible(model, one))]
+    return {usual, *((one.first_stage_layers, one.last_stage_layers) for one in found)}
+
+
+@pytest.mark.parametrize("layers", [7, 8, 11])
+@pytest.mark.parametrize("memory_gb", [80, 5, 3.6])
+def test_nothing_beats_the_best_with_other_ends(layers: int, memory_gb: float):
+    model, machine, batch = dataclasses.replace(MODEL, num_layers=layers), cluster(4, memory_gb), 8
+    best: dict[str, float] = {}
+    for layout in every_layout(model, machine, batch, ends=lambda layout: ends_to_try(model, layout, machine)):
+        if memory.largest(model, layout).total_bytes <= machine.memory_bytes:
+            time_s = costs.iteration(model, layout, machine).time_s
+            best[layout.schedule] = min(time_s, best.get(layout.schedule, math.inf))
+    ours: dict[str, float] = {}
+    for choice in search(model, machine, batch).choices:
+        ours.setdefault(choice.layout.schedule, choice.loss_time_s)
+    # With one chunk, Megatron's schedule is 1f1b-flush, which stands for it.
+    for times in (best, ours):
+        times["megatron"] = min(times.get("megatron", math.inf), times.get("1f1b-flush", math.inf))
+    assert ours == pytest.approx(best, rel=1e-12)
+
+
+KINDS = {
+    "gpt": MODEL,
+    "a large vocabulary": dataclasses.replace(MODEL, vocab_size=256000, tied=False),
+    "bert": MODELS["bert-3.8b"],
+    "layers of several kinds": dataclasses.replace(
+        MODEL,
+        num_layers=12,
+        num_experts=8,
+        moe_router_topk=2,
+        dense_layers=2,
+        dense_ffn_hidden_size=512,
+        mtp_num_layers=1,
+        swiglu=True,
+        bias=False,
+        learned_positions=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
+@pytest.mark.parametrize("depth", [2, 3, 4, 6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_balanced_ends_are_the_fastest(kind: str, depth: int, recompute: Recompute):
+    """As pricing all of them says; equal stages are if they are as fast."""
+    model, machine = KINDS[kind], CLUSTERS["dgx-a100"]
+    layout = Layout(schedule="megatron", pipeline=depth, data=1, microbatch=2, global_batch=8, recompute=recompute)
+    works = works_of(model, Split.of(layout), machine_of(machine))
+    ends = balanced_ends(model, depth, works, recompute=recompute is Recompute.FULL)
+    best = fastest(model, layout, machine)
+    if ends == (0, 0):
+        assert slowest_s(model, layout, machine) == pytest.approx(slowest_s(model, best, machine), rel=1e-9)
+    else:
+        assert ends == (best.first_stage_layers, best.last_stage_layers)
+
+
+@pytest.mark.parametrize(("layers", "depth"), [(7, 2), (15, 4), (8, 7), (126, 16), (105, 16)])
+def test_stages_that_cannot_be_equal(layers: int, depth: int):
+    """A search prices and names them as an estimate does."""
+    model, machine = dataclasses.replace(MODEL, num_layers=layers), cluster(depth, 80)
+    found = search(model, machine, 4 * depth, Space(pipelines=(depth,)))
+    for choice in found.choices:
+        layout = choice.layout
+        assert problem(model, layout) is None
+        assert choice == price(model, layout, machine)
+        assert f",f{layout.first_stage_layers},l{layout.last_stage_layers}" in name(layout)
+    assert {choice.layout.schedule for choice in found.choices} >= {"2bw", "1f1b-flush", "gpipe"}
+
+
+def test_large_models_with_a_number_of_layers_that_few_depths_divide():
+    for model, machine, nodes in (("llama3-405b", "dgx-h100", 16), ("gpt-530b", "dgx-a100", 64)):
+        whole = dataclasses.replace(CLUSTERS[machine], nodes=nodes)
+        assert search(MODELS[model], whole, 2048).best.layout.first_stage_layers
+
+
+def test_ends_that_are_given_stay_as_they_are():
+    machine, given = cluster(4, 80), {"first_stage_layers": (2,), "last_stage_layers": (0, 2)}
+    for which in (["first_stage_layers"], ["last_stage_layers"], [*given]):
+        limits = {dimension: given[dimension] for dimension in which}
+        choices = search(MODEL, machine, 8, Space(pipelines=(4,), **limits)).choices
+        assert all(getattr(choice.layout, one) in limits[one] for choice in choices for one in limits)
+    free = search(MODEL, machine, 8, Space(pipelines=(4,))).best.layout
+    assert (free.first_stage_layers, free.last_stage_layers) != (0, 0)
