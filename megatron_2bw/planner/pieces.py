@@ -72,22 +72,22 @@ def time_of(pieces: Pieces) -> Stage:
 def parts_of_batch(
     model: Model, layout: Layout, pipeline: Pipeline, works: Works, time_s: float, *, shared: bool
 ) -> dict[str, float]:
-    """Seconds of a batch on the slowest of the stages that may be; they add up to ``time_s``."""
+    """Seconds of a batch on the slowest stage; they add up to ``time_s``."""
     last = layout.pipeline - 1
-    times = pipeline.kinds if pipeline.each else (pipeline.first, pipeline.last)
-    slowest, _ = max(enumerate(times), key=lambda pair: (pair[1].pair_s, pair[0]))
+    stages = range(layout.pipeline) if pipeline.each else sorted({0, min(1, last), last})
+    slowest, _ = max(zip(stages, pipeline.kinds, strict=True), key=lambda pair: (pair[1].pair_s, pair[0]))
     if layout.schedule in MIRRORED:  # The first rank has both ends, each for half of the microbatches.
         first, other = (_parts_of_stage(model, layout, works, stage) for stage in (0, last))
         parts = {name: (first[name] + other[name]) / 2 for name in first}
     else:
-        parts = _parts_of_stage(model, layout, works, slowest if pipeline.each else slowest * last)
+        parts = _parts_of_stage(model, layout, works, slowest)
     parts["update"] = pipeline.update_s
     if layout.schedule != "2bw":
         parts["sum of gradients"] = pipeline.gradients_s + pipeline.norm_s
     total_s = sum(parts.values())
     if shared and total_s > time_s:  # Work is done faster while others wait.
         return {name: part_s * time_s / total_s for name, part_s in parts.items()} | {"waiting": 0.0}
-    return parts | {"waiting": time_s - total_s}
+    return parts | {"waiting": max(time_s - total_s, 0.0)}  # Less is rounding.
 
 
 def _parts_of_stage(model: Model, layout: Layout, works: Works, stage: int) -> dict[str, float]:

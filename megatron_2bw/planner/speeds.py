@@ -9,6 +9,7 @@ are on other rows: ``scripts/bench/results/planner_accuracy.txt``.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ GEMM_EFFICIENCY = {
     **dict.fromkeys(("gb200", "gb300"), 1822 / 2500),
 }
 """Of the data sheet's peak: measured by the author of ml-engineering (compute/accelerator, maximum achievable matmul
-FLOPS), bf16. GPUs are told by the first part of their names."""
+FLOPS), bf16."""
 FP8_GEMM_EFFICIENCY = {
     "h100": 1402.6 / 1979,
     "h200": 1453.4 / 1979,
@@ -110,7 +111,9 @@ def _fp8_flops_per_s(gpu: Gpu, speed: Speed) -> float:
 
 
 def _family(gpu: Gpu) -> str:
-    return gpu.name.partition("-")[0]
+    """Its generation: the first part of its name that is one, such as of "NVIDIA H100 80GB HBM3"; else the first."""
+    parts = re.findall("[a-z0-9]+", gpu.name.lower())
+    return next((part for part in parts if part in ("v100", *GEMM_EFFICIENCY)), parts[0] if parts else "")
 
 
 def error_bar(
