@@ -56,11 +56,16 @@ class Decisions:
     def reject(self, step: str, rule: str, problem: Problem | str, example: str) -> None:
         """Count a broken rule."""
         self.stop(step)
-        self.layouts += 1
         if rule in self.rejected:
-            self.rejected[rule].count += 1
+            self.count(rule)
         else:
+            self.layouts += 1
             self.rejected[rule] = Rejection(step=step, rule=rule, problem=problem, example=example)
+
+    def count(self, rule: str) -> None:
+        """Count another layout that breaks ``rule``, of which there is an example."""
+        self.layouts += 1
+        self.rejected[rule].count += 1
 
     def allowed[Value](self, dimension: str, values: Sequence[Value]) -> Sequence[Value]:
         """Those of ``values`` within the limits."""

@@ -116,7 +116,7 @@ class Finder:
         if not memory.needs_more(candidates.model, base, candidates.cluster.memory_bytes):
             return True
         self.skipped.append(base)
-        candidates.decisions.reject("memory", "memory", "", "")
+        candidates.decisions.count("memory")
         return False
 
     def weigh_skipped(self) -> None:

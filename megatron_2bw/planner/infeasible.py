@@ -58,12 +58,12 @@ class Infeasible:
     def why(self) -> str:
         """In words, and what would have one."""
         candidates = self._candidates
-        self.finder.weigh_skipped()
         batch, widths = candidates.global_batch, candidates.shapes.widths
         what = f"no layout of {billions(candidates.model.parameters)} parameters on {candidates.cluster.gpus} GPUs"
         limited = self._why_limited()
         if limited:
             return f"{what}: {limited}"
+        self.finder.weigh_skipped()
         if widths and all(batch % width for width in widths):
             possible = ", ".join(map(str, sorted(widths)))
             reason = f"global_batch {batch} does not split over any possible number of replicas ({possible})"
