@@ -9,7 +9,7 @@ all of them where transfers are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -162,6 +162,8 @@ class _Paths:
     p: Pipeline
     per_boundary: int = 1
     """Microbatches more in flight for each boundary between stages."""
+    _turns_s: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False, compare=False)
+    """What ``turn_s`` has found, which is asked for again and again."""
 
     def size(self, width: int) -> int:
         """How many microbatches pass in a turn over so many stages."""
@@ -184,8 +186,11 @@ class _Paths:
 
     def turn_s(self, width: int, first: int, last: int) -> float:
         """The longest turn over so many of these stages: at one end, at the other or between them."""
-        starts = {first, last - width + 1, min(first + 1, last - width + 1)}
-        return max(self.p.turn_s(start, start + width - 1) for start in starts)
+        key = width, first, last
+        if key not in self._turns_s:
+            starts = {first, last - width + 1, min(first + 1, last - width + 1)}
+            self._turns_s[key] = max(self.p.turn_s(start, start + width - 1) for start in starts)
+        return self._turns_s[key]
 
     def longest_within_s(self, passing: int, first: int, last: int) -> float:
         """The longest turns that a path over all of these stages can take on its way."""
