@@ -242,16 +242,17 @@ def _memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:
 
 def _verdict(choice: Choice, cluster: Cluster) -> str:
     capacity, fullest = cluster.memory_bytes, choice.memory
+    is_close = abs(choice.headroom_bytes) < MEMORY_ERROR * capacity
+    tight = f", less than the {MEMORY_ERROR:.0%} by which this may be off" if is_close else ""
     if choice.headroom_bytes >= 0:
         share = percent(choice.headroom_bytes / capacity)
-        tight = f", less than the {MEMORY_ERROR:.0%} by which this may be off"
         return (
-            f"fits: {gib(choice.headroom_bytes)} GiB of {gib(capacity)} ({share}) are free on stage {fullest.stage}"
-            f"{tight if choice.headroom_bytes < MEMORY_ERROR * capacity else ''}"
+            f"fits: {gib(choice.headroom_bytes)} GiB of {gib(capacity)} ({share}) are free on stage "
+            f"{fullest.stage}{tight}"
         )
     return (
         f"does not fit: stage {fullest.stage} needs {gib(fullest.total_bytes)} GiB of {gib(capacity)}, "
-        f"{gib(-choice.headroom_bytes)} too much"
+        f"{gib(-choice.headroom_bytes)} too much{tight}"
     )
 
 

@@ -322,6 +322,26 @@ def test_estimate_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
     assert "does not fit: stage 0 needs " in out
 
 
+@pytest.mark.parametrize("share", [0.9, 0.97, 1.03, 1.1])
+def test_estimate_says_where_memory_is_too_close_to_call(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, share: float
+):
+    needed = max(stage["total_bytes"] for stage in json.loads(run(capsys, f"{ESTIMATE} --json")[1])["stages"])
+    file = tmp_path / "cluster.json"
+    gpu = {
+        "name": "a100",
+        "memory_gb": needed / share / 2**30,
+        "peak_tflops": 312,
+        "hbm_gb_s": 2039,
+        "nvlink_gb_s": 300,
+    }
+    links = {"gpus_per_node": 8, "nodes": 1, "intra_node_gb_s": 300, "inter_node_gb_s": 200}
+    file.write_text(json.dumps({"name": "mine", "gpu": gpu, **links}))
+    out = run(capsys, ESTIMATE.replace("dgx-a100", str(file)))[1]
+    assert ("does not fit: " in out) == (share > 1)
+    assert (", less than the 5% by which this may be off" in out) == (abs(share - 1) < 0.05)
+
+
 @pytest.mark.parametrize("name", [file.name for file in SCRIPTS.glob("*.sh")])
 def test_estimate_of_a_script(capsys: pytest.CaptureFixture[str], name: str):
     cluster = "p3.16xlarge" if name == "slurm.sh" else "dgx-a100"
