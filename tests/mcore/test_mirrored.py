@@ -34,8 +34,12 @@ CASES = {
     "mixpipe, d2, 2 replicas": replace(MIXPIPE, stages=2, microbatches=2, replicas=2, flags=()),
     "mixpipe, d4, 2 replicas": replace(MIXPIPE, replicas=2),
     "mixpipe, d4, many microbatches": replace(MIXPIPE, microbatches=10, flags=()),
-    "chimera, bf16, distributed optimizer, 2 replicas": replace(
-        CHIMERA, precision="bf16", replicas=2, distributed_optimizer=True
+    "chimera, bf16, distributed optimizer, 2 replicas, uneven stages": replace(
+        CHIMERA,
+        precision="bf16",
+        replicas=2,
+        distributed_optimizer=True,
+        flags=tuple("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3".split()),
     ),
     "chimera, bf16, tensor parallel, recompute": replace(
         CHIMERA, precision="bf16", tensor_parallel=2, recompute="full", microbatches=2
