@@ -44,18 +44,23 @@ def main() -> int:
         parser.error("this machine has no CUDA device; scripts/test.sh runs what a CPU can show")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Stops what runs first.
     end_s = time.monotonic() + LIMIT_S
-    code, parts = 0, ["\n".join(heading())]
+    code = 0
+    _say("\n".join(heading()), options.output, mode="w")
     commands = (*TESTS, *([BENCH] if torch.cuda.device_count() > 1 else []))
     for command in commands:
         left_s = end_s - time.monotonic()
         its_code, said = _output_of(command, left_s if command == commands[-1] else min(left_s, MOST_S[command]))
         code = code or its_code
-        parts += [f"$ python {' '.join(command)}", said]
-    report = "\n\n".join(parts) + "\n"
-    print(report)
-    if options.output is not None:
-        options.output.write_text(report)
+        _say(f"\n$ python {' '.join(command)}\n\n{said}", options.output, mode="a")
     return code
+
+
+def _say(part: str, output: Path | None, *, mode: str) -> None:
+    """Print a part of the report and write it at once: a machine that is lent may be gone before the next one ends."""
+    print(part, flush=True)
+    if output is not None:
+        with output.open(mode) as file:
+            file.write(f"{part}\n")
 
 
 def _output_of(command: tuple[str, ...], limit_s: float) -> tuple[int, str]:

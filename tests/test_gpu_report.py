@@ -47,6 +47,25 @@ def test_the_benchmark_takes_its_arguments() -> None:
     assert schedules.parser().parse_args(gpu_report.BENCH[1:]).part == "gpt"
 
 
+def test_each_part_is_written_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tmp_path / "gpu.txt"
+    first, second = ("-c", "print('one'); exit(3)"), ("-c", f"print(open({str(report)!r}).read().upper())")
+    monkeypatch.setattr(gpu_report, "heading", lambda: ["today"])
+    monkeypatch.setattr(gpu_report, "TESTS", (first, second))
+    monkeypatch.setattr(gpu_report, "MOST_S", {first: 60.0})
+    monkeypatch.setattr(gpu_report.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_report.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--output", str(report)])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert gpu_report.main() == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    so_far, _, rest = report.read_text().partition("\n\n$ python -c print(open")
+    assert so_far.splitlines() == ["today", "", "$ python -c print('one'); exit(3)", "", "one"]
+    assert rest.endswith(f"\n\n{so_far.upper()}\n")
+
+
 @pytest.mark.parametrize(("command", "code"), [(("-c", "print(1)"), 0), (("-c", "print(1); exit(3)"), 3)])
 def test_what_a_command_says_and_how_it_ends(command: tuple[str, ...], code: int) -> None:
     assert gpu_report._output_of(command, limit_s=60.0) == (code, "1")
