@@ -3,8 +3,7 @@
     python scripts/bench/planner_here.py [--ranks 2,4] [--output scripts/bench/results/planner_here.txt]
 
 For each number of ranks: ``megatron-2bw profile`` of a small GPT, the search, then the best layout of all, and that of
-every schedule on a pipeline of all ranks, run with the flags as printed, in turn. With a large vocabulary, the best
-layout of a schedule, whose last stage has fewer layers, beside the best one of equally many layers.
+every schedule on a pipeline of all ranks, run with the flags as printed, in turn.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -41,18 +39,17 @@ MODEL = Model(
     dropout=False,
     name="GPT, 8 layers, hidden 256, sequence 128",
 )
-LARGE_VOCABULARY = replace(MODEL, vocab_size=8192, name=f"{MODEL.name}, vocabulary of 8,192")
 SAMPLES_PER_RANK = 4
 MICROBATCHES = (1, 2, 4)
 ROUNDS = 3
 """In which every layout runs once."""
 
 
-def profiled(model: Model, ranks: int, folder: Path) -> Profile:
+def profiled(ranks: int, folder: Path) -> Profile:
     """What a layer takes when so many ranks are busy."""
-    path = folder / f"profile_{ranks}_{model.vocab_size}.json"
+    path = folder / f"profile_{ranks}.json"
     request = Request(
-        model=model,
+        model=MODEL,
         setting=Setting(ranks=ranks, precision=Precision.FP32, fused_attention=False, sequence_parallel=False),
         tensors=(1,),
         microbatches=MICROBATCHES,
@@ -61,38 +58,16 @@ def profiled(model: Model, ranks: int, folder: Path) -> Profile:
     return measure(request, path)
 
 
-def planned(model: Model, profile: Profile, space: Space) -> Plan:
-    """For a batch that grows with the number of ranks."""
-    return search(model, profile.cluster(), SAMPLES_PER_RANK * profile.setting.ranks, profile.limited(space))
-
-
 def ran(profile: Profile) -> Plan:
     """The best layout of all, and that of every schedule on a pipeline of all ranks, measured."""
-    plans = [planned(MODEL, profile, space) for space in (Space(), Space(pipelines=(profile.setting.ranks,)))]
+    plans = [
+        search(MODEL, profile.cluster(), SAMPLES_PER_RANK * profile.setting.ranks, profile.limited(space))
+        for space in (Space(), Space(pipelines=(profile.setting.ranks,)))
+    ]
     deep = [next(choice for choice in plans[1].choices if choice.layout.schedule == name) for name in SCHEDULES]
     best = plans[0].best
     others = [choice for choice in deep if choice.layout != best.layout]
     return measured(plans[0], [best, *others], rounds=ROUNDS)
-
-
-def ran_with_other_ends(profile: Profile) -> Plan:
-    """The best layout of 2bw and of a flush on a pipeline of all ranks, and the best with equal stages, measured."""
-    free = Space(schedules=("2bw", "1f1b-flush"), pipelines=(profile.setting.ranks,))
-    equal = replace(free, first_stage_layers=(0,), last_stage_layers=(0,))
-    plans = [planned(LARGE_VOCABULARY, profile, space) for space in (free, equal)]
-    both = [next(c for c in plan.choices if c.layout.schedule == one) for one in free.schedules for plan in plans]
-    return measured(plans[0], both, rounds=ROUNDS)
-
-
-def gains(plan: Plan) -> list[str]:
-    """Of other ends over equal stages, by schedule."""
-    lines = []
-    for schedule in ("2bw", "1f1b-flush"):
-        of_it = [choice for choice in plan.choices if choice.measured_s and choice.layout.schedule == schedule]
-        equal, other = sorted(of_it, key=lambda choice: choice.layout.last_stage_layers)
-        took, expected = equal.measured_s / other.measured_s, equal.iteration.time_s / other.iteration.time_s
-        lines.append(f"{schedule}: equal stages take {took:.2f} times as long as others, predicted {expected:.2f}")
-    return lines
 
 
 def report(plan: Plan) -> list[str]:
@@ -126,10 +101,8 @@ def main() -> None:
     lines = [*heading("numpy"), "", f"{MODEL.name}, fp32, one thread per rank"]
     with tempfile.TemporaryDirectory() as folder:
         for ranks in map(int, options.ranks.split(",")):
-            lines += report(ran(profiled(MODEL, ranks, Path(folder))))
-        found = ran_with_other_ends(profiled(LARGE_VOCABULARY, 2, Path(folder)))
-        lines += ["", f"{LARGE_VOCABULARY.name}, fp32, one thread per rank", *report(found), *gains(found)]
-    print("\n".join(lines))
+            lines += report(ran(profiled(ranks, Path(folder))))
+            print("\n".join(lines), flush=True)
     if options.output is not None:
         options.output.write_text("\n".join([*lines, ""]))
 
