@@ -93,13 +93,13 @@ class ErrorBar(NamedTuple):
 
 def speed_of(gpu: Gpu) -> Speed:
     """The constants of ``gpu``: the A100's, its share of the peak scaled by the largest product measured."""
-    measured = GEMM_EFFICIENCY["a100"]
-    share = GEMM_EFFICIENCY.get(_family(gpu), measured)
+    family, measured = _family(gpu), GEMM_EFFICIENCY["a100"]
+    share = GEMM_EFFICIENCY.get(family, measured)
     return replace(
         A100,
         gemm_efficiency=A100.gemm_efficiency * share / measured,
-        attention_efficiency=HOPPER_ATTENTION_EFFICIENCY if _family(gpu) in ("h100", "h200") else ATTENTION_EFFICIENCY,
-        shares_cards=_family(gpu) not in ("v100", "a100"),
+        attention_efficiency=HOPPER_ATTENTION_EFFICIENCY if family in ("h100", "h200") else ATTENTION_EFFICIENCY,
+        shares_cards=family not in ("v100", "a100"),
     )
 
 
@@ -127,7 +127,7 @@ def error_bar(
     by_muon: bool = False,
 ) -> ErrorBar:
     """What nine of ten measured batches keep to; ``scripts/bench/planner_accuracy.py`` counts them."""
-    gpu = cluster.gpu
+    family = _family(cluster.gpu)
     if cluster.profile is not None:
         return ErrorBar(0.20, "the most that two CPU cores were off; --verify-top measures how far this machine is")
     if model.multi_latent_attention or model.moe_shared_expert_intermediate_size or model.mtp_num_layers:
@@ -139,11 +139,11 @@ def error_bar(
         return ErrorBar(0.30, "assumed: no run with Muon was compared, whose updates are matrix products")
     if model.num_experts:
         return ErrorBar(0.30, "three runs of Mixtral on H100, which took up to 16% longer")
-    if _family(gpu) == "h100" and in_8_bits and fused_attention and model.hidden_size >= 4096:
+    if family == "h100" and in_8_bits and fused_attention and model.hidden_size >= 4096:
         return ErrorBar(0.12, "NVIDIA's runs on H100 in 8 bits: 17 rows, hidden sizes from 4096 on, 11% at most")
-    if _family(gpu) == "h100" and fused_attention and not shared and not in_8_bits:
+    if family == "h100" and fused_attention and not shared and not in_8_bits:
         return ErrorBar(0.21, "Megatron-LM's table of H100s: nine rows, which took up to 26% longer")
-    if _family(gpu) != "a100" or shared:
+    if family != "a100" or shared:
         return ErrorBar(0.30, "assumed: constants of A100, scaled by the data sheet and the largest product measured")
     if fused_attention:
         return ErrorBar(0.20, "assumed: measured without fused attention, and with it on one model alone")
