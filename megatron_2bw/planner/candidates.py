@@ -69,7 +69,7 @@ class Candidates:
             or self._batch_problem(layout)
             or problem(self.model, layout)
             or recompute_problem(self.model, layout)
-            or self._not_profiled(layout)
+            or self.shapes.not_profiled(layout)
         )
 
     def _batch_problem(self, layout: Layout) -> Problem | None:
@@ -194,7 +194,7 @@ class Candidates:
                 fields = base | {"sequence_parallel": sequence, "distributed_optimizer": distributed}
                 layout = self.shapes.layout(shape, fields | _overlaps(shape, fields))
                 problem = self._batch_problem(layout)
-                unknown = None if problem else self._not_profiled(layout)
+                unknown = None if problem else self.shapes.not_profiled(layout)
                 if problem:
                     self.decisions.reject(
                         "batch", "the batch has the microbatches that the schedule needs", problem, name(layout)
@@ -214,11 +214,6 @@ class Candidates:
             self._counts[alike] = sum(len(saving.sizes) for saving in self.savings(base))
         return self._counts[alike]
 
-    def _not_profiled(self, layout: Layout) -> Problem | None:
-        """Why the cluster's profile, if it has one, cannot price ``layout``."""
-        profile = self.cluster.profile
-        return None if profile is None else profile.lacks(Split.of(layout))
-
     def _sequence_parallel(self, shape: Shape) -> tuple[bool, ...]:
         """On where it works, unless the space says otherwise: it costs neither time nor memory."""
         choices = self.decisions.allowed("sequence_parallel", (True, False) if shape.tensor > 1 else (False,))
@@ -237,7 +232,9 @@ class Candidates:
         layers = tuple(count // base.chunks for count in layers_of_stages(self.model, base))
         recomputes = self.decisions.allowed("recomputes", tuple(Recompute))
         if self.cluster.profile is not None:
-            recomputes = [choice for choice in recomputes if not self._not_profiled(replace(base, recompute=choice))]
+            recomputes = [
+                choice for choice in recomputes if not self.shapes.not_profiled(replace(base, recompute=choice))
+            ]
         for buffers in self.decisions.allowed("gradient_buffers", (2, 1)) if base.schedule in TWO_BW else (2,):
             for recompute in recomputes:
                 if recompute == Recompute.FULL:

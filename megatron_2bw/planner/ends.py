@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from math import inf
 
-from megatron_2bw.planner.layer import Works
+from megatron_2bw.planner.layer import works_of
+from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.work import Work
+from megatron_2bw.planner.pieces import stage_pieces, time_of
+from megatron_2bw.planner.sizes import Split
+from megatron_2bw.planner.speeds import Machine
+from megatron_2bw.planner.stages import Contents
 
 
 def shorter_ends(layers: int, stages: int) -> tuple[int, int]:
@@ -22,7 +26,7 @@ def shorter_ends(layers: int, stages: int) -> tuple[int, int]:
     return (left - left // 2, left // 2) if layers % stages and left >= 2 else (0, 0)
 
 
-def balanced_ends(model: Model, stages: int, works: Works, *, recompute: bool) -> tuple[int, int]:
+def balanced_ends(model: Model, layout: Layout, machine: Machine) -> tuple[int, int]:
     """Layers of the first and of the last stage with which the slowest stage is fastest.
 
     Among several, those that leave the others fewest, then those whose slower end is fastest. (0, 0): equal stages are
@@ -30,35 +34,34 @@ def balanced_ends(model: Model, stages: int, works: Works, *, recompute: bool) -
 
     Args:
         model: whose layers are spread.
-        stages: at least 2.
-        works: of a microbatch.
-        recompute: whether every layer is computed again before its backward.
+        layout: of at least 2 stages; how many layers these have does not count.
+        machine: what it runs on.
 
     >>> from megatron_2bw.planner.cluster import CLUSTERS
-    >>> from megatron_2bw.planner.layer import works_of
-    >>> from megatron_2bw.planner.layout import Precision, Recompute
-    >>> from megatron_2bw.planner.sizes import Split
+    >>> from megatron_2bw.planner.layout import Recompute
     >>> from megatron_2bw.planner.speeds import machine_of
     >>> model = Model(num_layers=24, hidden_size=1920, num_attention_heads=20, seq_length=512, vocab_size=50257)
-    >>> split = Split(1, 8, False, Recompute.NONE, Precision.FP16, 2, False)
-    >>> works = works_of(model, split, machine_of(CLUSTERS["p3.16xlarge"]))
-    >>> [balanced_ends(model, stages, works, recompute=False) for stages in (2, 3, 4, 24)]
+    >>> machine = machine_of(CLUSTERS["p3.16xlarge"])
+    >>> for recompute in (Recompute.NONE, Recompute.FULL):
+    ...     more = {"data": 1, "microbatch": 8, "global_batch": 8, "recompute": recompute, "fused_attention": False}
+    ...     layouts = [Layout(schedule="2bw", pipeline=stages, **more) for stages in (2, 3, 4, 24)]
+    ...     print([balanced_ends(model, layout, machine) for layout in layouts])
     [(13, 11), (9, 6), (6, 4), (0, 0)]
-    >>> [balanced_ends(model, stages, works, recompute=True) for stages in (2, 3, 4, 24)]
     [(13, 11), (8, 7), (6, 4), (0, 0)]
     """
+    works = works_of(model, Split.of(layout), machine)
 
-    def layers(work: Work) -> float:
-        return _seconds(work, recompute) / _seconds(works.layer, recompute)
+    def time_s(held: Contents) -> float:
+        return time_of(stage_pieces(model, layout, works, held)).pair_s
 
-    loss, embedding = (
-        _seconds(work, False) / _seconds(works.layer, recompute) for work in (works.loss, works.embedding)
-    )
-    more_first = embedding + model.dense_layers * (layers(works.dense) - 1)
-    more_last = (1 + model.mtp_num_layers) * loss + model.mtp_num_layers * layers(works.mtp)
+    # In layers, what an end has beside as many layers as any other stage.
+    dense, layer_s = model.dense_layers, time_s(Contents(1))
+    more_first = time_s(Contents(dense, dense=dense, embedding=True)) / layer_s - dense
+    more_last = time_s(Contents(0, predictions=model.mtp_num_layers, loss=True)) / layer_s
+    stages = layout.pipeline
     equal, left = divmod(model.num_layers, stages)
     best = (inf if left else equal + max(more_first, more_last), 0, 0.0, 0, 0)
-    least = max(model.dense_layers, 1)  # Of the first stage.
+    least = max(dense, 1)  # Of the first stage.
     for each in range(1, model.num_layers) if stages > 2 else (0,):
         left = model.num_layers - each * (stages - 2)
         if left <= least or each >= best[0]:
@@ -68,7 +71,3 @@ def balanced_ends(model: Model, stages: int, works: Works, *, recompute: bool) -
             slower = max(first + more_first, left - first + more_last)
             best = min(best, (max(each, slower), each, slower, first, left - first))
     return best[3:]
-
-
-def _seconds(work: Work, recompute: bool) -> float:
-    return (2 if recompute else 1) * work.forward_s + work.backward_s

@@ -12,7 +12,6 @@ from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.decisions import Decisions
 from megatron_2bw.planner.ends import balanced_ends, shorter_ends
 from megatron_2bw.planner.errors import Problem
-from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
@@ -77,8 +76,9 @@ class Shapes:
                     Shape(pipeline=pipeline, first_stage_layers=first, last_stage_layers=last, **sizes)
                     for first, last in ends
                 ]
-                for shape in chain(shapes, self._balanced(shapes[0])):
-                    broken = self._shape_problem(shape)
+                unshared = self._split_problem(shapes[0])
+                for shape in shapes if unshared else chain(shapes, self._balanced(shapes[0])):
+                    broken = unshared or self._stages_problem(shape)
                     if broken:
                         self.decisions.reject("shape", *broken, shape.name)
                     else:
@@ -86,23 +86,28 @@ class Shapes:
 
     def _balanced(self, shape: Shape) -> Iterator[Shape]:
         """With other layers on the ends, so that the slowest stage is faster, where nothing says how many."""
-        space = self.decisions.space
+        space, machine = self.decisions.space, machine_of(self.cluster)
         is_given = space.first_stage_layers is not None or space.last_stage_layers is not None
-        if shape.pipeline == 1 or is_given or self._split_problem(shape) or self.global_batch % shape.data:
+        if shape.pipeline == 1 or is_given or self.global_batch % shape.data:
             return
         usual = shape.first_stage_layers, shape.last_stage_layers
+        fields = {"schedule": MEGATRON} | self._usual_sequence(shape)
         found: dict[tuple[int, int], tuple[int, ...]] = {}
         for microbatch in space.allows("microbatches", self.microbatches(shape)):
-            layout = self.layout(shape, {"schedule": MEGATRON, "microbatch": microbatch} | self._usual_sequence(shape))
-            split = Split.of(layout)
-            if self.cluster.profile is not None and self.cluster.profile.lacks(split):
-                continue
-            works = works_of(self.model, split, machine_of(self.cluster))
-            of_either = {balanced_ends(self.model, shape.pipeline, works, recompute=choice) for choice in (False, True)}
-            for ends in of_either - {(0, 0), usual}:
-                found[ends] = (*found.get(ends, ()), microbatch)
+            layouts = [
+                self.layout(shape, fields | {"microbatch": microbatch, "recompute": recompute})
+                for recompute in (Recompute.NONE, Recompute.FULL)
+            ]
+            ends = {balanced_ends(self.model, one, machine) for one in layouts if not self.not_profiled(one)}
+            for pair in ends - {(0, 0), usual}:
+                found[pair] = (*found.get(pair, ()), microbatch)
         for (first, last), microbatches in found.items():
             yield replace(shape, first_stage_layers=first, last_stage_layers=last, microbatches=microbatches)
+
+    def not_profiled(self, layout: Layout) -> Problem | None:
+        """Why the cluster's profile, if it has one, cannot price ``layout``."""
+        profile = self.cluster.profile
+        return None if profile is None else profile.lacks(Split.of(layout))
 
     def microbatches(self, shape: Shape) -> tuple[int, ...]:
         """Sizes b to try with ``shape``."""
@@ -163,10 +168,8 @@ class Shapes:
         problem = context_problem(self.model, least) or expert_problem(self.model, least)
         return ("ranks share sequences and experts evenly", problem) if problem else None
 
-    def _shape_problem(self, shape: Shape) -> tuple[str, Problem | str] | None:
-        """(rule, reason)"""
-        if broken := self._split_problem(shape):
-            return broken
+    def _stages_problem(self, shape: Shape) -> tuple[str, Problem | str] | None:
+        """(rule, reason): no stages with these layers, or none that fit."""
         problem = stage_problem(self.model, self.layout(shape, {"global_batch": shape.data, "schedule": MEGATRON}))
         if problem:
             return "stages have equally many layers, but for the ends", problem

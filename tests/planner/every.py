@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.inputs import sized
@@ -17,9 +19,19 @@ from megatron_2bw.planner.space import Space
 MODEL = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=50257)
 
 
-def equal(space: Space | None = None) -> Space:
-    """``space`` with no other than stages of equally many layers."""
-    return dataclasses.replace(space or Space(), first_stage_layers=(0,), last_stage_layers=(0,))
+def equal(**limits: Any) -> Space:
+    """A Space with these limits and no other than stages of equally many layers."""
+    return Space(first_stage_layers=(0,), last_stage_layers=(0,), **limits)
+
+
+def fastest_by_schedule(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The least seconds of every schedule, of pairs of both."""
+    fastest: dict[str, float] = {}
+    for schedule, time_s in times:
+        fastest[schedule] = min(time_s, fastest.get(schedule, math.inf))
+    # With one chunk, Megatron's schedule is 1f1b-flush, which stands for it.
+    fastest["megatron"] = min(fastest.get("megatron", math.inf), fastest.get("1f1b-flush", math.inf))
+    return fastest
 
 
 def cluster(gpus: int, memory_gb: float, base: str = "dgx-a100") -> Cluster:

@@ -317,8 +317,7 @@ def test_nothing_beats_the_best(model: Model, memory_gb: float):
             time_s = costs.iteration(model, one, machine).time_s
             best[one.schedule] = min(time_s, best.get(one.schedule, math.inf))
             sharing.add((one.context, one.expert))
-    space = Space(schedules=("2bw", "gpipe"), recomputes=(Recompute.NONE,), extra_in_flight=(0,), gradient_buffers=(2,))
-    space = equal(space)
+    space = equal(schedules=("2bw", "gpipe"), recomputes=(Recompute.NONE,), extra_in_flight=(0,), gradient_buffers=(2,))
     ours: dict[str, float] = {}
     for choice in search(model, machine, 8, space).choices:
         ours.setdefault(choice.layout.schedule, choice.iteration.time_s)

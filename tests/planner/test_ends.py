@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -12,17 +11,15 @@ from megatron_2bw.planner import costs, memory
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.ends import balanced_ends, shorter_ends
 from megatron_2bw.planner.finder import price
-from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.search import search
-from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.speeds import machine_of
-from tests.planner.every import MODEL, cluster, every_layout
+from tests.planner.every import MODEL, cluster, every_layout, fastest_by_schedule
 
 
 def possible(model: Model, layout: Layout) -> Iterator[Layout]:
@@ -64,20 +61,17 @@ def ends_to_try(model: Model, layout: Layout, machine: Cluster) -> set[tuple[int
     return {usual, *((one.first_stage_layers, one.last_stage_layers) for one in found)}
 
 
-@pytest.mark.parametrize(("layers", "memory_gb"), [(8, 80), (11, 80), (8, 5), (7, 3.6), (11, 3.6)])
+@pytest.mark.parametrize(("layers", "memory_gb"), [(8, 80), (11, 80), (8, 5), (7, 3.6), (7, 3.2), (11, 3.6)])
 def test_nothing_beats_the_best_with_other_ends(layers: int, memory_gb: float):
     model, machine, batch = dataclasses.replace(MODEL, num_layers=layers), cluster(4, memory_gb), 8
-    best: dict[str, float] = {}
-    for layout in every_layout(model, machine, batch, ends=lambda layout: ends_to_try(model, layout, machine)):
-        if memory.largest(model, layout).total_bytes <= machine.memory_bytes:
-            time_s = costs.iteration(model, layout, machine).time_s
-            best[layout.schedule] = min(time_s, best.get(layout.schedule, math.inf))
-    ours: dict[str, float] = {}
-    for choice in search(model, machine, batch).choices:
-        ours.setdefault(choice.layout.schedule, choice.loss_time_s)
-    # With one chunk, Megatron's schedule is 1f1b-flush, which stands for it.
-    for times in (best, ours):
-        times["megatron"] = min(times.get("megatron", math.inf), times.get("1f1b-flush", math.inf))
+    layouts = every_layout(model, machine, batch, ends=lambda layout: ends_to_try(model, layout, machine))
+    best = fastest_by_schedule(
+        (layout.schedule, costs.iteration(model, layout, machine).time_s)
+        for layout in layouts
+        if memory.largest(model, layout).total_bytes <= machine.memory_bytes
+    )
+    choices = search(model, machine, batch).choices
+    ours = fastest_by_schedule((choice.layout.schedule, choice.loss_time_s) for choice in choices)
     assert ours == pytest.approx(best, rel=1e-12)
 
 
@@ -107,8 +101,7 @@ def test_balanced_ends_are_the_fastest(kind: str, depth: int, recompute: Recompu
     """As pricing all of them says; equal stages are if they are as fast."""
     model, machine = KINDS[kind], CLUSTERS["dgx-a100"]
     layout = Layout(schedule="megatron", pipeline=depth, data=1, microbatch=2, global_batch=8, recompute=recompute)
-    works = works_of(model, Split.of(layout), machine_of(machine))
-    ends = balanced_ends(model, depth, works, recompute=recompute is Recompute.FULL)
+    ends = balanced_ends(model, layout, machine_of(machine))
     best = fastest(model, layout, machine)
     if ends == (0, 0):
         assert slowest_s(model, layout, machine) == pytest.approx(slowest_s(model, best, machine), rel=1e-9)
@@ -116,16 +109,28 @@ def test_balanced_ends_are_the_fastest(kind: str, depth: int, recompute: Recompu
         assert ends == (best.first_stage_layers, best.last_stage_layers)
 
 
-@pytest.mark.parametrize(("layers", "depth"), [(7, 2), (15, 4), (8, 7), (126, 16), (105, 16)])
-def test_stages_that_cannot_be_equal(layers: int, depth: int):
-    """A search prices and names them as an estimate does."""
+@pytest.mark.parametrize(
+    ("layers", "depth", "shorter"),
+    [(7, 2, (4, 3)), (15, 4, (4, 3)), (8, 7, (0, 0)), (126, 16, (7, 7)), (105, 16, (4, 3))],
+)
+def test_stages_that_cannot_be_equal(layers: int, depth: int, shorter: tuple[int, int]):
+    """The first and the last are shorter, or as fast as can be; a search prices and names them as an estimate does."""
     model, machine = dataclasses.replace(MODEL, num_layers=layers), cluster(depth, 80)
     found = search(model, machine, 4 * depth, Space(pipelines=(depth,)))
+    possible_ends: dict[int, set[tuple[int, int]]] = {}
     for choice in found.choices:
         layout = choice.layout
+        ends = layout.first_stage_layers, layout.last_stage_layers
+        if layout.microbatch not in possible_ends:
+            plain = Layout(
+                schedule="megatron", pipeline=depth, data=1, microbatch=layout.microbatch, global_batch=4 * depth
+            )
+            possible_ends[layout.microbatch] = ends_to_try(model, plain, machine)
+        assert shorter in possible_ends[layout.microbatch]
+        assert ends in possible_ends[layout.microbatch] - {(0, 0)}
         assert problem(model, layout) is None
         assert choice == price(model, layout, machine)
-        assert f",f{layout.first_stage_layers},l{layout.last_stage_layers}" in name(layout)
+        assert f",f{ends[0]},l{ends[1]}" in name(layout)
     assert {choice.layout.schedule for choice in found.choices} >= {"2bw", "1f1b-flush", "gpipe"}
 
 
