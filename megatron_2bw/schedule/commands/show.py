@@ -215,8 +215,8 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
             delayed = own.get("delayed_microbatches") or enough
             what = "microbatches" if microbatches < enough else "delayed microbatches"
             what += ", and as many delayed" if what == "microbatches" and delayed < enough else ""
-            next_one = f"{name} works with {args.stages} stages and {enough} {what}, the next number that does"
-            raise ScheduleError(f"{error.message}; {next_one}") from None
+            next_one = f"with {args.stages} stages, the next number that {name} works with is {enough} {what}"
+            raise ScheduleError(f"{next_one}; {error.message}") from None
 
 
 def _count(schedule: Schedule, args: argparse.Namespace) -> int:
