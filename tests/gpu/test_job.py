@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 CASE = replace(saved.CASE, device="cuda")
 DETERMINED = replace(saved.DETERMINED, device="cuda")
 STARTED_WITHIN_S = 90.0
-TIMEOUT_S = 10.0
+TIMEOUT_S = 20.0
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def test_the_caller_computes_while_the_background_does() -> None:
         torch.cuda.synchronize()
         return time.perf_counter() - start_s
 
+    seconds(future_first=True)  # Loads the kernel.
     assert seconds(future_first=True) < 0.75 * seconds(future_first=False)
 
 

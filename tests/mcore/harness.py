@@ -195,13 +195,16 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE
 """Of every rank: one thread, nothing compiled, no GPU."""
 
 ENVIRONMENT_ON_GPU = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "TORCHDYNAMO_DISABLE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
-"""What Megatron asks for on most GPUs, what torch needs for matrix products that repeat to the last bit, and nothing
-compiled, which takes longer than the rest of a run. A test may set something else."""
+"""One thread per rank; transfers through the host that need no name of this machine; what Megatron asks for on most
+GPUs; what torch needs for matrix products that repeat to the last bit; nothing compiled, which takes longer than the
+rest of a run. A test may set something else."""
 
 
 def import_path() -> str:
