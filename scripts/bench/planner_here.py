@@ -45,11 +45,11 @@ ROUNDS = 3
 """In which every layout runs once."""
 
 
-def profiled(ranks: int, folder: Path) -> Profile:
+def profiled(model: Model, ranks: int, folder: Path) -> Profile:
     """What a layer takes when so many ranks are busy."""
     path = folder / f"profile_{ranks}.json"
     request = Request(
-        model=MODEL,
+        model=model,
         setting=Setting(ranks=ranks, precision=Precision.FP32, fused_attention=False, sequence_parallel=False),
         tensors=(1,),
         microbatches=MICROBATCHES,
@@ -101,7 +101,7 @@ def main() -> None:
     lines = [*heading("numpy"), "", f"{MODEL.name}, fp32, one thread per rank"]
     with tempfile.TemporaryDirectory() as folder:
         for ranks in map(int, options.ranks.split(",")):
-            lines += report(ran(profiled(ranks, Path(folder))))
+            lines += report(ran(profiled(MODEL, ranks, Path(folder))))
             print("\n".join(lines), flush=True)
     if options.output is not None:
         options.output.write_text("\n".join([*lines, ""]))
