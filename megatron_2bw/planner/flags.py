@@ -116,9 +116,9 @@ def read(
     from megatron_2bw.planner.refusals import refusal  # A search prints flags and reads none.
 
     check_accepted(options)
-    notes = (*check_priced(options), *_misspelled(options))
+    priced, doubts = check_priced(options), tuple(_misspelled(options))
     model = model or read_model(options, kind=kind)
-    notes += tuple(_without_effect(options, model))
+    notes = (*priced, *doubts, *_without_effect(options, model))
     layout = _layout(options, model, gpus, node=node, gpu=gpu, fused=fused)
     if options.text("--mixpipe-k", "0") == AUTO and has_choice(layout):
         if gpu is None:
@@ -128,7 +128,8 @@ def read(
     if gpu is not None:
         refused = refused or gpu_problem(gpu, layout.precision, fused_attention=layout.fused_attention, fp8=layout.fp8)
     if refused := refused or refusal(options, layout):
-        raise PlanError(refused)
+        # What is misspelled may be why.
+        raise PlanError("; ".join(map(str, (refused, *doubts))) if doubts else refused)
     return Configuration(model=model, layout=layout, notes=notes)
 
 

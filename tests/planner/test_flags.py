@@ -343,6 +343,10 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         ),
         (f"{RUN} --pipeline-schedule 3bw", "unknown schedule '3bw'; choose one of 2bw"),
         (f"{RUN} --pipeline-schedule 2bw", "pipeline 1: 2bw needs at least 2; use schedule megatron"),
+        (
+            f"{RUN} --pipeline-schedule 2bw --pipeline-parallel-size 4",
+            "--pipeline-parallel-size: not priced; did you mean --pipeline-model-parallel-size?",
+        ),
         (f"{RUN} --recompute-granularity some", "--recompute-granularity some: choose one of none, selective, full"),
         (
             f"{RUN} --recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
