@@ -203,7 +203,11 @@ def _with_receives(
 
 
 def _posted_ahead_of_use(call: tuple[Action, ...], receives: list[Action]) -> dict[int, list[Action]]:
-    """By index in ``call``: the receives to post before it; its length for those to post at the end."""
+    """By index in ``call``: the receives to post before it; its length for those to post at the end.
+
+    A gradient is not received before the send that brings it about: what loads kernels in that forward waits, on a GPU,
+    for everything that this rank has posted, and so would wait for itself.
+    """
     compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
     # The order of use goes on into the next call, whose compute actions are these, one batch later.
     uses = [(call[i], calls) for calls in (0, 1) for i in compute]
@@ -217,6 +221,8 @@ def _posted_ahead_of_use(call: tuple[Action, ...], receives: list[Action]) -> di
         slot = slot_of.get((type_, receive.stage, receive.microbatch, receive.batch))
         if slot is None:
             raise ScheduleError(f"{receive} is received in a call in which, and in the next, no {type_} uses it")
+        if type_ is ActionType.BACKWARD and slot < len(compute):
+            slot += call[compute[slot]]._replace(version=None) == receive._replace(type=ActionType.FORWARD)
         posted.setdefault(compute[slot] if slot < len(compute) else len(call), []).append(receive)
     return posted
 

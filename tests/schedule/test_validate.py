@@ -57,6 +57,25 @@ def test_all_stages_up_to_8_and_microbatches_up_to_16(name: str, copy: GradientC
             assert valid == expected, f"{name}, d={stages}, m={microbatches}"
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_gradient_is_received_before_the_send_that_brings_it_about(name: str):
+    """A rank that waits for all that it has posted, before that forward, would wait for itself."""
+    received = 0
+    for stages, microbatches in itertools.product((2, 3, 4), range(1, 9)):
+        try:
+            schedule = lower(build(name, stages=stages, microbatches=microbatches), tuple(Reduction))
+        except ScheduleError:
+            continue
+        for program in schedule.programs:
+            calls = [program.fill(None), program.call(None), [action.shifted(1) for action in program.call(None)]]
+            at = {action: i for i, action in enumerate(itertools.chain(*calls))}
+            for receive in [action for action in at if action.type is ActionType.RECV_BACKWARD]:
+                send = receive._replace(type=ActionType.SEND_FORWARD)
+                assert at.get(send, -1) < at[receive], f"{name}, d={stages}, m={microbatches}: {receive}"
+                received += 1
+    assert received
+
+
 @pytest.mark.parametrize("extra", range(1, MOST_EXTRA_IN_FLIGHT + 1))
 def test_more_in_flight_needs_more_microbatches(extra: int):
     for stages in range(1, 7):
