@@ -366,16 +366,18 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
 
 
 def _optimizers(case: Case, config: Any, groups: list[Any], matrices: set[torch.nn.Parameter]) -> list[Any]:
-    """AdamW, with Muon or Lion for matrices; or SGD."""
+    """AdamW, with Muon or Lion for matrices; or SGD. Torch's, or those that Megatron takes where they are installed."""
+    from megatron.core.optimizer import SGD, Adam
+
     if case.optimizer == "sgd":
         groups = [group for group in groups if group["params"]]
-        return [torch.optim.SGD(groups, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay)]
+        return [SGD(groups, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay)]
     optimizers: list[Any] = []
     if case.optimizer != "adam":
         of_matrices = [group | {"params": [p for p in group["params"] if p in matrices]} for group in groups]
         groups = [group | {"params": [p for p in group["params"] if p not in matrices]} for group in groups]
         optimizers.append(_for_matrices(case, config, [group for group in of_matrices if group["params"]]))
-    adam = torch.optim.AdamW(
+    adam = Adam(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
