@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,8 @@ from megatron_2bw.mcore.trace import write_trace
 from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.runtime.recorder import Recorder
 
+_FIRST_FORWARDS_CROSS = ("chimera", "mixpipe")
+"""Schedules in which two ranks post receives of each other's first forwards before their own."""
 _KEPT, _KEPT_FOR_TRACE = 20_000, 200_000
 """Actions, the newest ones."""
 
@@ -160,7 +162,7 @@ class Session:
                 f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {pipeline.schedule_name}: "
                 "a transfer of evaluation would wait for every stream of the device"
             )
-        if torch.cuda.is_available() and (notice := allocator_notice(os.environ)):
+        for notice in notices(os.environ, pipeline.schedule_name) if torch.cuda.is_available() else ():
             print_rank_0(f"megatron_2bw: {notice}")
         pipeline.start(call)
         if args.pipeline_trace is not None or args.log_pipeline:
@@ -173,14 +175,24 @@ class Session:
             self.exits = ExitRequests(self._timeout)
 
 
-def allocator_notice(environment: Mapping[str, str]) -> str | None:
-    """What to set so that torch's allocator does not wait for the whole GPU while receives are under way."""
+def notices(environment: Mapping[str, str], schedule: str) -> Iterator[str]:
+    """What to set so that nothing waits for the whole GPU, or for a peer, while receives are under way."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     settings = [environment.get(name, "").replace(" ", "") for name in names]
-    if any("expandable_segments:True" in setting for setting in settings):
-        return None
-    return (
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Without it, an allocation that finds no free memory "
-        "waits for everything on the GPU, also for receives that are posted early; neighbouring stages that do so at "
-        "once wait for each other until the timeout"
-    )
+    if not any("expandable_segments:True" in setting for setting in settings):
+        yield (
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Without it, an allocation that finds no free memory "
+            "waits for everything on the GPU, also for receives that are posted early; neighbouring stages that do so "
+            "at once wait for each other until the timeout"
+        )
+    if schedule in _FIRST_FORWARDS_CROSS and environment.get("CUDA_MODULE_LOADING") != "EAGER":
+        yield (
+            f"set CUDA_MODULE_LOADING=EAGER for {schedule}. Without it, kernels are loaded when they are first used, "
+            "which may wait for everything on the GPU; the first forwards of neighbouring stages then wait for each "
+            "other until the timeout"
+        )
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        yield (
+            "leave CUDA_LAUNCH_BLOCKING out. With it, a receive over NCCL that is posted early waits for what its "
+            "sender has yet to compute; neighbouring stages wait for each other until the timeout"
+        )

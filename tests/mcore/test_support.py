@@ -332,15 +332,22 @@ def test_noticed_once_and_then_settled(defaults: argparse.Namespace, row) -> Non
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "schedule", "told"),
     [
-        ({}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}, False),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}, False),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, True),
+        ({}, "2bw", ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}, "2bw", []),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}, "2bw", []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "2bw", ["PYTORCH_CUDA_ALLOC_CONF"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "chimera", ["CUDA_MODULE_LOADING=EAGER"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_MODULE_LOADING": "EAGER"}, "mixpipe", []),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_LAUNCH_BLOCKING": "1"}, "2bw", ["LAUNCH_BLOCKING"]),
     ],
 )
-def test_a_run_is_told_what_makes_an_allocation_wait_for_the_gpu(environment: dict[str, str], told: bool) -> None:
-    from megatron_2bw.mcore.session import allocator_notice
+def test_a_run_is_told_what_makes_ranks_wait_for_each_other(
+    environment: dict[str, str], schedule: str, told: list[str]
+) -> None:
+    from megatron_2bw.mcore.session import notices
 
-    assert (allocator_notice(environment) is not None) == told
+    found = [*notices(environment, schedule)]
+    assert len(found) == len(told)
+    assert all(expected in notice for expected, notice in zip(told, found, strict=True))
