@@ -173,7 +173,7 @@ def create_update_groups(
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return UpdateGroups(
+    created = UpdateGroups(
         embedding=_clone(embedding, timeout, "2bw embedding") if tied_embeddings else None,
         tensor=_clone(tensor, timeout, "2bw tensor") if tensor.size() > 1 else None,
         pipeline=_clone(pipeline, timeout, "2bw tokens", backend="gloo"),
@@ -182,6 +182,23 @@ def create_update_groups(
         on_device=_clones((group for group in gradients if group.size() > 1), timeout, "2bw gradients"),
         on_host=_clones(statistics, timeout, "2bw scalars", backend="gloo"),
     )
+    # In one order on all ranks: each of a rank's groups, by kind and then by its ranks.
+    of_gradients = map(created.on_device.get, sorted(created.on_device))
+    for group in (created.embedding, created.tensor, created.stage, *of_gradients):
+        if group is not None:
+            _connect_all(group)
+    return created
+
+
+def _connect_all(group: dist.ProcessGroup) -> None:
+    """Sum one element over all ranks of ``group``.
+
+    NCCL connects them in their first collective, and blocks each until all are in it: with receives posted early, and
+    what else waits for the whole device, ranks could wait for each other there in the first batch.
+    """
+    element = torch.zeros(1, device=device_of(group))
+    dist.all_reduce(element, group=group)
+    element.item()  # Waits for it.
 
 
 def create_host_group(group: dist.ProcessGroup, timeout: timedelta, description: str) -> dist.ProcessGroup:
