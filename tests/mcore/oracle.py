@@ -41,8 +41,9 @@ def oracle(
         expert_parallel=1,
         expert_tensor_parallel=case.expert_tensor_parallel if case.expert_tensor_parallel < case.tensor_parallel else 0,
         distributed_optimizer=False,
-        # It tells where a weight is used twice: autograd would add up the uses before the microbatches.
-        fused_gradients=case.fused_gradients and "--mtp-num-layers" in case.model,
+        # It tells where a weight is used twice: autograd would add up the uses before the microbatches. And on a GPU,
+        # where products are added in fp32, not rounded before.
+        fused_gradients=case.fused_gradients and (case.device == "cuda" or "--mtp-num-layers" in case.model),
         flags=(),
         faults=(),
         record_actions=False,
