@@ -61,11 +61,15 @@ def test_evaluations_use_the_newest_weights_and_change_no_number() -> None:
 @pytest.mark.parametrize("kind", ["killed", "hanging"])
 def test_a_lost_rank_ends_the_others(kind: str, tmp_path: Path) -> None:
     """Those who wait for a killed one at once, for a hanging one within the timeout; each says where it waited."""
-    case = replace(CASE, stages=4, microbatches=4, model=())
+    assert_ends_the_others(kind, CASE, tmp_path)
+
+
+def assert_ends_the_others(kind: str, case: Case, folder: Path) -> None:
+    case = replace(case, stages=4, microbatches=4)
     timeout_s = TIMEOUT_S if kind == "hanging" else 10 * STARTED_WITHIN_S
     loss = Loss(rank=1, kind=kind, place="forward", call=13, timeout_s=timeout_s)
     within_s = STARTED_WITHIN_S + 2 * TIMEOUT_S
-    ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=within_s)
+    ended = launch(partial(main, loss=loss), case, case.ranks, folder, timeout_s=within_s)
     lost = -signal.SIGKILL if kind == "killed" else WOKE_UP
     assert ended.exit_codes == [lost if rank == loss.rank else 1 for rank in range(case.ranks)], ended.tails()
     assert_places(ended, set(range(case.ranks)) - {loss.rank}, case.stages)

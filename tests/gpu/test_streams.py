@@ -63,6 +63,7 @@ def test_the_caller_computes_while_the_background_does() -> None:
 def test_a_link_waits_for_those_before_it_only() -> None:
     background = Background(torch.device("cuda"), "test")
     first, second = (torch.zeros(1, device="cuda") for _ in range(2))
+    second.add_(first)  # Loads the kernel, which waits for all that runs.
     done = background.enqueue(lambda: first.add_(1))
     background.enqueue(lambda: torch.cuda._sleep(20 * CYCLES))
     background.result(done)

@@ -104,10 +104,12 @@ def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: floa
 def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, timeout_s: float = TIMEOUT_S) -> Ended:
     """Start one process per rank, wait for all and kill what still runs at the timeout."""
     start_s = time.monotonic()
-    context = _context() if case.device == "cpu" else multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    environment = ENVIRONMENT if case.device == "cpu" else _environment_on_gpu()
+    server = _server(frozenset(environment.items()))
     with _reserved_port() as port:
         processes = [context.Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)]
-        with unittest.mock.patch.dict(os.environ, {} if case.device == "cpu" else ENVIRONMENT_ON_GPU | os.environ):
+        with unittest.mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
             for process in processes:
                 process.start()
         try:
@@ -199,12 +201,18 @@ ENVIRONMENT_ON_GPU = {
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 """One thread per rank; transfers through the host that need no name of this machine; what Megatron asks for on most
-GPUs; what torch needs for matrix products that repeat to the last bit; nothing compiled, which takes longer than the
-rest of a run. A test may set something else."""
+GPUs; what torch needs for matrix products that repeat to the last bit; a look for GPUs after which a process can still
+fork others that use them; nothing compiled, which takes longer than the rest of a run."""
+
+
+def _environment_on_gpu() -> dict[str, str]:
+    """With what a test, or who runs it, has set otherwise."""
+    return {name: os.environ.get(name, value) for name, value in ENVIRONMENT_ON_GPU.items()}
 
 
 def import_path() -> str:
@@ -214,13 +222,13 @@ def import_path() -> str:
 
 
 @functools.cache
-def _context() -> Any:
+def _server(environment: frozenset[tuple[str, str]]) -> forkserver.ForkServer:
     """Ranks are forked from a process that has imported torch and Megatron, which takes seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.preload"])
-    with unittest.mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": import_path()}):
-        forkserver.ensure_running()
-    return context
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([f"{__package__}.preload"])
+    with unittest.mock.patch.dict(os.environ, {**dict(environment), "PYTHONPATH": import_path()}):
+        server.ensure_running()
+    return server
 
 
 def _child(target: Callable[..., None], case: Case, rank: int, port: int, folder: Path) -> None:

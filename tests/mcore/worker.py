@@ -118,11 +118,15 @@ def initialize(case: Case, rank: int, ranks: int, port: int) -> Any:
 
 
 def set_environment(rank: int, ranks: int, port: int) -> None:
-    """What torchrun would set."""
-    local = rank % torch.cuda.device_count() if torch.cuda.is_available() else rank
+    """What torchrun would set; and, where ranks share a GPU, what lets NCCL connect them."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local = rank % gpus if gpus else rank
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    if 0 < gpus < ranks:
+        # It refuses two ranks of one host on a GPU, but not of two, which it connects by sockets.
+        os.environ.update(NCCL_HOSTID=f"host of rank {rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
 
 
 def install(case: Case) -> None:

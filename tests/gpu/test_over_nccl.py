@@ -1,0 +1,66 @@
+"""Transfers and reductions over NCCL, as in a real job; ranks that share a GPU are connected by sockets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.test_job import assert_ends_the_others
+from tests.mcore.case import Case
+from tests.mcore.compare import differing
+from tests.mcore.features import LLAMA
+from tests.mcore.harness import run
+from tests.mcore.matrix import compared
+from tests.mcore.oracle import oracle
+
+pytestmark = pytest.mark.gpu
+
+OVER_NCCL = ("--distributed-backend", "nccl")
+CASE = Case(
+    schedule="2bw",
+    stages=2,
+    microbatches=4,
+    batches=12,
+    clip=1.0,
+    tied=True,
+    record_gradients=True,
+    device="cuda",
+    model=OVER_NCCL,
+)
+SETTINGS = {
+    "fp32": CASE,
+    "fp16, four stages": replace(CASE, precision="fp16", stages=4),
+    "bf16, one more in flight": replace(CASE, precision="bf16", flags=("--pipeline-extra-in-flight", "1")),
+    "bf16, two replicas": replace(CASE, precision="bf16", replicas=2, microbatches=2),
+    "bf16, distributed optimizer": replace(
+        CASE, precision="bf16", replicas=2, microbatches=2, distributed_optimizer=True
+    ),
+    "bf16, tensor and sequence parallel": replace(
+        CASE, precision="bf16", tensor_parallel=2, sequence_parallel=True, tied=False, model=(*OVER_NCCL, *LLAMA)
+    ),
+}
+OTHERS = {
+    "pipedream": replace(CASE, microbatches=1),
+    **dict.fromkeys(("1f1b-flush", "gpipe", "inter-layer", "gems", "chimera", "mixpipe"), CASE),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS.values(), ids=SETTINGS)
+def test_equal_to_the_oracle(case: Case) -> None:
+    comparison = compared(case)
+    assert comparison.problems() == []
+    assert comparison.clipped > 0
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_other_schedules(schedule: str) -> None:
+    case = replace(OTHERS[schedule], schedule=schedule, stages=4, tied=False, clip=0.0)
+    assert differing(run(case), oracle(case), norms=False) == []
+
+
+@pytest.mark.parametrize("kind", ["killed", "hanging"])
+def test_a_lost_rank_ends_the_others(kind: str, tmp_path: Path) -> None:
+    """A kernel that waits for another rank's cannot be stopped; who waits for it says so and ends all the same."""
+    assert_ends_the_others(kind, CASE, tmp_path)
