@@ -286,6 +286,7 @@ def _created_on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.
     def wrapper(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if device is not None and torch.device(device).type == "cuda":
             device = _CPU
+        kwargs.pop("pin_memory", None)  # For transfers to a GPU.
         return create(*args, device=device, **kwargs)
 
     return wrapper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,20 @@ SETTINGS = {
     "bf16, tensor and sequence parallel": replace(
         CASE, precision="bf16", tensor_parallel=2, sequence_parallel=True, tied=False, model=(*OVER_NCCL, *LLAMA)
     ),
+    "bf16, context parallel": replace(CASE, precision="bf16", context_parallel=2),
+}
+ENGINE = replace(CASE, precision="bf16", tied=False, model=(*OVER_NCCL, "--transformer-impl", "transformer_engine"))
+OF_ENGINE = {
+    "fp32": replace(ENGINE, precision="fp32"),
+    "bf16": ENGINE,
+    "fp16, distributed optimizer": replace(
+        ENGINE, precision="fp16", replicas=2, microbatches=2, distributed_optimizer=True
+    ),
+    "bf16, full recompute": replace(ENGINE, recompute="full"),
+    "bf16, tensor and sequence parallel": replace(
+        ENGINE, tensor_parallel=2, sequence_parallel=True, model=(*ENGINE.model, *LLAMA)
+    ),
+    "bf16, context parallel": replace(ENGINE, context_parallel=2),
 }
 OTHERS = {
     "pipedream": replace(CASE, microbatches=1),
@@ -52,6 +67,13 @@ def test_equal_to_the_oracle(case: Case) -> None:
     comparison = compared(case)
     assert comparison.problems() == []
     assert comparison.clipped > 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+@pytest.mark.parametrize("case", OF_ENGINE.values(), ids=OF_ENGINE)
+def test_layers_of_transformer_engine(case: Case) -> None:
+    comparison = compared(case)
+    assert comparison.problems() == []
 
 
 @pytest.mark.parametrize("schedule", OTHERS)

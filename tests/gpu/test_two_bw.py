@@ -22,7 +22,6 @@ CASE = Case(
     schedule="2bw", stages=2, microbatches=2, batches=12, clip=1.0, tied=True, record_gradients=True, device="cuda"
 )
 TWO_REPLICAS = replace(CASE, replicas=2)
-ENGINE = ("--transformer-impl", "transformer_engine")
 SETTINGS = {
     "fp32": CASE,
     "bf16": replace(CASE, precision="bf16"),
@@ -60,13 +59,6 @@ def test_equal_to_the_oracle_where_operators_are_compiled(monkeypatch: pytest.Mo
     """Megatron's default; the other tests do without, because it takes longer than all else that they do."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     comparison = compared(replace(CASE, precision="bf16", batches=11))  # A run that no other test has made.
-    assert comparison.problems() == []
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_layers_of_transformer_engine(precision: str) -> None:
-    comparison = compared(replace(CASE, precision=precision, tied=False, model=ENGINE))
     assert comparison.problems() == []
 
 

@@ -72,6 +72,8 @@ class Case:
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     """With a norm that supports it in place of torch's; see ``stand_ins``."""
+    context_parallel: int = 1
+    """Ranks that share every sequence, with attention that supports it; see ``stand_ins``."""
     expert_parallel: int = 1
     """Part of the replicas, not beside them."""
     expert_tensor_parallel: int = 0
@@ -103,7 +105,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.stages * self.replicas * self.tensor_parallel
+        return self.stages * self.replicas * self.tensor_parallel * self.context_parallel
 
     @property
     def global_batch_size(self) -> int:
@@ -145,14 +147,13 @@ class Case:
         return "--delay-correction", self.correction, "--delay-lead", str(self.lead)
 
     def _parallelism(self) -> list[str]:
-        sizes = {"tensor": self.tensor_parallel, "expert": self.expert_parallel}
+        sizes = {
+            "tensor-model": self.tensor_parallel,
+            "context": self.context_parallel,
+            "expert-model": self.expert_parallel,
+        }
         return [
-            *(
-                word
-                for name, size in sizes.items()
-                if size > 1
-                for word in (f"--{name}-model-parallel-size", str(size))
-            ),
+            *(word for name, size in sizes.items() if size > 1 for word in (f"--{name}-parallel-size", str(size))),
             *(
                 ("--expert-tensor-parallel-size", str(self.expert_tensor_parallel))
                 if self.expert_tensor_parallel

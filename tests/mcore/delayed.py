@@ -1,6 +1,6 @@
 """Delayed training on one undivided model, without pipeline, DDP or Megatron's optimizer.
 
-One process, or one per tensor-parallel rank. Shares no code with ``megatron_2bw``; only the CPU backend
+One process, or one per tensor- and context-parallel rank. Shares no code with ``megatron_2bw``; only the CPU backend
 is loaded, as Megatron needs it to run. Sums are added up in the order of a pipelined run, so that the
 two can be equal to the last bit.
 """
@@ -73,6 +73,10 @@ class Training:
     known: Optimizers
     scheduler: Any
     loss_scale: LossScale
+    tensors: dist.ProcessGroup
+    """Tensor-parallel ranks."""
+    sequences: dist.ProcessGroup
+    """Context-parallel ranks: their losses are means over their own tokens."""
     partial_sums: list[bool]
     """Per parameter of the model: each tensor-parallel rank has the gradient of a part of the batch's work."""
     per_token: bool
@@ -159,17 +163,20 @@ class Training:
                     parameter.grad = None
             part = [sum(gradients[1:], gradients[0]) for gradients in zip(*directions, strict=True)]
             if not self.per_token:
-                part = [gradient / case.replicas for gradient in part]
+                part = [gradient / (case.replicas * case.context_parallel) for gradient in part]
             if self.replicas_in_fp32:
                 part = [gradient.float() for gradient in part]
             total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
         total = [gradient.to(self.accumulated_in) for gradient in total]
         for gradient, is_partial in zip(total, self.partial_sums, strict=True):
+            dist.all_reduce(gradient, group=self.sequences)
             if is_partial:
-                dist.all_reduce(gradient)
+                dist.all_reduce(gradient, group=self.tensors)
         total = self.per_main_weight(total)
         if self.per_token:
-            total = [gradient * (1.0 / torch.tensor(max(tokens, 1))) for gradient in total]
+            count = torch.tensor(tokens, device=total[0].device)
+            dist.all_reduce(count, group=self.sequences)
+            total = [gradient * (1.0 / count.clamp(min=1)) for gradient in total]
         if batch in self.rules.infinite:
             total[0].view(-1)[0] = math.inf
         return [gradient.float() * (1.0 / scale) for gradient in total]
@@ -254,13 +261,13 @@ class Training:
             if shard.dim >= 0 or shard.tensor_rank == 0
         ]
         total = torch.stack(squares).sum()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.tensors)
         return total.sqrt().item()
 
 
 def _everywhere_finite(gradients: list[torch.Tensor]) -> bool:
     """Whether all gradients on all ranks are finite."""
-    flag = torch.tensor(float(all(gradient.isfinite().all() for gradient in gradients)))
+    flag = torch.stack([gradient.isfinite().all() for gradient in gradients]).all().float()
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
 
@@ -275,10 +282,10 @@ def _set_scale_of_auxiliary_losses(scale: float) -> None:
 
 def loss_of(kind: str, model: torch.nn.Module, data: Any, position: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the losses per token, and the number of tokens, of the microbatch at ``position``."""
-    from .model import KINDS, on_device
+    from .model import KINDS, on_this_rank
 
     indices = range(position * MICRO_BATCH_SIZE, (position + 1) * MICRO_BATCH_SIZE)
-    batch = on_device(torch.utils.data.default_collate([data[index] for index in indices]))
+    batch = on_this_rank(torch.utils.data.default_collate([data[index] for index in indices]))
     return KINDS[kind].summed_loss(KINDS[kind].run(model, batch), batch)
 
 
@@ -286,8 +293,8 @@ def main(case: Case, rank: int, port: int, folder: Path, *, rules: Rules) -> Non
     """Train in this process and write the record, as a rank of the harness does."""
     from .worker import initialize
 
-    args = initialize(case, rank, case.tensor_parallel, port)
-    record = RankRecord(tensor_rank=rank)
+    args = initialize(case, rank, case.tensor_parallel * case.context_parallel, port)
+    record = RankRecord(tensor_rank=rank % case.tensor_parallel, replica=rank // case.tensor_parallel)
     training = _training(case, rules, args, record)
 
     def after_update(batch: int) -> None:
@@ -317,6 +324,7 @@ def _evaluate(training: Training) -> None:
 
 def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Training:
     """Model, optimizers, parameter groups and schedule as Megatron configures them."""
+    from megatron.core import parallel_state
     from megatron.core.optimizer import _get_param_groups
     from megatron.training.training import get_megatron_optimizer_config, get_optimizer_param_scheduler
 
@@ -351,6 +359,8 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
             SimpleNamespace(param_groups=[group for optimizer in optimizers for group in optimizer.param_groups])
         ),
         loss_scale=LossScale.of(args),
+        tensors=parallel_state.get_tensor_model_parallel_group(),
+        sequences=parallel_state.get_context_parallel_group(),
         partial_sums=[_is_partial_sum(shard.name, parameter, args) for parameter, shard in named.items()],
         per_token=args.calculate_per_token_loss,
         accumulated_in=torch.bfloat16 if args.bf16 and args.grad_reduce_in_bf16 else torch.float32,

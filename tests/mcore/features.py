@@ -40,6 +40,12 @@ EXACT = {
         CASE, model=LLAMA, precision="bf16", tensor_parallel=2
     ),
     "the same, sequence parallel": replace(CASE, model=LLAMA, tensor_parallel=2, sequence_parallel=True, tied=True),
+    "context parallel, bf16, distributed optimizer": replace(
+        CASE, context_parallel=2, precision="bf16", distributed_optimizer=True, tied=True
+    ),
+    "context and tensor parallel, RoPE, loss per token, fp16": replace(
+        CASE, context_parallel=2, tensor_parallel=2, model=(*LLAMA, *PER_TOKEN), precision="fp16"
+    ),
     "multi-latent attention": replace(CASE, model=LATENT),
     "loss per token, fp16": replace(TWO_REPLICAS, model=PER_TOKEN, precision="fp16", tied=True),
     "experts, fp16, distributed optimizer": replace(

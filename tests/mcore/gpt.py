@@ -21,7 +21,12 @@ def sample(index: int) -> dict[str, torch.Tensor]:
     tokens = sequence(index, SEQUENCE_LENGTH + 1)
     mask = torch.ones(SEQUENCE_LENGTH)
     mask[: index % 5] = 0.0  # Microbatches differ in their number of tokens.
-    return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask}
+    return {
+        "tokens": tokens[:-1],
+        "labels": tokens[1:],
+        "loss_mask": mask,
+        "positions": torch.arange(SEQUENCE_LENGTH),
+    }
 
 
 def sequence(index: int, length: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
@@ -54,9 +59,7 @@ def reads_data() -> bool:
 
 def run(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Losses per token on the last stage, activations elsewhere."""
-    tokens = batch.get("tokens")
-    positions = None if tokens is None else torch.arange(SEQUENCE_LENGTH, device=tokens.device).expand_as(tokens)
-    return model(tokens, positions, None, labels=batch.get("labels"))
+    return model(batch.get("tokens"), batch.get("positions"), None, labels=batch.get("labels"))
 
 
 def summed_loss(losses: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

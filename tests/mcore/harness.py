@@ -52,11 +52,11 @@ class Results:
     """What a run computed, the same form for every layout."""
 
     losses: torch.Tensor
-    """(replicas, batches, microbatches), float32."""
+    """(replicas x context-parallel ranks, batches, microbatches), float32."""
     validation_losses: torch.Tensor
-    """(replicas, validation microbatches), float32."""
+    """(replicas x context-parallel ranks, validation microbatches), float32."""
     seeds: torch.Tensor
-    """(replicas, batches, microbatches), float32: gradient of the summed loss, into which the loss scale enters."""
+    """The shape of ``losses``, float32: gradient of the summed loss, into which the loss scale enters."""
     norms: torch.Tensor
     """(batches,), float64: global gradient norm before clipping; nan where the update was skipped."""
     rates: list[tuple[tuple[float, float], ...]]
@@ -201,12 +201,13 @@ ENVIRONMENT_ON_GPU = {
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 """One thread per rank; transfers through the host that need no name of this machine; what Megatron asks for on most
-GPUs; what torch needs for matrix products that repeat to the last bit; a look for GPUs after which a process can still
+GPUs; what torch and Transformer Engine need for results that repeat to the last bit; a look for GPUs after which a process can still
 fork others that use them; nothing compiled, which takes longer than the rest of a run."""
 
 

@@ -152,13 +152,21 @@ def forward_step(
     kind: str, data_iterator: Any, model: Any, recorded_losses: list[torch.Tensor], recorded_seeds: list[torch.Tensor]
 ) -> tuple[Any, Any]:
     """Megatron's forward step; losses, and the gradients that backward starts with, are recorded on the way."""
-    batch = on_device(next(data_iterator)) if KINDS[kind].reads_data() else {}
+    batch = on_this_rank(next(data_iterator)) if KINDS[kind].reads_data() else {}
     return KINDS[kind].run(model, batch), partial(_loss, kind, batch, recorded_losses, recorded_seeds)
 
 
-def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``batch`` where the model is."""
-    return {name: value.cuda() for name, value in batch.items()}
+def on_this_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What this rank has of the sequences in ``batch``, where the model is.
+
+    Each of n context-parallel ranks has two of 2n pieces, one from either end: as much of causal attention's work as
+    the others.
+    """
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if ranks == 1:
+        return {name: value.cuda() for name, value in batch.items()}
+    pieces = {name: value.cuda().chunk(2 * ranks, dim=1) for name, value in batch.items()}
+    return {name: torch.cat([piece[rank], piece[-1 - rank]], dim=1) for name, piece in pieces.items()}
 
 
 def record_seed(total: torch.Tensor, recorded: list[torch.Tensor]) -> None:

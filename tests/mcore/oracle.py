@@ -65,13 +65,14 @@ def oracle(
 @functools.cache
 def cached(case: Case, rules: Rules) -> Results:
     """Each distinct oracle runs once per session."""
-    records = collect(partial(main, rules=rules), case, ranks=case.tensor_parallel)
+    records = collect(partial(main, rules=rules), case, ranks=case.tensor_parallel * case.context_parallel)
     for record in records:
         record.losses = _by_replica(record.losses, case)
         record.seeds = _by_replica(record.seeds, case)
     results = merge(records, case.stages, case.microbatches)
-    shape = (case.replicas, case.batches, case.microbatches)
-    return replace(results, losses=results.losses.view(shape), seeds=results.seeds.view(shape))
+    shape = (case.context_parallel, case.replicas, case.batches, case.microbatches)
+    losses, seeds = (found.view(shape).transpose(0, 1).flatten(0, 1) for found in (results.losses, results.seeds))
+    return replace(results, losses=losses, seeds=seeds)
 
 
 def _by_replica(scalars: list[torch.Tensor], case: Case) -> list[torch.Tensor]:

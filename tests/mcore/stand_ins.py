@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -34,6 +35,11 @@ def install(case: Case, args: Any) -> None:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         WrappedTorchNorm.__new__ = _sequence_parallel_norm
+    if case.context_parallel > 1 and args.transformer_impl == "local":
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        DotProductAttention.__init__ = _of_any_sequence(DotProductAttention.__init__)
+        DotProductAttention.forward = _with_all_keys(DotProductAttention.forward)
     if "--multi-latent-attention" in case.model:
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -115,5 +121,37 @@ def _told_head_sizes(initialize: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(initialize)
     def wrapper(self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **keywords: Any) -> None:
         initialize(self, *args, **keywords)
+
+    return wrapper
+
+
+def _of_any_sequence(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's own attention refuses a part of a sequence; Transformer Engine's does not."""
+
+    @functools.wraps(initialize)
+    def wrapper(self: Any, config: Any, *args: Any, **keywords: Any) -> None:
+        config = copy.copy(config)
+        config.context_parallel_size = 1
+        initialize(self, config, *args, **keywords)
+
+    return wrapper
+
+
+def _with_all_keys(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Causal attention of this rank's queries to the keys of all context-parallel ranks, gathered from them."""
+
+    @functools.wraps(forward)
+    def wrapper(
+        self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        group = parallel_state.get_context_parallel_group()
+        key, value = (gather_from_sequence_parallel_region(part, group=group) for part in (key, value))
+        pieces = torch.arange(len(key), device=key.device).chunk(2 * group.size())
+        of_rank = [torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(group.size())]
+        hidden = of_rank[group.rank()][:, None] < torch.cat(of_rank)
+        return forward(self, query, key, value, hidden.expand(1, 1, -1, -1))
 
     return wrapper

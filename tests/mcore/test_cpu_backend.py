@@ -58,6 +58,7 @@ CHECKS = {
         assert torch.ones(2, 2, device=torch.device("cuda", 0)).device.type == "cpu"
         assert torch.rand(2, device=torch.cuda.current_device()).device.type == "cpu"
         assert torch.empty(1, device="meta").device.type == "meta"
+        assert not torch.tensor([1.0], device="cpu", pin_memory=True).is_pinned()
         tensor, module = torch.zeros(1), torch.nn.Linear(1, 1)
         assert tensor.cuda(non_blocking=True) is tensor
         assert module.cuda(torch.cuda.current_device()) is module

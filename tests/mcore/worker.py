@@ -168,7 +168,7 @@ def write(record: Any, model: Any, path: Path) -> None:
     from .record import weights
 
     record.stage = parallel_state.get_pipeline_model_parallel_rank()
-    record.replica = parallel_state.get_data_parallel_rank()
+    record.replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     record.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     record.final = weights(model)
     record.sleeps = faults.sleeps
