@@ -38,9 +38,7 @@ SETTINGS = {
     "bf16, distributed optimizer": replace(
         CASE, precision="bf16", replicas=2, microbatches=2, distributed_optimizer=True
     ),
-    "bf16, tensor and sequence parallel": replace(
-        CASE, precision="bf16", tensor_parallel=2, sequence_parallel=True, tied=False, model=(*OVER_NCCL, *LLAMA)
-    ),
+    "bf16, tensor and sequence parallel": replace(CASE, precision="bf16", tensor_parallel=2, sequence_parallel=True),
     "bf16, context parallel": replace(CASE, precision="bf16", context_parallel=2),
 }
 ENGINE = replace(CASE, precision="bf16", tied=False, model=(*OVER_NCCL, "--transformer-impl", "transformer_engine"))

@@ -15,7 +15,9 @@ import time
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +106,8 @@ def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: floa
 def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, timeout_s: float = TIMEOUT_S) -> Ended:
     """Start one process per rank, wait for all and kill what still runs at the timeout."""
     start_s = time.monotonic()
-    context = multiprocessing.get_context("forkserver")
-    environment = ENVIRONMENT if case.device == "cpu" else _environment_on_gpu()
-    server = _server(frozenset(environment.items()))
     with _reserved_port() as port:
-        processes = [context.Process(target=_child, args=(target, case, rank, port, folder)) for rank in range(ranks)]
-        with unittest.mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
-            for process in processes:
-                process.start()
+        processes = _started(case.device, [partial(_child, target, case, rank, port, folder) for rank in range(ranks)])
         try:
             for process in processes:
                 process.join(max(0.0, start_s + timeout_s - time.monotonic()))
@@ -207,13 +203,8 @@ ENVIRONMENT_ON_GPU = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 """One thread per rank; transfers through the host that need no name of this machine; what Megatron asks for on most
-GPUs; what torch and Transformer Engine need for results that repeat to the last bit; a look for GPUs after which a process can still
-fork others that use them; nothing compiled, which takes longer than the rest of a run."""
-
-
-def _environment_on_gpu() -> dict[str, str]:
-    """With what a test, or who runs it, has set otherwise."""
-    return {name: os.environ.get(name, value) for name, value in ENVIRONMENT_ON_GPU.items()}
+GPUs; what torch and Transformer Engine need for results that repeat to the last bit; a look for GPUs after which a
+process can still fork others that use them; nothing compiled, which takes longer than the rest of a run."""
 
 
 def import_path() -> str:
@@ -222,14 +213,50 @@ def import_path() -> str:
     return os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def _started(device: str, jobs: list[Callable[[], None]]) -> list[BaseProcess]:
+    """A process for each job; on a GPU with what a test, or who runs it, has set otherwise in the environment."""
+    environment = ENVIRONMENT
+    if device == "cuda":
+        environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT_ON_GPU.items()}
+    server = _server(device, frozenset(environment.items()))
+    if server is not None:
+        return _forked(jobs, server)
+    processes = [multiprocessing.get_context("spawn").Process(target=job) for job in jobs]
+    with unittest.mock.patch.dict(os.environ, environment):
+        for process in processes:
+            process.start()
+    return processes
+
+
 @functools.cache
-def _server(environment: frozenset[tuple[str, str]]) -> forkserver.ForkServer:
-    """Ranks are forked from a process that has imported torch and Megatron, which takes seconds."""
+def _server(device: str, environment: frozenset[tuple[str, str]]) -> forkserver.ForkServer | None:
+    """A process that has imported torch and Megatron, which takes seconds, and forks ranks.
+
+    None where these could not use the GPU: a package that Megatron imports has used it before, as Transformer Engine
+    does beside FlashAttention.
+    """
     server = forkserver.ForkServer()
     server.set_forkserver_preload([f"{__package__}.preload"])
     with unittest.mock.patch.dict(os.environ, {**dict(environment), "PYTHONPATH": import_path()}):
         server.ensure_running()
+    if device == "cuda":
+        (trial,) = _forked([_use_gpu], server)
+        trial.join()
+        if trial.exitcode:
+            return None
     return server
+
+
+def _use_gpu() -> None:
+    torch.zeros(1, device="cuda")
+
+
+def _forked(jobs: list[Callable[[], None]], server: forkserver.ForkServer) -> list[BaseProcess]:
+    processes = [multiprocessing.get_context("forkserver").Process(target=job) for job in jobs]
+    with unittest.mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        for process in processes:
+            process.start()
+    return processes
 
 
 def _child(target: Callable[..., None], case: Case, rank: int, port: int, folder: Path) -> None:
