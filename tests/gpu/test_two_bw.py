@@ -65,9 +65,12 @@ def test_equal_to_the_oracle_where_operators_are_compiled(monkeypatch: pytest.Mo
 @pytest.mark.skipif(
     importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None, reason="needs Apex's fused weight gradients"
 )
-def test_weight_gradients_fused_into_the_buffer() -> None:
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+def test_weight_gradients_fused_into_the_buffer(layers: str) -> None:
     """Megatron's default where Apex is installed: the buffer is captured when the forward runs."""
-    case = replace(CASE, precision="bf16", fused_gradients=True)
+    if layers != "local":
+        pytest.importorskip(layers)
+    case = replace(CASE, precision="bf16", fused_gradients=True, model=("--transformer-impl", layers))
     comparison = compared(case)
     assert comparison.problems() == []
 
