@@ -130,7 +130,13 @@ class Measurement:
                     profile.blocks.append(block)
                     self._keep(f"{_milliseconds(*block.layer)} per layer, t = {tensor}, b = {microbatch}, {recompute}")
         if profile.update(tensor) is None:
-            profile.updates.append(_update(tensor))
+            try:
+                profile.updates.append(_update(tensor))
+            except _DoesNotFitError:
+                raise SystemExit(
+                    f"megatron-2bw: error: {LAYERS} layers with their gradients and optimizer do not fit into memory, "
+                    f"tensor {tensor}: give a larger --tensor-model-parallel-size"
+                ) from None
             self._keep(f"{_milliseconds(profile.updates[-1].time_s)} per update, tensor {tensor}")
         if not profile.has_links:
             profile.all_reduces = [_all_reduce(size_bytes) for size_bytes in (SMALL_BYTES, LARGE_BYTES)]
@@ -210,7 +216,7 @@ def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
     Raises:
         _DoesNotFitError: on all ranks, if it does not fit on one of them.
     """
-    args, model = get_args(), _build(ends)
+    args, model = get_args(), _together(lambda: _build(ends))
     device = next(model.parameters()).device
     length = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     shape, dtype = (length, microbatch, args.hidden_size), args.params_dtype
@@ -268,15 +274,25 @@ def _kept_bytes(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> 
 
 
 def _update(tensor: int) -> Update:
-    """Megatron's own step, with gradients of zero: it takes as long as any other."""
+    """Megatron's own step, with gradients of zero: it takes as long as any other.
+
+    Raises:
+        _DoesNotFitError: on all ranks, if it does not fit on one of them.
+    """
     set_recompute(get_args(), Recompute.NONE)
-    model = _build(Ends())
     config, overrides = training.get_megatron_optimizer_config(get_args())
-    optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
 
-    def once() -> tuple[float]:
-        return _timed(lambda: (optimizer.step(), model.zero_grad_buffer(), optimizer.zero_grad()))[:1]
+    def prepared() -> tuple[torch.nn.Module, Callable[[], tuple[float]]]:
+        model = _build(Ends())
+        optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
 
+        def once() -> tuple[float]:
+            return _timed(lambda: (optimizer.step(), model.zero_grad_buffer(), optimizer.zero_grad()))[:1]
+
+        once()  # It makes its state.
+        return model, once
+
+    model, once = _together(prepared)
     weights = sum(parameter.numel() for parameter in model.parameters())
     (time_s,) = _repeated(once)
     return Update(tensor=tensor, weights=weights, time_s=time_s)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_2bw.cli import main
 from megatron_2bw.planner.layout import Precision, Recompute
 from megatron_2bw.planner.model_flags import read_model
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.profile import Profile, Setting
+from megatron_2bw.planner.profiling import Request
+
+from .case import Case
+from .harness import launch
+from .worker import set_environment
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --hidden-dropout 0 "
     "--attention-dropout 0"
 ).split()
 RANKS = 2
+SETTING = Setting(ranks=1, precision=Precision.FP32, fused_attention=False, sequence_parallel=False)
 
 
 def measure(path: Path, recompute: str) -> int:
@@ -59,12 +68,43 @@ def test_a_profile_of_something_else_is_not_overwritten(tmp_path: Path, capfd: p
     assert path.read_text() == "{}"
 
 
+def _without_memory(case: Case, rank: int, port: int, folder: Path, *, path: Path, built: int) -> None:
+    """Measure on a machine on which only so many models can be built."""
+    set_environment(rank, case.ranks, port)
+    from megatron_2bw.mcore import profile
+
+    build, left = profile._build, iter(range(built))
+
+    def within_memory(ends: profile.Ends) -> torch.nn.Module:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError
+        return build(ends)
+
+    profile._build, profile.ENOUGH_S = within_memory, 0.0
+    sys.argv = Request(
+        model=read_model(Options.parse(FLAGS)), setting=SETTING, tensors=(1,), microbatches=(1,), recomputes=("none",)
+    ).words(1, path)[1:]
+    profile.main()
+
+
+@pytest.mark.parametrize("built", [0, 1, 3])
+def test_what_does_not_fit_is_left_out_or_named(built: int, tmp_path: Path) -> None:
+    """A stage without ends; one with an embedding; Megatron's optimizer, which every plan needs."""
+    path = tmp_path / "profile.json"
+    Profile(model=read_model(Options.parse(FLAGS)), setting=SETTING, date="2026-11-26").save(path)
+    ended = launch(partial(_without_memory, path=path, built=built), Case(schedule=None), 1, tmp_path)
+    assert ended.exit_codes == [1]
+    assert "2 layers with their gradients and optimizer do not fit into memory, tensor 1" in ended.outputs[0]
+    assert "Traceback" not in ended.outputs[0]
+    assert ("b = 1, none: out of memory, left out" in ended.outputs[0]) == (built < 3)
+    assert len(Profile.load(path).blocks) == (built == 3)
+
+
 def test_a_profile_of_other_versions_is_not_gone_on_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The rank's own words, not what torchrun says about it."""
     path = tmp_path / "profile.json"
-    setting = Setting(ranks=1, precision=Precision.FP32, fused_attention=False, sequence_parallel=False)
     model = read_model(Options.parse(FLAGS))
-    Profile(model=model, setting=setting, date="2026-11-22", device="another", memory_gb=1.0).save(path)
+    Profile(model=model, setting=SETTING, date="2026-11-22", device="another", memory_gb=1.0).save(path)
     assert main(["profile", "--gpus", "1", "--micro-batch-size", "1", "--output", str(path), *FLAGS]) == 2
     error = capfd.readouterr().err
     assert "was measured on another" in error
