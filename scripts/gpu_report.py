@@ -9,11 +9,14 @@ not how fast it is. With two or more, one rank runs on each, and the schedules a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,82 +32,96 @@ ROOT = Path(__file__).resolve().parents[1]
 TO_END_S = 15.0
 LIMIT_S = 9 * 60 - 4 * TO_END_S
 """Each of four commands may need as long again to end."""
-PYTEST = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", "-rs", "--durations", "5", "--tb", "short")
+PYTEST = (
+    *("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-p", "xdist", "--no-header", "-vv", "-rs"),
+    *("--durations", "0", "--durations-min", "5", "--tb", "short"),
+)
 STREAMS, OVER_NCCL = "tests/gpu/test_streams.py", "tests/gpu/test_over_nccl.py"
 TESTS = (
     # What is timed on the GPU has it alone, and the kernels of NCCL hold it while they wait for ranks that share it;
     # the rest is mostly the start of ranks, which cores can share.
     (*PYTEST, STREAMS),
-    (*PYTEST, "tests/gpu", "--ignore", STREAMS, "--ignore", OVER_NCCL, "-n", str(_jobs(4))),
     (*PYTEST, OVER_NCCL, "-n", str(_jobs(2))),
+    (*PYTEST, "tests/gpu", "--ignore", STREAMS, "--ignore", OVER_NCCL, "-n", str(_jobs(4))),
 )
 BENCH = ("scripts/bench/schedules.py", "--rounds", "3", "--part", "gpt", "--microbatches", "4")
-MOST_S = {TESTS[0]: 45.0, TESTS[1]: 210.0, TESTS[2]: 150.0}
+MOST_S = {TESTS[0]: 45.0, TESTS[1]: 180.0, TESTS[2]: 210.0}
 """What each may take if another follows: one that hangs must not keep the rest from being seen."""
 
 
 def main() -> int:
     """Run what the machine can show; the exit code is that of what failed first, or 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write the report here")
+    parser.add_argument("--output", type=Path, help="write the report here, too")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; scripts/test.sh runs what a CPU can show")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Stops what runs first.
     end_s = time.monotonic() + LIMIT_S
     code = 0
-    _say("\n".join(heading()), options.output, mode="w")
-    commands = (*TESTS, *([BENCH] if torch.cuda.device_count() > 1 else []))
-    for command in commands:
-        left_s = end_s - time.monotonic()
-        its_code, said = _output_of(command, left_s if command == commands[-1] else min(left_s, MOST_S[command]))
-        code = code or its_code
-        _say(f"\n$ python {' '.join(command)}\n\n{said}", options.output, mode="a")
+    with Report(options.output) as report:
+        report.say("\n".join(heading()))
+        for command in (*TESTS, *([BENCH] if torch.cuda.device_count() > 1 else [])):
+            report.say(f"\n$ python {' '.join(command)}\n")
+            left_s = end_s - time.monotonic()
+            code = _run(command, min(left_s, MOST_S.get(command, left_s)), report.say) or code
     return code
 
 
-def _say(part: str, output: Path | None, *, mode: str) -> None:
-    """Print a part of the report and write it at once: a machine that is lent may be gone before the next one ends."""
-    print(part, flush=True)
-    if output is not None:
-        with output.open(mode) as file:
-            file.write(f"{part}\n")
+class Report(contextlib.AbstractContextManager):
+    """Lines that are seen and kept as they come: a machine that is lent may be gone before the next one."""
+
+    def __init__(self, output: Path | None) -> None:
+        self._file = output.open("w") if output is not None else None
+
+    def say(self, text: str) -> None:
+        for stream in filter(None, (sys.stdout, self._file)):
+            print(text, file=stream, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
-def _output_of(command: tuple[str, ...], limit_s: float) -> tuple[int, str]:
-    """Exit code and output; what is not done in time is stopped, and the report says so."""
+def _run(command: tuple[str, ...], limit_s: float, say: Callable[[str], None]) -> int:
+    """Say what it says; returns its exit code. What is not done in time is stopped."""
     # A shell starts what runs in the background with this signal ignored, and what that starts would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # A group of its own: a signal reaches pytest's workers, too, as in a terminal.
     ) as process:
+        late = threading.Event()
+        stops = threading.Timer(max(1.0, limit_s), lambda: (late.set(), _stop(process)))
+        stops.start()
         try:
-            output, _ = process.communicate(timeout=max(1.0, limit_s))
-        except subprocess.TimeoutExpired:
-            return 1, f"{_stop(process).strip()}\nstopped: not done after {limit_s:.0f} s"
+            for line in process.stdout:
+                say(line.rstrip("\n"))
         except BaseException:
             _stop(process)
             raise
-    return process.returncode, output.strip()
+        finally:
+            stops.cancel()
+    if late.is_set():
+        say(f"stopped: not done after {limit_s:.0f} s")
+    return process.returncode
 
 
-def _stop(process: subprocess.Popen[str]) -> str:
-    """End a process and its group; returns what it has said.
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End a process and its group.
 
     Ranks have sessions of their own: pytest ends them when it is interrupted, and says what has failed so far.
     """
     os.killpg(process.pid, signal.SIGINT)
     try:
-        output, _ = process.communicate(timeout=TO_END_S)
+        process.wait(TO_END_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # All that write to the pipe: it is read to its end.
-        output, _ = process.communicate()
-    return output
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 
@@ -24,6 +25,7 @@ WITHIN = 2e-3
 @pytest.mark.parametrize(("momentum", "lr"), [(None, 2e-3), (0.9, 3e-3)])
 def test_it_learns_as_on_a_cpu(momentum: float | None, lr: float) -> None:
     """In bf16, with half of a batch delayed; without a delay it would learn otherwise."""
+    torch.set_num_threads(1)  # Threads would wait for each other beside other tests' ranks: minutes, not seconds.
     trial = Trial(
         size=SIZE, delay=1, lr=lr, momentum=momentum, correction="lead", lead=2.0, delayed=8, warmup=5, nesterov=False
     )
