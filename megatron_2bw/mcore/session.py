@@ -26,8 +26,6 @@ from megatron_2bw.mcore.trace import write_trace
 from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.runtime.recorder import Recorder
 
-_FIRST_FORWARDS_CROSS = ("chimera", "mixpipe")
-"""Schedules in which two ranks post receives of each other's first forwards before their own."""
 _KEPT, _KEPT_FOR_TRACE = 20_000, 200_000
 """Actions, the newest ones."""
 
@@ -162,7 +160,7 @@ class Session:
                 f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {pipeline.schedule_name}: "
                 "a transfer of evaluation would wait for every stream of the device"
             )
-        for notice in notices(os.environ, pipeline.schedule_name) if torch.cuda.is_available() else ():
+        for notice in notices(os.environ) if torch.cuda.is_available() else ():
             print_rank_0(f"megatron_2bw: {notice}")
         pipeline.start(call)
         if args.pipeline_trace is not None or args.log_pipeline:
@@ -175,7 +173,7 @@ class Session:
             self.exits = ExitRequests(self._timeout)
 
 
-def notices(environment: Mapping[str, str], schedule: str) -> Iterator[str]:
+def notices(environment: Mapping[str, str]) -> Iterator[str]:
     """What to set so that nothing waits for the whole GPU, or for a peer, while receives are under way."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     settings = [environment.get(name, "").replace(" ", "") for name in names]
@@ -184,12 +182,6 @@ def notices(environment: Mapping[str, str], schedule: str) -> Iterator[str]:
             "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Without it, an allocation that finds no free memory "
             "waits for everything on the GPU, also for receives that are posted early; neighbouring stages that do so "
             "at once wait for each other until the timeout"
-        )
-    if schedule in _FIRST_FORWARDS_CROSS and environment.get("CUDA_MODULE_LOADING") != "EAGER":
-        yield (
-            f"set CUDA_MODULE_LOADING=EAGER for {schedule}. Without it, kernels are loaded when they are first used, "
-            "which may wait for everything on the GPU; the first forwards of neighbouring stages then wait for each "
-            "other until the timeout"
         )
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         yield (

@@ -12,6 +12,7 @@ from megatron_2bw.runtime.links import Boundary, Links
 from megatron_2bw.runtime.pace import Pace
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action, ActionType
+from megatron_2bw.schedule.lowering import first_call
 from megatron_2bw.schedule.program import Schedule
 
 
@@ -68,6 +69,7 @@ class Executor:
         self.schedule = schedule
         self.at: Action | None = None
         """What is running, counted from the start of the run; None between calls."""
+        self._rank = rank
         self._program = schedule.programs[rank]
         self._worker = worker
         self._links = links
@@ -76,6 +78,7 @@ class Executor:
         self._in_flight: dict[tuple[int, int | None, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._results: dict[tuple[int, int | None, int], torch.Tensor] = {}
         self._filled = False
+        self._is_first = True
         self._steps: dict[ActionType, Callable[[Action], None]] = {
             ActionType.FORWARD: self._forward,
             ActionType.BACKWARD: self._backward,
@@ -96,10 +99,15 @@ class Executor:
             left: batches after it until the pipeline drains; 0 leaves nothing pending and nothing in flight, None is
                 as many as it takes. Where forwards run several batches ahead, it has to be known so many before.
         """
-        if not self._filled:
-            self._run(self._program.fill(left), batch)
-        self._run(self._program.call(left), batch)
-        self._filled = left != 0
+        if self._is_first:
+            # CUDA loads kernels when they are first used, and that waits for all that runs on the device: a receive
+            # posted early would have to be complete, though its peer may wait for what this rank has yet to compute.
+            self._run(first_call(self.schedule, self._rank, left), batch)
+        else:
+            if not self._filled:
+                self._run(self._program.fill(left), batch)
+            self._run(self._program.call(left), batch)
+        self._filled, self._is_first = left != 0, False
 
     @property
     def is_ahead(self) -> bool:

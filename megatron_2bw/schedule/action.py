@@ -38,14 +38,8 @@ COMPUTE = frozenset({ActionType.FORWARD, ActionType.BACKWARD})
 ACTIVATIONS = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
 """Transfers of them; the others are of their gradients."""
 SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})
-TRANSFERS = frozenset(
-    {
-        ActionType.SEND_FORWARD,
-        ActionType.RECV_FORWARD,
-        ActionType.SEND_BACKWARD,
-        ActionType.RECV_BACKWARD,
-    }
-)
+RECEIVES = frozenset({ActionType.RECV_FORWARD, ActionType.RECV_BACKWARD})
+TRANSFERS = SENDS | RECEIVES
 _OF_MICROBATCH = COMPUTE | TRANSFERS
 _REDUCTIONS = frozenset({ActionType.REDUCE_START, ActionType.REDUCE_WAIT})
 
