@@ -30,8 +30,8 @@ from tests.mcore.oracle import oracle
 
 ABOUT = f"""\
 Each line: a run under --pipeline-schedule 2bw, of 12 batches clipped to norm 1.0 where nothing else is said, beside the
-oracle of delay-1 training in the same precision (tests/mcore/oracle.py; with tensor parallelism, one process per
-tensor-parallel rank), which clips by the run's norms. "equal": losses, loss scales, skipped updates, the gradient of
+oracle of delay-1 training in the same precision (tests/mcore/oracle.py; one process, or as many as tensor and context
+parallelism have), which clips by the run's norms. "equal": losses, loss scales, skipped updates, the gradient of
 every weight in every update, final weights and main weights are equal to the last bit; so are learning rates. norm:
 largest relative difference between a batch's global norm and the one that the oracle computes itself, limit
 {FLOOR:.1e}. clipped: share of updates that clipping changed."""
