@@ -27,11 +27,17 @@ def in_background() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def run(command: tuple[str, ...], limit_s: float = 60.0) -> tuple[int, str]:
+    """Exit code and what it says."""
+    said: list[str] = []
+    return gpu_report._run(command, limit_s, said.append), "\n".join(said)
+
+
 def test_every_gpu_test_is_run_once() -> None:
     files = {str(path.relative_to(gpu_report.ROOT)) for path in gpu_report.ROOT.glob("tests/gpu/test_*.py")}
     collected = []
     for command in gpu_report.TESTS:
-        code, said = gpu_report._output_of((*command, "--collect-only", "-n", "0"), limit_s=60.0)
+        code, said = run((*command, "--collect-only", "-q", "-q", "-n", "0"))
         assert code == 0
         collected += {line.partition("::")[0] for line in said.splitlines() if "::" in line}
     assert sorted(collected) == sorted(files)
@@ -47,9 +53,13 @@ def test_the_benchmark_takes_its_arguments() -> None:
     assert schedules.parser().parse_args(gpu_report.BENCH[1:]).part == "gpt"
 
 
-def test_each_part_is_written_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_is_written_as_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tmp_path / "gpu.txt"
-    first, second = ("-c", "print('one'); exit(3)"), ("-c", f"print(open({str(report)!r}).read().upper())")
+    first = ("-c", "print('one'); exit(3)")
+    second = (
+        "-c",
+        f"print('two', flush=True); import time; time.sleep(1); print(open({str(report)!r}).read().upper())",
+    )
     monkeypatch.setattr(gpu_report, "heading", lambda: ["today"])
     monkeypatch.setattr(gpu_report, "TESTS", (first, second))
     monkeypatch.setattr(gpu_report, "MOST_S", {first: 60.0})
@@ -61,22 +71,24 @@ def test_each_part_is_written_as_it_ends(tmp_path: Path, monkeypatch: pytest.Mon
         assert gpu_report.main() == 3
     finally:
         signal.signal(signal.SIGTERM, before)
-    so_far, _, rest = report.read_text().partition("\n\n$ python -c print(open")
-    assert so_far.splitlines() == ["today", "", "$ python -c print('one'); exit(3)", "", "one"]
-    assert rest.endswith(f"\n\n{so_far.upper()}\n")
+    so_far, _, rest = report.read_text().partition("TODAY")
+    ran_first, _, ran_second = so_far.partition("\n\n$ python -c print('two'")
+    assert ran_first.splitlines() == ["today", "", "$ python -c print('one'); exit(3)", "", "one"]
+    assert ran_second.endswith("\n\ntwo\n")
+    assert f"TODAY{rest}" == f"{so_far.upper()}\n"
 
 
 @pytest.mark.parametrize(("command", "code"), [(("-c", "print(1)"), 0), (("-c", "print(1); exit(3)"), 3)])
 def test_what_a_command_says_and_how_it_ends(command: tuple[str, ...], code: int) -> None:
-    assert gpu_report._output_of(command, limit_s=60.0) == (code, "1")
+    assert run(command) == (code, "1")
 
 
 @pytest.mark.usefixtures("in_background")
 def test_what_takes_too_long_is_stopped_and_says_what_failed(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import time\ndef test_a():\n    assert 1 == 2\ndef test_b():\n    time.sleep(60)\n")
-    command = ("-m", "pytest", "-p", "no:cacheprovider", "-n", "2", str(file))
-    code, said = gpu_report._output_of(command, 10.0)
+    command = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist", "-n", "2", str(file))
+    code, said = run(command, 10.0)
     assert code == 1
     assert "assert 1 == 2" in said
     assert said.endswith("stopped: not done after 10 s")
@@ -98,7 +110,7 @@ def test_an_interrupt_is_passed_on(tmp_path: Path) -> None:
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        gpu_report._output_of(("-c", waiting), 60.0)
+        run(("-c", waiting))
     assert ended.exists()
 
 
@@ -111,7 +123,7 @@ def test_what_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(1, flush=True); "
         f"subprocess.run([sys.executable, '-c', {started!r}])"
     )
-    code, said = gpu_report._output_of(("-c", deaf), 2.0)
+    code, said = run(("-c", deaf), 2.0)
     assert code == 1
     assert said.startswith("1\nstopped")
     assert not finished.exists()
