@@ -12,7 +12,7 @@ import pytest
 from megatron_2bw.schedule.action import ACTIVATIONS, COMPUTE, RECEIVES, SENDS, Action, ActionType
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.lowering import first_call, lower
-from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.program import Program, Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
 
 RECEIVE_OF = {ActionType.FORWARD: ActionType.RECV_FORWARD, ActionType.BACKWARD: ActionType.RECV_BACKWARD}
@@ -81,11 +81,18 @@ def test_ranks_would_wait_for_each_other_with_receives_where_they_are_otherwise(
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_both_ends_of_a_channel_keep_its_order(name: str) -> None:
-    """First in, first out."""
-    for schedule in schedules(name):
-        calls = [first_call(schedule, rank) for rank in range(len(schedule.programs))]
+    """First in, first out; up to the end of the second call, or of a run of one or two batches."""
+    for schedule, left in itertools.product(schedules(name), [None, 0, 1]):
+        calls = [
+            (*first_call(schedule, rank, left), *_second_call(program, left))
+            for rank, program in enumerate(schedule.programs)
+        ]
         sent, received = (in_order(schedule, calls, types) for types in (SENDS, RECEIVES))
         assert {place: [*map(other_end, sends)] for place, sends in sent.items()} == received
+
+
+def _second_call(program: Program, left: int | None) -> list[Action]:
+    return [action.shifted(1) for action in (program.call(left - 1 if left else left) if left != 0 else ())]
 
 
 def in_order(
