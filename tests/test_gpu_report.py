@@ -58,7 +58,7 @@ def test_each_line_is_written_as_it_is_said(tmp_path: Path, monkeypatch: pytest.
     first = ("-c", "print('one'); exit(3)")
     second = (
         "-c",
-        f"print('two', flush=True); import time; time.sleep(1); print(open({str(report)!r}).read().upper())",
+        f"print('two', flush=True); import time; time.sleep(1); print(open({str(report)!r}).read().upper()); exit(4)",
     )
     monkeypatch.setattr(gpu_report, "heading", lambda: ["today"])
     monkeypatch.setattr(gpu_report, "TESTS", (first, second))

@@ -251,7 +251,7 @@ def first_call(schedule: Schedule, rank: int, left: int | None = None) -> tuple[
     """What a rank does first, of a lowered schedule: it fills the pipeline, then runs the first call.
 
     Receives are posted when, by the `clock`, their tensors have been sent. Then no rank waits for itself, or for one
-    that waits for it, even if every action waits for all that its rank has posted: that depends on what starts earlier.
+    that waits for it, even if every action waits for all that its rank has posted: all waits are for earlier starts.
 
     Args:
         schedule: of all ranks.
