@@ -9,7 +9,6 @@ not how fast it is. With two or more, one rank runs on each, and the schedules a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import subprocess
@@ -59,30 +58,21 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Stops what runs first.
     end_s = time.monotonic() + LIMIT_S
     code = 0
-    with Report(options.output) as report:
-        report.say("\n".join(heading()))
+    # Line by line: who stops this script keeps what it has said.
+    with (options.output or Path(os.devnull)).open("w") as file:
+
+        def say(text: str) -> None:
+            for stream in (sys.stdout, file):
+                print(text, file=stream, flush=True)
+
+        say("\n".join(heading()))
         commands = (*TESTS, *([BENCH] if torch.cuda.device_count() > 1 else []))
         for command in commands:
-            report.say(f"\n$ python {' '.join(command)}\n")
+            say(f"\n$ python {' '.join(command)}\n")
             left_s = end_s - time.monotonic()
-            its_code = _run(command, left_s if command == commands[-1] else min(left_s, MOST_S[command]), report.say)
+            its_code = _run(command, left_s if command == commands[-1] else min(left_s, MOST_S[command]), say)
             code = code or its_code
     return code
-
-
-class Report(contextlib.AbstractContextManager):
-    """Lines that are seen and kept as they come: who stops this script keeps what it has said."""
-
-    def __init__(self, output: Path | None) -> None:
-        self._file = output.open("w") if output is not None else None
-
-    def say(self, text: str) -> None:
-        for stream in filter(None, (sys.stdout, self._file)):
-            print(text, file=stream, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def _run(command: tuple[str, ...], limit_s: float, say: Callable[[str], None]) -> int:

@@ -116,6 +116,14 @@ def install() -> None:
     install_with_gpu()
 
 
+def install_as_needed() -> None:
+    """All of it without a GPU, else what is needed with one, too."""
+    if needed():
+        install()
+    else:
+        install_with_gpu()
+
+
 def install_with_gpu() -> None:
     """Replace what is needed with a GPU, too: how dataset helpers are found, and the steps of torch's Adam."""
     for group in _WITH_GPU:

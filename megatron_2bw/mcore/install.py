@@ -16,10 +16,7 @@ from megatron_2bw.runtime import gloo_workers
 
 def install() -> None:
     """Install every hook; see `megatron_2bw.install`."""
-    if cpu_backend.needed():
-        cpu_backend.install()
-    else:
-        cpu_backend.install_with_gpu()
+    cpu_backend.install_as_needed()
     check(HOOKS + USED)
     for hook in filter(is_relied_on, HOOKS):
         apply(hook)

@@ -102,11 +102,12 @@ class Executor:
         if self._is_first:
             # CUDA loads kernels when they are first used, and that waits for all that runs on the device: a receive
             # posted early would have to be complete, though its peer may wait for what this rank has yet to compute.
-            self._run(first_call(self.schedule, self._rank, left), batch)
+            actions = first_call(self.schedule, self._rank, left)
+        elif self._filled:
+            actions = self._program.call(left)
         else:
-            if not self._filled:
-                self._run(self._program.fill(left), batch)
-            self._run(self._program.call(left), batch)
+            actions = (*self._program.fill(left), *self._program.call(left))
+        self._run(actions, batch)
         self._filled, self._is_first = left != 0, False
 
     @property

@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import repeat
+from operator import itemgetter
 
 from megatron_2bw.schedule.action import COMPUTE, RECEIVES, SENDS, Action, ActionType, Reduction
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import GradientCopy, Program, Schedule, programs_of
 
 DEFAULT_REDUCTIONS = (Reduction.GRADIENTS, Reduction.NORM)
-Compute = tuple[ActionType, int, int | None, int]
+ComputeKey = tuple[ActionType, int, int | None, int]
 """Type, stage, microbatch and batch."""
 _SLOTS = {ActionType.FORWARD: 1, ActionType.BACKWARD: 2}
 """That an action takes on the `clock`."""
@@ -158,7 +159,7 @@ def _receive_of(send: Action) -> Action:
     return send._replace(type=ActionType.RECV_BACKWARD, stage=send.stage - 1)
 
 
-def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[Compute, int]:
+def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[ComputeKey, int]:
     """When each forward and backward of the ranks' ``calls`` ends: by type, stage, microbatch and batch.
 
     A forward takes one slot and a backward two; transfers take none. What waits for itself, or for another call, is
@@ -170,7 +171,7 @@ def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[Compute
     >>> [ends[type_, stage, 0, 0] for type_, stage in (("F", 0), ("F", 1), ("B", 1), ("B", 0))]
     [1, 2, 4, 6]
     """
-    ends: dict[Compute, int] = {}
+    ends: dict[ComputeKey, int] = {}
     waiting = [[action for action in call if action.type in COMPUTE] for call in calls]
     now = [0 for _ in waiting]
     moved = True
@@ -195,7 +196,7 @@ def _with_receives(
     call: tuple[Action, ...],
     receives: list[Action],
     before_norm: set[Action],
-    ends: dict[Compute, int],
+    ends: dict[ComputeKey, int],
 ) -> Iterable[Action]:
     posted = _posted_as_sent(call, receives, ends) if ends else _posted_ahead_of_use(call, receives)
     norm = _wait_for_norm(call)
@@ -236,7 +237,7 @@ def _posted_ahead_of_use(call: tuple[Action, ...], receives: list[Action]) -> di
 
 
 def _posted_as_sent(
-    call: tuple[Action, ...], receives: list[Action], ends: dict[Compute, int]
+    call: tuple[Action, ...], receives: list[Action], ends: dict[ComputeKey, int]
 ) -> dict[int, list[Action]]:
     """The same, those of earlier tensors first."""
     compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
@@ -277,7 +278,7 @@ def first_call(schedule: Schedule, rank: int, left: int | None = None) -> tuple[
     return (*ordered, *(receive for _, receive in receives))
 
 
-def _in_order_of_sends(receives: Iterable[Action], ends: dict[Compute, int]) -> list[tuple[int, Action]]:
+def _in_order_of_sends(receives: Iterable[Action], ends: dict[ComputeKey, int]) -> list[tuple[int, Action]]:
     """With the slots after which their tensors are sent."""
 
     def sent_at(receive: Action) -> int:
@@ -285,4 +286,4 @@ def _in_order_of_sends(receives: Iterable[Action], ends: dict[Compute, int]) -> 
         type_ = ActionType.FORWARD if forward else ActionType.BACKWARD
         return ends.get((type_, receive.stage + (-1 if forward else 1), receive.microbatch, receive.batch), 0)
 
-    return [(sent_at(receive), receive) for receive in sorted(receives, key=sent_at)]
+    return sorted(((sent_at(receive), receive) for receive in receives), key=itemgetter(0))

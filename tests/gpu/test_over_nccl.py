@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import test_two_bw
 from tests.gpu.test_job import assert_ends_the_others
 from tests.mcore.case import Case
 from tests.mcore.compare import differing
@@ -19,25 +20,14 @@ from tests.mcore.oracle import oracle
 pytestmark = pytest.mark.gpu
 
 OVER_NCCL = ("--distributed-backend", "nccl")
-CASE = Case(
-    schedule="2bw",
-    stages=2,
-    microbatches=4,
-    batches=12,
-    clip=1.0,
-    tied=True,
-    record_gradients=True,
-    device="cuda",
-    model=OVER_NCCL,
-)
+CASE = replace(test_two_bw.CASE, microbatches=4, model=OVER_NCCL)
+TWO_REPLICAS = {"replicas": 2, "microbatches": 2}
 SETTINGS = {
     "fp32": CASE,
     "fp16, four stages": replace(CASE, precision="fp16", stages=4),
     "bf16, one more in flight": replace(CASE, precision="bf16", flags=("--pipeline-extra-in-flight", "1")),
-    "bf16, two replicas": replace(CASE, precision="bf16", replicas=2, microbatches=2),
-    "bf16, distributed optimizer": replace(
-        CASE, precision="bf16", replicas=2, microbatches=2, distributed_optimizer=True
-    ),
+    "bf16, two replicas": replace(CASE, precision="bf16", **TWO_REPLICAS),
+    "bf16, distributed optimizer": replace(CASE, precision="bf16", **TWO_REPLICAS, distributed_optimizer=True),
     "bf16, tensor and sequence parallel": replace(CASE, precision="bf16", tensor_parallel=2, sequence_parallel=True),
     "bf16, context parallel": replace(CASE, precision="bf16", context_parallel=2),
 }
@@ -45,9 +35,7 @@ ENGINE = replace(CASE, precision="bf16", tied=False, model=(*OVER_NCCL, "--trans
 OF_ENGINE = {
     "fp32": replace(ENGINE, precision="fp32"),
     "bf16": ENGINE,
-    "fp16, distributed optimizer": replace(
-        ENGINE, precision="fp16", replicas=2, microbatches=2, distributed_optimizer=True
-    ),
+    "fp16, distributed optimizer": replace(ENGINE, precision="fp16", **TWO_REPLICAS, distributed_optimizer=True),
     "bf16, full recompute": replace(ENGINE, recompute="full"),
     "bf16, tensor and sequence parallel": replace(
         ENGINE, tensor_parallel=2, sequence_parallel=True, model=(*ENGINE.model, *LLAMA)

@@ -169,7 +169,8 @@ class Training:
             total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
         total = [gradient.to(self.accumulated_in) for gradient in total]
         for gradient, is_partial in zip(total, self.partial_sums, strict=True):
-            dist.all_reduce(gradient, group=self.sequences)
+            if case.context_parallel > 1:
+                dist.all_reduce(gradient, group=self.sequences)
             if is_partial:
                 dist.all_reduce(gradient, group=self.tensors)
         total = self.per_main_weight(total)

@@ -157,16 +157,19 @@ def forward_step(
 
 
 def on_this_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What this rank has of the sequences in ``batch``, where the model is.
-
-    Each of n context-parallel ranks has two of 2n pieces, one from either end: as much of causal attention's work as
-    the others.
-    """
+    """What this rank has of the sequences in ``batch``, where the model is."""
     ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    if ranks == 1:
-        return {name: value.cuda() for name, value in batch.items()}
-    pieces = {name: value.cuda().chunk(2 * ranks, dim=1) for name, value in batch.items()}
-    return {name: torch.cat([piece[rank], piece[-1 - rank]], dim=1) for name, piece in pieces.items()}
+    there = {name: value.cuda() for name, value in batch.items()}
+    return there if ranks == 1 else {name: of_rank(value, rank, ranks, dim=1) for name, value in there.items()}
+
+
+def of_rank(sequence: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tensor:
+    """What one of n context-parallel ranks has of a sequence.
+
+    Two of 2n pieces, one from either end: as much of causal attention's work as the others.
+    """
+    pieces = sequence.chunk(2 * ranks, dim)
+    return torch.cat([pieces[rank], pieces[-1 - rank]], dim)
 
 
 def record_seed(total: torch.Tensor, recorded: list[torch.Tensor]) -> None:

@@ -10,22 +10,19 @@ from typing import Any
 
 from megatron_2bw.mcore import cpu_backend
 
-if cpu_backend.needed():
-    cpu_backend.install()
-else:
-    cpu_backend.install_with_gpu()
+cpu_backend.install_as_needed()
 
-import megatron.core.models.bert.bert_model
-import megatron.core.models.gpt.gpt_layer_specs
-import megatron.core.models.mimo
-import megatron.core.tokenizers.text
-import megatron.training.checkpointing
-import megatron.training.training  # noqa: F401
-from megatron.training.argument_utils import ArgumentGroupFactory
-from megatron.training.arguments import add_megatron_arguments
+import megatron.core.models.bert.bert_model  # noqa: E402
+import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
+import megatron.core.models.mimo  # noqa: E402
+import megatron.core.tokenizers.text  # noqa: E402
+import megatron.training.checkpointing  # noqa: E402
+import megatron.training.training  # noqa: E402, F401
+from megatron.training.argument_utils import ArgumentGroupFactory  # noqa: E402
+from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-import megatron_2bw.mcore.session
-import megatron_2bw.mcore.wrappers  # noqa: F401
+import megatron_2bw.mcore.session  # noqa: E402
+import megatron_2bw.mcore.wrappers  # noqa: E402, F401
 
 
 def _remembered(read: Callable[[Any, type], dict[str, str]]) -> Callable[[Any, type], dict[str, str]]:

@@ -147,11 +147,13 @@ def _with_all_keys(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+        from .model import of_rank
+
         group = parallel_state.get_context_parallel_group()
         key, value = (gather_from_sequence_parallel_region(part, group=group) for part in (key, value))
-        pieces = torch.arange(len(key), device=key.device).chunk(2 * group.size())
-        of_rank = [torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(group.size())]
-        hidden = of_rank[group.rank()][:, None] < torch.cat(of_rank)
+        whole = torch.arange(len(key), device=key.device)
+        positions = [of_rank(whole, rank, group.size(), dim=0) for rank in range(group.size())]
+        hidden = positions[group.rank()][:, None] < torch.cat(positions)
         return forward(self, query, key, value, hidden.expand(1, 1, -1, -1))
 
     return wrapper

@@ -134,10 +134,7 @@ def install(case: Case) -> None:
     if case.schedule is None:
         from megatron_2bw.mcore import cpu_backend
 
-        if cpu_backend.needed():
-            cpu_backend.install()
-        else:
-            cpu_backend.install_with_gpu()
+        cpu_backend.install_as_needed()
     else:
         import megatron_2bw
 

@@ -11,17 +11,11 @@ import pytest
 
 from megatron_2bw.schedule.action import ACTIVATIONS, COMPUTE, RECEIVES, SENDS, Action, ActionType
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.lowering import first_call, lower
+from megatron_2bw.schedule.lowering import _receive_of, first_call, lower
 from megatron_2bw.schedule.program import Program, Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
 
 RECEIVE_OF = {ActionType.FORWARD: ActionType.RECV_FORWARD, ActionType.BACKWARD: ActionType.RECV_BACKWARD}
-OTHER_END = {
-    ActionType.SEND_FORWARD: (ActionType.RECV_FORWARD, 1),
-    ActionType.RECV_FORWARD: (ActionType.SEND_FORWARD, -1),
-    ActionType.SEND_BACKWARD: (ActionType.RECV_BACKWARD, -1),
-    ActionType.RECV_BACKWARD: (ActionType.SEND_BACKWARD, 1),
-}
 
 
 def schedules(name: str) -> Iterator[Schedule]:
@@ -34,7 +28,9 @@ def schedules(name: str) -> Iterator[Schedule]:
 def stuck(schedule: Schedule, calls: list[tuple[Action, ...]]) -> list[str]:
     """What each rank that does not get through waits in."""
     left = [list(reversed(call)) for call in calls]
-    posted: list[set[Action]] = [set() for _ in calls]
+    posted: list[set[Action]] = [set() for _ in calls]  # By rank; a send as the receive at its other end.
+    sent: set[Action] = set()
+    received: set[Action] = set()
 
     def can_run(rank: int, action: Action) -> bool:
         if action.type not in COMPUTE:
@@ -43,7 +39,7 @@ def stuck(schedule: Schedule, calls: list[tuple[Action, ...]]) -> list[str]:
         receive = action._replace(type=RECEIVE_OF[action.type], version=None)
         if schedule.peer_of(receive) not in (None, rank):
             needed.add(receive)
-        return {other_end(transfer) for transfer in needed} <= set().union(*posted)
+        return needed <= sent & received
 
     moved = True
     while moved:
@@ -52,14 +48,11 @@ def stuck(schedule: Schedule, calls: list[tuple[Action, ...]]) -> list[str]:
             while actions and can_run(rank, actions[-1]):
                 action = actions.pop()
                 if action.type in SENDS | RECEIVES:
-                    posted[rank].add(action)
+                    transfer = _receive_of(action) if action.type in SENDS else action
+                    posted[rank].add(transfer)
+                    (sent if action.type in SENDS else received).add(transfer)
                 moved = True
     return [str(actions[-1]) for actions in left if actions]
-
-
-def other_end(transfer: Action) -> Action:
-    other, stages = OTHER_END[transfer.type]
-    return transfer._replace(type=other, stage=transfer.stage + stages)
 
 
 @pytest.mark.parametrize("left", [None, 0, 1])
@@ -88,7 +81,7 @@ def test_both_ends_of_a_channel_keep_its_order(name: str) -> None:
             for rank, program in enumerate(schedule.programs)
         ]
         sent, received = (in_order(schedule, calls, types) for types in (SENDS, RECEIVES))
-        assert {place: [*map(other_end, sends)] for place, sends in sent.items()} == received
+        assert {place: [*map(_receive_of, sends)] for place, sends in sent.items()} == received
 
 
 def _second_call(program: Program, left: int | None) -> list[Action]:
