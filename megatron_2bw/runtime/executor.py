@@ -12,7 +12,7 @@ from megatron_2bw.runtime.links import Boundary, Links
 from megatron_2bw.runtime.pace import Pace
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action, ActionType
-from megatron_2bw.schedule.lowering import first_call
+from megatron_2bw.schedule.leading import LEADING, leading_calls
 from megatron_2bw.schedule.program import Schedule
 
 
@@ -78,7 +78,8 @@ class Executor:
         self._in_flight: dict[tuple[int, int | None, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._results: dict[tuple[int, int | None, int], torch.Tensor] = {}
         self._filled = False
-        self._is_first = True
+        self._lefts: tuple[int | None, ...] | None = ()
+        """Of the job's first calls so far; None when they are over."""
         self._steps: dict[ActionType, Callable[[Action], None]] = {
             ActionType.FORWARD: self._forward,
             ActionType.BACKWARD: self._backward,
@@ -99,16 +100,16 @@ class Executor:
             left: batches after it until the pipeline drains; 0 leaves nothing pending and nothing in flight, None is
                 as many as it takes. Where forwards run several batches ahead, it has to be known so many before.
         """
-        if self._is_first:
-            # CUDA loads kernels when they are first used, and that waits for all that runs on the device: a receive
-            # posted early would have to be complete, though its peer may wait for what this rank has yet to compute.
-            actions = first_call(self.schedule, self._rank, left)
+        if self._lefts is not None:
+            lefts = (*self._lefts, left)
+            actions = leading_calls(self.schedule, lefts)[self._rank]
+            self._lefts = lefts if left != 0 and len(lefts) < LEADING else None
         elif self._filled:
             actions = self._program.call(left)
         else:
             actions = (*self._program.fill(left), *self._program.call(left))
         self._run(actions, batch)
-        self._filled, self._is_first = left != 0, False
+        self._filled = left != 0
 
     @property
     def is_ahead(self) -> bool:

@@ -7,8 +7,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
+from megatron_2bw.schedule.leading import leading_calls
 from megatron_2bw.schedule.lowering import lower
-from megatron_2bw.schedule.program import Program, Schedule
+from megatron_2bw.schedule.program import Schedule
 
 
 class Phase(StrEnum):
@@ -25,10 +26,15 @@ class Part(NamedTuple):
     phase: Phase
     left: int | None = None
     """Batches that come after this one; None for as many as it takes."""
+    leading: tuple[int | None, ...] = ()
+    """Of the first calls of a job: as ``left``, of each up to this one. The first of them fills the pipeline, too."""
 
-    def of(self, program: Program) -> tuple[Action, ...]:
-        """The actions."""
-        return program.fill(self.left) if self.phase is Phase.FILL else program.call(self.left)
+    def of(self, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each rank."""
+        if not self.leading:
+            programs = schedule.programs
+            return tuple(p.fill(self.left) if self.phase is Phase.FILL else p.call(self.left) for p in programs)
+        return leading_calls(schedule, self.leading) if self.phase is not Phase.FILL else ((),) * len(schedule.programs)
 
 
 WHOLE = {phase: Part(phase, 0 if phase is Phase.DRAIN else None) for phase in Phase}
@@ -48,12 +54,13 @@ class Span(NamedTuple):
         return self.part.phase
 
 
-def spans(runs: Iterable[int], ahead: int = 1) -> tuple[Span, ...]:
+def spans(runs: Iterable[int], ahead: int = 1, *, leading: int = 0) -> tuple[Span, ...]:
     """The parts of consecutive runs, each of so many calls and ended by a drain.
 
     Args:
         runs: calls of each.
         ahead: batches by which forwards run ahead; further from its end than that, a run does not know how long it is.
+        leading: how many calls of the first run are the first ones of a job.
 
     >>> for span in spans([2, 1]):
     ...     print(span.phase, span.part.left, span.call, span.first)
@@ -64,23 +71,25 @@ def spans(runs: Iterable[int], ahead: int = 1) -> tuple[Span, ...]:
     drain 0 2 2
     """
 
-    def part(phase: Phase, left: int) -> Part:
-        return Part(phase, left if left < max(ahead, 1) else None)
+    def part(phase: Phase, call: int, left: int) -> Part:
+        lefts = [left + earlier for earlier in range(call, -1, -1)] if call < leading and first == 0 else []
+        known, *before = (left if left < max(ahead, 1) else None for left in (left, *lefts))
+        return Part(phase, known, tuple(before))
 
     result: list[Span] = []
     first = 0
     for calls in runs:
         last = first + calls - 1
-        result.append(Span(part(Phase.FILL, calls - 1), first, first))
-        result.extend(Span(part(Phase.STEADY, last - call), call, first) for call in range(first, last))
-        result.append(Span(Part(Phase.DRAIN, 0), last, first))
+        result.append(Span(part(Phase.FILL, first, calls - 1), first, first))
+        result.extend(Span(part(Phase.STEADY, call, last - call), call, first) for call in range(first, last))
+        result.append(Span(part(Phase.DRAIN, last, 0), last, first))
         first = last + 1
     return tuple(result)
 
 
-def walk_of(schedule: Schedule, runs: Iterable[int]) -> tuple[Span, ...]:
+def walk_of(schedule: Schedule, runs: Iterable[int], *, leading: int = 0) -> tuple[Span, ...]:
     """The spans of all ranks of ``schedule``."""
-    return spans(runs, max(program.ahead for program in schedule.programs))
+    return spans(runs, max(program.ahead for program in schedule.programs), leading=leading)
 
 
 def lowered(schedule: Schedule) -> Schedule:

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from megatron_2bw.schedule.action import SENDS, TRANSFERS, Action, ActionType, Reduction
 from megatron_2bw.schedule.calls import Part, Span, groups, walk_of
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.program import Program, Schedule
+from megatron_2bw.schedule.leading import LEADING
+from megatron_2bw.schedule.program import Schedule
 
 Seconds = int | float | Fraction
 """Any exact or floating number; the engine only adds and compares, so exact input gives exact output."""
@@ -33,6 +34,9 @@ class Model(StrEnum):
     both sides have issued it, and until then the next one of its channel holds up everything behind it. A norm, which
     the host starts when it has seen the gradients, is behind all that a rank issues before it waits for that: at worst,
     so this is for finding deadlocks, not for times."""
+    FIRST_USE = "one in-order hardware queue, every kernel used for the first time"
+    """The same, for a job's first calls: also, each action waits for all that its rank has posted before it, as CUDA
+    does to load a kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,13 +174,15 @@ class _Engine:
         self._model = model
         self._delays = delays
         self._record = record
-        self._spans = walk_of(schedule, runs)
+        self._queued = model is not Model.HOST
+        self._spans = walk_of(schedule, runs, leading=LEADING if model is Model.FIRST_USE else 0)
         self._ranks = range(len(schedule.programs))
         self._groups = groups(schedule)
         self._channels: dict[tuple[int | None, int | None, bool], int] = {}
         # Keys are numbers, tuples would cost half of the time: one block per batch.
         self._stride = 2 * schedule.stages * schedule.microbatches + len(Reduction) * len(self._ranks)
-        self._steps = [self._compiled(rank, program) for rank, program in enumerate(schedule.programs)]
+        parts = {part: part.of(schedule) for part in {span.part for span in self._spans}}
+        self._steps = [self._compiled(rank, {part: parts[part][rank] for part in parts}) for rank in self._ranks]
         self._timed: tuple[list[Timed], ...] = tuple([] for _ in self._ranks)
         self._there: dict[int, Seconds] = {}
         self._waiting: dict[int, list[int]] = {}
@@ -209,17 +215,17 @@ class _Engine:
         blocks = (range(batch * stride, (batch + 1) * stride) for batch in range(batches))
         return tuple(tuple(there[key] for key in block if key in there) for block in blocks)
 
-    def _compiled(self, rank: int, program: Program) -> dict[Part, list[_Step]]:
+    def _compiled(self, rank: int, parts: Mapping[Part, Iterable[Action]]) -> dict[Part, list[_Step]]:
         known: dict[Action, _Step] = {}  # A drain repeats most of the steady call.
         compiled: dict[Part, list[_Step]] = {}
-        for part in {span.part for span in self._spans}:
+        for part, actions in parts.items():
             steps = compiled[part] = []
-            for action in part.of(program):
+            for action in actions:
                 step = known.get(action)
                 if step is None:
                     step = known[action] = self._step(rank, action)
                 steps.append(step)
-        if self._model is Model.HOST:  # Posting a receive does nothing that the others could see.
+        if not self._queued:  # Posting a receive does nothing that the others could see.
             for part, steps in compiled.items():
                 compiled[part] = [step for step in steps if step.channel is None or step.action.type in SENDS]
         return compiled
@@ -237,7 +243,7 @@ class _Engine:
             return _Step(action, 0, None, key, channel, send_s=send_s)
         if type_ in (ActionType.REDUCE_START, ActionType.REDUCE_WAIT):
             key = self._reduction_key(action.reduction, rank) + batch * self._stride
-            is_late = self._model is Model.IN_ORDER_QUEUE and action.reduction is Reduction.NORM
+            is_late = self._queued and action.reduction is Reduction.NORM
             if type_ is ActionType.REDUCE_WAIT:
                 return _Step(action, 0, awaits=key, of_batch=batch, begins=is_late)
             return _Step(action, 0, gives=None if is_late else key, of_batch=batch)
@@ -270,8 +276,9 @@ class _Engine:
     def _walk(self, rank: int) -> Iterator[int]:
         """Run one rank's actions; yields the key of what it waits for, each time it has to."""
         there, timed, delays, stride = self._there, self._timed[rank], self._delays, self._stride
-        queued, record = self._model is Model.IN_ORDER_QUEUE, self._record
+        queued, record = self._queued, self._record
         last_of_channel: dict[int, int] = {}
+        posted: list[int] = []
         begun = -1
         now_s: Seconds = 0
         for span in self._spans:
@@ -282,6 +289,16 @@ class _Engine:
                     continue
                 if delays:
                     cost += delays.pop((rank, action.shifted(call)), 0)
+                if span.part.leading:
+                    if channel is not None:
+                        posted.append(gives + base)
+                    elif posted:
+                        self._position[rank] = span, action
+                        for key in posted:
+                            while key not in there:
+                                yield key
+                        now_s = max(now_s, *map(there.__getitem__, posted))
+                        posted.clear()
                 key = None if awaits is None else awaits + base
                 if begins and key > begun:
                     self._chains.start(rank, key, now_s)
@@ -307,7 +324,7 @@ class _Engine:
     def _transfer(self, key: int, channel: int, now_s: Seconds, send_s: Seconds) -> None:
         """A send is issued, or with a queue either side: the tensor moves once all that has to be is."""
         begin_s = now_s
-        if self._model is Model.IN_ORDER_QUEUE:
+        if self._queued:
             issued_s = self._issued_s.pop(key, None)
             if issued_s is None:
                 self._issued_s[key] = now_s

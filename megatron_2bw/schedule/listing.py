@@ -32,8 +32,8 @@ def listing(
          2  0B0v-1     1UPDATE@-1
     """
     columns = [
-        [f"rank {rank}" + MARK * ((rank, None) in marks), *_column(rank, part.of(program), marks)]
-        for rank, program in enumerate(schedule.programs)
+        [f"rank {rank}" + MARK * ((rank, None) in marks), *_column(rank, actions, marks)]
+        for rank, actions in enumerate(part.of(schedule))
     ]
     widths = [max(len(cell) for cell in column) for column in columns]
     numbers = [str(part.phase), *(str(i) for i in range(max(len(column) for column in columns) - 1))]

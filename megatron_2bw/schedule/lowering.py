@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import repeat
-from operator import itemgetter
 
-from megatron_2bw.schedule.action import COMPUTE, RECEIVES, SENDS, Action, ActionType, Reduction
+from megatron_2bw.schedule.action import COMPUTE, SENDS, Action, ActionType, Reduction
+from megatron_2bw.schedule.clock import ActionKey, clock, in_order_of_sends
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import GradientCopy, Program, Schedule, programs_of
 
 DEFAULT_REDUCTIONS = (Reduction.GRADIENTS, Reduction.NORM)
-ComputeKey = tuple[ActionType, int, int | None, int]
-"""Type, stage, microbatch and batch."""
-_SLOTS = {ActionType.FORWARD: 1, ActionType.BACKWARD: 2}
-"""That an action takes on the `clock`."""
 
 
 def lower(schedule: Schedule, reductions: Iterable[Reduction] = DEFAULT_REDUCTIONS) -> Schedule:
@@ -159,44 +154,11 @@ def _receive_of(send: Action) -> Action:
     return send._replace(type=ActionType.RECV_BACKWARD, stage=send.stage - 1)
 
 
-def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[ComputeKey, int]:
-    """When each forward and backward of the ranks' ``calls`` ends: by type, stage, microbatch and batch.
-
-    A forward takes one slot and a backward two; transfers take none. What waits for itself, or for another call, is
-    left out.
-
-    >>> from megatron_2bw.schedule.registry import build
-    >>> schedule = build("gpipe", stages=2, microbatches=1)
-    >>> ends = clock(schedule, [program.steady for program in schedule.programs])
-    >>> [ends[type_, stage, 0, 0] for type_, stage in (("F", 0), ("F", 1), ("B", 1), ("B", 0))]
-    [1, 2, 4, 6]
-    """
-    ends: dict[ComputeKey, int] = {}
-    waiting = [[action for action in call if action.type in COMPUTE] for call in calls]
-    now = [0 for _ in waiting]
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(waiting):
-            while actions:
-                type_, stage, microbatch, batch, *_ = actions[0]
-                before = stage + (-1 if type_ is ActionType.FORWARD else 1)
-                is_first = before in (-1, schedule.stages)
-                if not is_first and (type_, before, microbatch, batch) not in ends:
-                    break
-                ready = 0 if is_first else ends[type_, before, microbatch, batch]
-                now[rank] = max(now[rank], ready) + _SLOTS[type_]
-                ends[type_, stage, microbatch, batch] = now[rank]
-                del actions[0]
-                moved = True
-    return ends
-
-
 def _with_receives(
     call: tuple[Action, ...],
     receives: list[Action],
     before_norm: set[Action],
-    ends: dict[ComputeKey, int],
+    ends: dict[ActionKey, int],
 ) -> Iterable[Action]:
     posted = _posted_as_sent(call, receives, ends) if ends else _posted_ahead_of_use(call, receives)
     norm = _wait_for_norm(call)
@@ -237,53 +199,12 @@ def _posted_ahead_of_use(call: tuple[Action, ...], receives: list[Action]) -> di
 
 
 def _posted_as_sent(
-    call: tuple[Action, ...], receives: list[Action], ends: dict[ComputeKey, int]
+    call: tuple[Action, ...], receives: list[Action], ends: dict[ActionKey, int]
 ) -> dict[int, list[Action]]:
     """The same, those of earlier tensors first."""
     compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
     posted: dict[int, list[Action]] = {}
-    for sent_at, receive in _in_order_of_sends(receives, ends):
+    for sent_at, receive in in_order_of_sends(receives, ends):
         running = (i for i in compute if ends.get(call[i][:4], 0) >= sent_at)
         posted.setdefault(next(running, compute[-1]), []).append(receive)
     return posted
-
-
-def first_call(schedule: Schedule, rank: int, left: int | None = None) -> tuple[Action, ...]:
-    """What a rank does first, of a lowered schedule: it fills the pipeline, then runs the first call.
-
-    Receives are posted when, by the `clock`, their tensors have been sent. Then no rank waits for itself, or for one
-    that waits for it, even if every action waits for all that its rank has posted: all waits are for earlier starts.
-
-    Args:
-        schedule: of all ranks.
-        rank: of them.
-        left: batches after the first one; None for as many as it takes.
-
-    >>> from megatron_2bw.schedule.registry import build
-    >>> schedule = lower(build("chimera", stages=2, microbatches=2))
-    >>> print(*schedule.programs[0].steady[:4], "-", *first_call(schedule, 0)[:4])
-    1RECV_F1 0F0v0 0SEND_F0 1F1v0 - 0F0v0 0SEND_F0 1RECV_F1 1F1v0
-    """
-    calls = [(*program.fill(left), *program.call(left)) for program in schedule.programs]
-    ends = clock(schedule, calls)
-    receives = deque(_in_order_of_sends((action for action in calls[rank] if action.type in RECEIVES), ends))
-    ordered: list[Action] = []
-    for action in calls[rank]:
-        if action.type in COMPUTE:
-            start = ends[action[:4]] - _SLOTS[action.type]
-            while receives and receives[0][0] <= start:
-                ordered.append(receives.popleft()[1])
-        if action.type not in RECEIVES:
-            ordered.append(action)
-    return (*ordered, *(receive for _, receive in receives))
-
-
-def _in_order_of_sends(receives: Iterable[Action], ends: dict[ComputeKey, int]) -> list[tuple[int, Action]]:
-    """With the slots after which their tensors are sent."""
-
-    def sent_at(receive: Action) -> int:
-        forward = receive.type is ActionType.RECV_FORWARD
-        type_ = ActionType.FORWARD if forward else ActionType.BACKWARD
-        return ends.get((type_, receive.stage + (-1 if forward else 1), receive.microbatch, receive.batch), 0)
-
-    return sorted(((sent_at(receive), receive) for receive in receives), key=itemgetter(0))

@@ -49,11 +49,13 @@ class Program:
         Args:
             left: batches after the first one; None for as many as it takes.
         """
+        ahead = self.ahead
+        left = ahead if left is None else left
         return tuple(
             action.shifted(-calls)
-            for calls in range(self.ahead, 0, -1)
+            for calls in range(ahead, 0, -1)
             for action in self.steady
-            if calls <= action.batch <= calls + (self.ahead if left is None else left)
+            if calls <= action.batch <= calls + left
         )
 
     def call(self, left: int | None = None) -> tuple[Action, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_2bw.schedule.action import Action, Reduction
 from megatron_2bw.schedule.calls import WHOLE, Part, Phase, Span, lowered, walk_of
 from megatron_2bw.schedule.channels import Channels, Place, RuleBrokenAt
-from megatron_2bw.schedule.engine import Durations, Model, run
+from megatron_2bw.schedule.engine import Blocked, Durations, Model, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.inventory import Misplaced, check_communication, check_compute, check_declaration
+from megatron_2bw.schedule.leading import LEADING
 from megatron_2bw.schedule.listing import listing
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import RankRules, Rule, RuleBroken
@@ -19,7 +22,8 @@ def validate(schedule: Schedule) -> None:
     """Prove that a schedule is correct, or say what is wrong with it.
 
     Runs all ranks together, three runs one after the other, each with its fill and its drain: one
-    with enough calls to repeat itself, one of a single call and one of two. ``Rule`` lists what is
+    with enough calls to repeat itself, one of a single call and one of two. Then each of them once more
+    with its first calls as a job begins with them. ``Rule`` lists what is
     checked; deadlocks are looked for under every ``Model``. Where the schedule has only F, B and
     UPDATE, default reductions and transfers are added first; otherwise it is taken as it is, with
     any subset of the reductions.
@@ -46,8 +50,12 @@ def validate(schedule: Schedule) -> None:
             where += f", {error.action}"
         raise _error(schedule, error, where, WHOLE[Phase.STEADY], [(error.rank, error.action)]) from None
     runs = (_calls_to_repeat(schedule), 1, 2)
-    _check_ranks(schedule, chains, runs)
-    _check_progress(schedule, runs)
+    _check_ranks(schedule, chains, walk_of(schedule, runs))
+    # What gets through a queue, which waits for more, gets through on the host.
+    _check_progress(schedule, runs, (Model.IN_ORDER_QUEUE, Model.HOST))
+    for calls in runs:
+        _check_ranks(schedule, chains, walk_of(schedule, [calls], leading=LEADING))
+        _check_progress(schedule, [calls], (Model.FIRST_USE,))
 
 
 def _calls_to_repeat(schedule: Schedule) -> int:
@@ -56,10 +64,10 @@ def _calls_to_repeat(schedule: Schedule) -> int:
     return 2 + max(batches) - min(batches) + max(schedule.delay)
 
 
-def _check_ranks(schedule: Schedule, chains: tuple[tuple[Reduction, ...], ...], runs: tuple[int, ...]) -> None:
+def _check_ranks(schedule: Schedule, chains: tuple[tuple[Reduction, ...], ...], walk: tuple[Span, ...]) -> None:
     """Follow each rank alone, then compare what they send with what they receive."""
-    walk = walk_of(schedule, runs)
-    parts = [{span.part: span.part.of(program) for span in walk} for program in schedule.programs]
+    of_ranks = {part: part.of(schedule) for part in {span.part for span in walk}}
+    parts = [{part: of_ranks[part][rank] for part in of_ranks} for rank in range(len(schedule.programs))]
     for rank, of_part in enumerate(parts):
         rules = RankRules(schedule, rank, chains[rank])
         for span in walk:
@@ -80,14 +88,16 @@ def _check_ranks(schedule: Schedule, chains: tuple[tuple[Reduction, ...], ...], 
         raise _error_at(schedule, error, error.place) from None
 
 
-def _check_progress(schedule: Schedule, runs: tuple[int, ...]) -> None:
-    """Look for deadlocks; what gets through the queue, which waits for more, gets through on the host."""
-    blocked, model = run(schedule, runs, _FREE, model=Model.IN_ORDER_QUEUE, record=False).blocked, Model.IN_ORDER_QUEUE
+def _check_progress(schedule: Schedule, runs: Sequence[int], models: tuple[Model, ...]) -> None:
+    """Look for deadlocks under the first model, and say the last one under which there is one."""
+    blocked: tuple[Blocked, ...] = ()
+    for tried in models:
+        found = run(schedule, runs, _FREE, model=tried, record=False).blocked
+        if not found:
+            break
+        blocked, model = found, tried
     if not blocked:
         return
-    on_host = run(schedule, runs, _FREE, model=Model.HOST, record=False).blocked
-    if on_host:
-        blocked, model = on_host, Model.HOST
     places = (f"rank {rank} in {_call(span)} at {action}" for rank, span, action in blocked)
     error = RuleBroken(Rule.DEADLOCK, f"all wait for each other: {', '.join(places)}")
     part = blocked[0].span.part

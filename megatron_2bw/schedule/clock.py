@@ -1,0 +1,80 @@
+"""When actions run if a forward takes one slot and a backward two."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from operator import itemgetter
+
+from megatron_2bw.schedule.action import COMPUTE, SENDS, Action, ActionType, Reduction
+from megatron_2bw.schedule.program import Schedule
+
+ActionKey = tuple[ActionType, int, int | None, int]
+"""Type, stage, microbatch and batch."""
+SLOTS = {ActionType.FORWARD: 1, ActionType.BACKWARD: 2}
+"""That an action takes; others take none."""
+_SEND_OF = {ActionType.FORWARD: ActionType.SEND_FORWARD, ActionType.BACKWARD: ActionType.SEND_BACKWARD}
+
+
+def is_timed(action: Action) -> bool:
+    """Whether the `clock` knows it: forwards, backwards, sends, and the waits in which all ranks meet."""
+    if action.type is ActionType.REDUCE_WAIT:
+        return action.reduction is Reduction.NORM and action.batch >= 0
+    return action.type in COMPUTE | SENDS
+
+
+def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[ActionKey, int]:
+    """When what `is_timed` in the ranks' ``calls`` ends.
+
+    What is sent is there at once; where ``calls`` have no transfers yet, so is what is computed. Waits for the norm end
+    for all ranks when the last one has come to its own; those of batches before ``calls`` have nothing to wait for. What
+    waits for itself, or for another call, is left out.
+
+    >>> from megatron_2bw.schedule.registry import build
+    >>> schedule = build("gpipe", stages=2, microbatches=1)
+    >>> ends = clock(schedule, [program.steady for program in schedule.programs])
+    >>> [ends[type_, stage, 0, 0] for type_, stage in (("F", 0), ("F", 1), ("B", 1), ("B", 0))]
+    [1, 2, 4, 6]
+    """
+    ends: dict[ActionKey, int] = {}
+    waiting = [deque(filter(is_timed, call)) for call in calls]
+    sends = {action[:4] for actions in waiting for action in actions if action.type in SENDS}
+    arrived: defaultdict[int, dict[int, int]] = defaultdict(dict)  # At the norm of a batch: when, by rank.
+    now = [0 for _ in waiting]
+
+    def ready(rank: int, action: Action) -> int | None:
+        """When the action can start at the earliest; None if that is not known yet."""
+        type_, stage, microbatch, batch, *_ = action
+        if type_ is ActionType.REDUCE_WAIT:
+            arrived[batch].setdefault(rank, now[rank])
+            return max(arrived[batch].values()) if len(arrived[batch]) == len(waiting) else None
+        before = stage + (-1 if type_ is ActionType.FORWARD else 1)
+        if type_ in SENDS or before in (-1, schedule.stages):
+            return 0
+        send = (_SEND_OF[type_], before, microbatch, batch)
+        return ends.get(send if send in sends else (type_, before, microbatch, batch))
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(waiting):
+            while actions and (start := ready(rank, actions[0])) is not None:
+                action = actions.popleft()
+                now[rank] = max(now[rank], start) + SLOTS.get(action.type, 0)
+                ends[action[:4]] = now[rank]
+                if action.type in COMPUTE and not sends:
+                    ends[_SEND_OF[action.type], *action[1:4]] = now[rank]
+                moved = True
+    return ends
+
+
+def in_order_of_sends(receives: Iterable[Action], ends: dict[ActionKey, int]) -> list[tuple[int, Action]]:
+    """With the slots after which their tensors are sent; those of tensors that are sent in another call come last."""
+
+    def sent_at(receive: Action) -> int:
+        forward = receive.type is ActionType.RECV_FORWARD
+        type_ = ActionType.SEND_FORWARD if forward else ActionType.SEND_BACKWARD
+        return ends.get((type_, receive.stage + (-1 if forward else 1), receive.microbatch, receive.batch), sys.maxsize)
+
+    return sorted(((sent_at(receive), receive) for receive in receives), key=itemgetter(0))

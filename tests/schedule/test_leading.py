@@ -1,0 +1,144 @@
+"""A job's first calls, in which any action may load what it needs, and then waits for all that its rank has posted."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from unittest import mock
+
+import pytest
+
+from megatron_2bw.schedule import leading
+from megatron_2bw.schedule.action import RECEIVES, TRANSFERS, Action
+from megatron_2bw.schedule.calls import lowered
+from megatron_2bw.schedule.engine import Durations, Model, run
+from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.leading import LEADING, leading_calls
+from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.registry import SCHEDULES, build
+from megatron_2bw.schedule.validate import validate
+
+Order = Callable[[tuple[Action, ...], dict, int], Iterable[Action]]
+MOST_EXTRA = 3
+
+
+@functools.cache
+def schedules(name: str) -> tuple[Schedule, ...]:
+    """Those that are sound in all but their first calls."""
+    found = []
+    for stages, microbatches in itertools.product((2, 3, 4), range(1, 9)):
+        for extra in range(MOST_EXTRA + 1) if name == "2bw" else [0]:
+            try:
+                options = {"extra_in_flight": extra} if extra else {}
+                schedule = build(name, stages=stages, microbatches=microbatches, **options)
+                with mock.patch.object(leading, "_in_order", lambda call, *_: call):
+                    problem = broken(schedule)
+            except ScheduleError:
+                continue
+            if problem is None or Model.FIRST_USE in problem:
+                found.append(schedule)
+    assert len(found) >= 3
+    return tuple(found)
+
+
+def broken(schedule: Schedule) -> str | None:
+    leading_calls.cache_clear()
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        return error.message
+    finally:
+        leading_calls.cache_clear()
+    return None
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_ranks_get_through(name: str) -> None:
+    assert [problem for problem in map(broken, schedules(name)) if problem] == []
+
+
+def _as_later(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
+    """As in the calls after them."""
+    return call
+
+
+def _second_as_later(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
+    return IN_ORDER(call, ends, now) if now == 0 else call
+
+
+def _before_computations_only(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
+    """Not before a wait for the norm."""
+    receives = deque(leading.in_order_of_sends((action for action in call if action.type in RECEIVES), ends))
+    for action in call:
+        if action.microbatch is not None and action.type not in TRANSFERS:
+            start = ends[action[:4]] - leading.SLOTS[action.type]
+            while receives and receives[0][0] <= start:
+                yield receives.popleft()[1]
+        if action.type not in RECEIVES:
+            yield action
+    yield from (receive for _, receive in receives)
+
+
+def _by_slots(slots: int) -> Order:
+    def order(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
+        sends = leading.in_order_of_sends
+        with mock.patch.object(
+            leading, "in_order_of_sends", lambda *args: [(at + slots, of) for at, of in sends(*args)]
+        ):
+            return [*IN_ORDER(call, ends, now)]
+
+    return order
+
+
+def _not_sorted(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
+    sends = leading.in_order_of_sends
+    with mock.patch.object(
+        leading, "in_order_of_sends", lambda receives, ends: [sends([of], ends)[0] for of in receives]
+    ):
+        return [*IN_ORDER(call, ends, now)]
+
+
+IN_ORDER = leading._in_order
+WRONG: dict[str, tuple[Order, set[str]]] = {
+    "as later": (_as_later, {*SCHEDULES} - {"gems"}),
+    "second as later": (_second_as_later, {*SCHEDULES} - {"gems"}),
+    "before computations only": (_before_computations_only, {"2bw"}),
+    "a slot early": (_by_slots(-1), {"2bw", "chimera", "mixpipe"}),
+    "a slot late": (_by_slots(1), {*SCHEDULES}),
+    "not sorted": (_not_sorted, {"2bw"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("order", "name"), [(order, name) for order, (_, names) in WRONG.items() for name in sorted(names)]
+)
+def test_another_order_is_found_out(order: str, name: str) -> None:
+    with mock.patch.object(leading, "_in_order", WRONG[order][0]):
+        assert any(map(broken, schedules(name)))
+
+
+def test_what_waits_for_what_it_brings_about_itself_is_named() -> None:
+    """A receive that is posted before the forward whose output it is the gradient of."""
+    schedule = build("gpipe", stages=2, microbatches=1)
+    with mock.patch.object(leading, "_in_order", lambda call, *_: sorted(call, key=lambda a: a.type not in RECEIVES)):
+        message = broken(schedule)
+    assert message.startswith(f"gpipe (d=2, m=1): deadlock: with {Model.FIRST_USE}: all wait for each other: rank 0")
+    assert message.endswith("rank 0 in steady of call 0 at 0F0v0, rank 1 in steady of call 0 at 1F0v0")
+
+
+def test_later_calls_are_not_held_to_it() -> None:
+    """There receives are posted early, so that transfers overlap with computations."""
+    schedule = lowered(build("1f1b-flush", stages=2, microbatches=4))
+    outcome = run(schedule, [LEADING + 2], Durations(forward_s=1, backward_s=2), model=Model.FIRST_USE)
+    assert not outcome.blocked
+
+
+def test_first_calls_do_what_later_ones_do() -> None:
+    schedule = lowered(build("2bw", stages=3, microbatches=4))
+    for rank, program in enumerate(schedule.programs):
+        first, second = (leading_calls(schedule, lefts)[rank] for lefts in ((None,), (None, None)))
+        assert sorted(map(str, first)) == sorted(map(str, (*program.fill(), *program.steady)))
+        assert sorted(map(str, second)) == sorted(map(str, program.steady))
+        assert [a for a in second if a.type not in RECEIVES] == [a for a in program.steady if a.type not in RECEIVES]
