@@ -9,13 +9,14 @@ not how fast it is. With two or more, one rank runs on each, and the schedules a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -79,29 +80,30 @@ def _run(command: tuple[str, ...], limit_s: float, say: Callable[[str], None]) -
     """Say what it says; returns its exit code. What is not done in time is stopped."""
     # A shell starts what runs in the background with this signal ignored, and what that starts would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # A group of its own: a signal reaches pytest's workers, too, as in a terminal.
-    ) as process:
-        late = threading.Event()
-        stops = threading.Timer(max(1.0, limit_s), lambda: (late.set(), _stop(process)))
-        stops.start()
+    with (
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # A group of its own: a signal reaches pytest's workers, too, as in a terminal.
+        ) as process,
+        ThreadPoolExecutor(1) as reader,
+    ):
+        # A thread reads, so that what is said while it ends is seen, too, and only this one stops it.
+        read = reader.submit(lambda: [say(line.rstrip("\n")) for line in process.stdout])
         try:
-            for line in process.stdout:
-                say(line.rstrip("\n"))
+            read.result(max(1.0, limit_s))
+        except TimeoutError:
+            _stop(process)
+            read.result()
+            say(f"stopped: not done after {limit_s:.0f} s")
+            return 1
         except BaseException:
             _stop(process)
             raise
-        finally:
-            stops.cancel()
-    if late.is_set():
-        say(f"stopped: not done after {limit_s:.0f} s")
-        return 1
     return process.returncode
 
 
@@ -114,7 +116,11 @@ def _stop(process: subprocess.Popen[str]) -> None:
     try:
         process.wait(TO_END_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # All that write to the pipe: it is read to its end.
+        pass
+    finally:
+        # All that write to the pipe: it is read to its end.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

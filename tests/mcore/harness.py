@@ -29,6 +29,7 @@ from .shards import assemble
 
 TIMEOUT_S = 120.0
 _TAIL_CHARACTERS = 4000
+_TRIAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +242,10 @@ def _server(device: str, environment: frozenset[tuple[str, str]]) -> forkserver.
         server.ensure_running()
     if device == "cuda":
         (trial,) = _forked([_use_gpu], server)
-        trial.join()
-        if trial.exitcode:
+        trial.join(_TRIAL_S)
+        if trial.exitcode != 0:
+            trial.kill()
+            server._stop()
             return None
     return server
 
