@@ -38,6 +38,8 @@ def install(case: Case, args: Any) -> None:
     if case.context_parallel > 1 and args.transformer_impl == "local":
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+        if case.kind != "gpt":
+            raise NotImplementedError(f"context parallelism of {case.kind}: the stand-in's attention is causal")
         DotProductAttention.__init__ = _of_any_sequence(DotProductAttention.__init__)
         DotProductAttention.forward = _with_all_keys(DotProductAttention.forward)
     if "--multi-latent-attention" in case.model:

@@ -1,18 +1,21 @@
-"""What the tests on a GPU put in the place of NCCL computes the same."""
+"""What stands in for NCCL and for kernels that a CPU does not have computes the same."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from . import stand_ins
 from .case import Case
-from .compare import differing
+from .compare import FLOOR, deviation, differing
+from .features import LLAMA, PER_TOKEN
 from .harness import collect, merge, run
 from .worker import install, set_environment, train
 
 CASE = Case(
     schedule="megatron", stages=2, microbatches=2, replicas=2, batches=4, precision="bf16", distributed_optimizer=True
 )
+DIVIDED = Case(stages=2, microbatches=2, batches=4, model=(*LLAMA, *PER_TOKEN), clip=1.0, record_gradients=True)
 
 
 def _sharing(case: Case, rank: int, port: int, folder: Path) -> None:
@@ -25,3 +28,14 @@ def _sharing(case: Case, rank: int, port: int, folder: Path) -> None:
 def test_ranks_that_share_a_device_transfer_through_the_host() -> None:
     found = merge(collect(_sharing, CASE, CASE.ranks), CASE.stages, CASE.microbatches)
     assert differing(found, run(CASE)) == []
+
+
+def test_attention_to_divided_sequences_is_that_to_whole_ones() -> None:
+    """But for the order of sums.
+
+    The loss is that per token: otherwise each rank's part of a sequence counts equally, however much of it is masked.
+    Each rank logs its own part of the losses.
+    """
+    whole = run(DIVIDED)
+    found = deviation(replace(run(replace(DIVIDED, context_parallel=2)), losses=whole.losses), whole)
+    assert max(found) <= FLOOR
