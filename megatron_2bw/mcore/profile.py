@@ -119,28 +119,36 @@ class Measurement:
         self._path = path
 
     def run(self, args: Any, microbatches: Iterable[int], recomputes: Iterable[Recompute]) -> None:
-        """Every microbatch size with every kind of recomputation, the update, and the links."""
+        """The update, every microbatch size with every kind of recomputation, and the links."""
+        profile, tensor = self._profile, args.tensor_model_parallel_size
+        if profile.update(tensor) is None:
+            self._update(tensor)
+        if profile.update(tensor) is not None:
+            self._blocks(args, microbatches, recomputes)
+        if not profile.has_links:
+            profile.all_reduces = [_all_reduce(size_bytes) for size_bytes in (SMALL_BYTES, LARGE_BYTES)]
+            self._keep(f"{_milliseconds(profile.all_reduces[-1].time_s)} per sum of {LARGE_BYTES >> 20} MiB")
+
+    def _update(self, tensor: int) -> None:
+        """Leaves it out where it does not fit into memory."""
+        try:
+            update = _update(tensor)
+        except _DoesNotFitError:
+            _say(f"tensor {tensor}: {LAYERS} layers with gradients and optimizer are out of memory, left out")
+            return
+        self._profile.updates.append(update)
+        self._keep(f"{_milliseconds(update.time_s)} per update, tensor {tensor}")
+
+    def _blocks(self, args: Any, microbatches: Iterable[int], recomputes: Iterable[Recompute]) -> None:
         profile, tensor = self._profile, args.tensor_model_parallel_size
         for microbatch in microbatches:
             for recompute in recomputes:
                 if profile.block(tensor, microbatch, recompute) is None:
                     block = self._block(args, microbatch, recompute)
                     if block is None:
-                        break
+                        break  # Other kinds of recomputation are compared with none.
                     profile.blocks.append(block)
                     self._keep(f"{_milliseconds(*block.layer)} per layer, t = {tensor}, b = {microbatch}, {recompute}")
-        if profile.update(tensor) is None:
-            try:
-                profile.updates.append(_update(tensor))
-            except _DoesNotFitError:
-                raise SystemExit(
-                    f"megatron-2bw: error: {LAYERS} layers with their gradients and optimizer do not fit into memory, "
-                    f"tensor {tensor}: give a larger --tensor-model-parallel-size"
-                ) from None
-            self._keep(f"{_milliseconds(profile.updates[-1].time_s)} per update, tensor {tensor}")
-        if not profile.has_links:
-            profile.all_reduces = [_all_reduce(size_bytes) for size_bytes in (SMALL_BYTES, LARGE_BYTES)]
-            self._keep(f"{_milliseconds(profile.all_reduces[-1].time_s)} per sum of {LARGE_BYTES >> 20} MiB")
 
     def _block(self, args: Any, microbatch: int, recompute: Recompute) -> Block | None:
         """None where it does not fit into memory."""
@@ -216,13 +224,19 @@ def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
     Raises:
         _DoesNotFitError: on all ranks, if it does not fit on one of them.
     """
-    args, model = get_args(), _together(lambda: _build(ends))
-    device = next(model.parameters()).device
-    length = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    shape, dtype = (length, microbatch, args.hidden_size), args.params_dtype
-    received = None if ends.embedding else torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
-    tokens = torch.randint(args.vocab_size, (microbatch, args.seq_length), device=device)
-    positions = torch.arange(args.seq_length, device=device).expand_as(tokens)
+    args = get_args()
+
+    def prepared() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor | None]:
+        model = _build(ends)
+        device = next(model.parameters()).device
+        tokens = torch.randint(args.vocab_size, (microbatch, args.seq_length), device=device)
+        length = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+        shape, dtype = (length, microbatch, args.hidden_size), args.params_dtype
+        received = None if ends.embedding else torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+        return model, tokens, received
+
+    model, tokens, received = _together(prepared)
+    positions = torch.arange(args.seq_length, device=tokens.device).expand_as(tokens)
     labels = tokens if ends.output else None
     # Megatron's wrapper for 16 bits turns what a last stage returns into fp32, which only the loss needs.
     more = {"fp32_output": ends.output} if args.fp16 or args.bf16 else {}
@@ -245,7 +259,10 @@ def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
 
 
 def _together[Result](run: Callable[[], Result]) -> Result:
-    """What ``run`` returns, if it fits into the memory of all ranks."""
+    """What ``run`` returns, if it fits into the memory of all ranks.
+
+    Where only some tensor-parallel ranks run out of it, the others may wait inside for these, until Megatron's timeout.
+    """
     failed = torch.zeros(1, device=torch.cuda.current_device())
     try:
         result = run()

@@ -97,7 +97,7 @@ def measure(request: Request, path: Path) -> Profile:
     """Measure what the file at ``path`` lacks; every measurement is kept as soon as it is there.
 
     Raises:
-        PlanError: the file is of something else, or a job failed.
+        PlanError: the file is of something else, a job failed, or nothing fits into memory.
     """
     begun = request.begin()
     if path.exists():
@@ -116,7 +116,14 @@ def measure(request: Request, path: Path) -> Profile:
             if line.startswith(DONE):
                 done += 1
                 _show(done, total, line.removeprefix(DONE))
-    return Profile.load(path)
+    profile = Profile.load(path)
+    if not any(profile.update(block.tensor) for block in profile.blocks if block.tensor in request.tensors):
+        sizes = ", ".join(map(str, request.tensors))
+        raise PlanError(
+            f"tensor {sizes}: {LAYERS} layers with their gradients and optimizer, and a microbatch of "
+            f"{min(request.microbatches)}, do not fit into memory; give a larger --tensor-model-parallel-size"
+        )
+    return profile
 
 
 def _show(done: int, total: int, what: str) -> None:
