@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import gpu_report
+import planner_gpu
 import schedules
 
 
@@ -48,9 +49,10 @@ def test_a_command_that_hangs_leaves_time_for_the_next() -> None:
     assert sum(gpu_report.MOST_S.values()) <= gpu_report.LIMIT_S - 60.0
 
 
-def test_the_benchmark_takes_its_arguments() -> None:
-    assert gpu_report.ROOT / gpu_report.BENCH[0] == Path(schedules.__file__)
-    assert schedules.parser().parse_args(gpu_report.BENCH[1:]).part == "gpt"
+def test_the_benchmarks_take_their_arguments() -> None:
+    assert gpu_report.ROOT / gpu_report.SCHEDULES[0] == Path(schedules.__file__)
+    assert schedules.parser().parse_args(gpu_report.SCHEDULES[1:]).part == "gpt"
+    assert gpu_report.ROOT / gpu_report.PLANNER[0] == Path(planner_gpu.__file__)
 
 
 def test_each_line_is_written_as_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +63,8 @@ def test_each_line_is_written_as_it_is_said(tmp_path: Path, monkeypatch: pytest.
         f"print('two', flush=True); import time; time.sleep(1); print(open({str(report)!r}).read().upper()); exit(4)",
     )
     monkeypatch.setattr(gpu_report, "heading", lambda: ["today"])
-    monkeypatch.setattr(gpu_report, "TESTS", (first, second))
+    monkeypatch.setattr(gpu_report, "TESTS", (first,))
+    monkeypatch.setattr(gpu_report, "PLANNER", second)
     monkeypatch.setattr(gpu_report, "MOST_S", {first: 60.0})
     monkeypatch.setattr(gpu_report.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_report.torch.cuda, "device_count", lambda: 1)

@@ -18,6 +18,10 @@ from tests.mcore.oracle import oracle
 
 pytestmark = pytest.mark.gpu
 
+HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+HAS_APEX = importlib.util.find_spec("apex") is not None
+OF_LLAMA = (*LLAMA, "--transformer-impl", "transformer_engine") if HAS_ENGINE else LLAMA
+
 CASE = Case(
     schedule="2bw", stages=2, microbatches=2, batches=12, clip=1.0, tied=True, record_gradients=True, device="cuda"
 )
@@ -43,13 +47,15 @@ SETTINGS = {
         distributed_optimizer=True,
         flags=("--pipeline-gradient-buffers", "1"),
     ),
-    "GQA, SwiGLU, RoPE, RMSNorm, bf16": replace(CASE, model=LLAMA, precision="bf16", tied=False),
+    "GQA, SwiGLU, RoPE, RMSNorm, bf16": replace(CASE, model=OF_LLAMA, precision="bf16", tied=False),
     "experts, bf16": replace(CASE, model=EXPERTS, precision="bf16", tied=False),
 }
 
 
 @pytest.mark.parametrize("case", SETTINGS.values(), ids=SETTINGS)
 def test_equal_to_the_oracle(case: Case) -> None:
+    if case.model == LLAMA and HAS_APEX:
+        pytest.skip("Megatron's own layers have no RMSNorm beside Apex")
     comparison = compared(case)
     assert comparison.problems() == []
     assert comparison.clipped > 0
@@ -65,11 +71,9 @@ def test_equal_to_the_oracle_where_operators_are_compiled(monkeypatch: pytest.Mo
 @pytest.mark.skipif(
     importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None, reason="needs Apex's fused weight gradients"
 )
-@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+@pytest.mark.parametrize("layers", ["local", *(["transformer_engine"] if HAS_ENGINE else [])])
 def test_weight_gradients_fused_into_the_buffer(layers: str) -> None:
     """Megatron's default where Apex is installed: the buffer is captured when the forward runs."""
-    if layers != "local":
-        pytest.importorskip(layers)
     case = replace(CASE, precision="bf16", fused_gradients=True, model=("--transformer-impl", layers))
     comparison = compared(case)
     assert comparison.problems() == []

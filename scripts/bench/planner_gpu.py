@@ -1,0 +1,132 @@
+"""Does the planner know this GPU? Times layers of a GPT on one, trains the whole GPT, and compares.
+
+    python scripts/bench/planner_gpu.py [--output scripts/bench/results/planner_gpu.txt]
+
+The time of a batch is predicted twice, by the GPU's data sheet, as ``megatron-2bw plan`` does for a cluster, and by the
+profile of the layers; what is measured is the median of Megatron's log lines but the first. The memory that is measured
+is what torch had allocated at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from report import heading, put
+
+from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
+from megatron_2bw.planner.finder import Choice, price
+from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.profile import Setting
+from megatron_2bw.planner.profiling import Request, measure
+from megatron_2bw.planner.report import flags_of
+from megatron_2bw.planner.table import gib, seconds, table
+from megatron_2bw.planner.torchrun import LOGGED, lines_of, random_data
+
+MODEL = Model(
+    num_layers=16,
+    hidden_size=2048,
+    num_attention_heads=16,
+    seq_length=2048,
+    vocab_size=32768,
+    dropout=False,
+    name="GPT, 16 layers, hidden 2048, sequence 2048, vocabulary 32768",
+)
+GLOBAL_BATCH = 16
+WAYS = ((1, Recompute.NONE), (4, Recompute.NONE), (4, Recompute.FULL))
+"""Microbatch sizes, and what is recomputed."""
+TRAINING = (
+    "--train-iters 12 --log-interval 3 --lr 1e-5 --clip-grad 1.0 --eval-iters 0 --eval-interval 1000000 "
+    "--num-workers 0 --rerun-mode disabled"
+).split()
+LOCAL = (
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-rope-fusion"
+).split()
+"""Where there is no Transformer Engine."""
+ALLOCATED = re.compile(r"max allocated: ([\d.]+)")
+"""MiB, in Megatron's log."""
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+
+
+def of_data_sheet(device: str) -> Cluster | None:
+    """One such GPU; None if the planner has no data sheet of it."""
+    words = device.lower().split()
+    gpu = next((gpu for known, gpu in GPUS.items() if known.partition("-")[0] in words), None)
+    return gpu and replace(CLUSTERS["dgx-h100"], gpu=gpu, gpus_per_node=1)
+
+
+def ran(layout: Layout, more_flags: list[str]) -> tuple[float, float]:
+    """Seconds of a batch and bytes allocated at most."""
+    flags = [*flags_of(MODEL, layout), *TRAINING, *random_data(MODEL), *more_flags]
+    lines = [*lines_of(["-m", "megatron_2bw", str(EXAMPLE), *flags], ranks=1, what=name(layout))]
+    _, *times_s = (float(found[2]) / 1000 for line in lines if (found := LOGGED.search(line)))
+    allocated = [float(found[1]) * 2**20 for line in lines if (found := ALLOCATED.search(line))]
+    return median(times_s), max(allocated)
+
+
+def off(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.1%}"
+
+
+def compared(fused: bool, more_flags: list[str]) -> Iterator[str]:
+    """Profile, then a row for every way to train."""
+    setting = Setting(ranks=1, precision=Precision.BF16, fused_attention=fused, sequence_parallel=False)
+    request = Request(
+        model=MODEL,
+        setting=setting,
+        tensors=(1,),
+        microbatches=tuple(sorted({microbatch for microbatch, _ in WAYS})),
+        recomputes=(Recompute.NONE, Recompute.FULL),
+        more_flags=tuple(more_flags),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        profiled = measure(request, Path(folder) / "profile.json").cluster()
+    sheet = of_data_sheet(profiled.gpu.name)
+    rows = []
+    for microbatch, recompute in WAYS:
+        layout = replace(request.layout(1, microbatch, recompute), global_batch=GLOBAL_BATCH)
+        measured_s, allocated_bytes = ran(layout, more_flags)
+        by_profile = price(MODEL, layout, profiled)
+        by_sheet: Choice | None = sheet and price(MODEL, layout, sheet)
+        rows.append(
+            [
+                f"b{microbatch}, recompute {recompute}",
+                seconds(measured_s),
+                f"{by_profile.iteration.flops_per_gpu_s * by_profile.iteration.time_s / measured_s / 1e12:.0f}",
+                off(by_profile.iteration.time_s, measured_s),
+                off(by_sheet.iteration.time_s, measured_s) if by_sheet else "",
+                gib(allocated_bytes),
+                off(by_profile.memory.allocated_bytes, allocated_bytes),
+            ]
+        )
+    head = ("", "measured", "TFLOP/s", "by profile", "by data sheet", "allocated/GiB", "predicted")
+    yield from table(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device; scripts/bench/planner_here.py compares on CPUs")
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    kernels = "Transformer Engine" if has_engine else "Megatron's own layers, attention unfused"
+    lines = [*heading(), "", f"{MODEL.name}, batches of {GLOBAL_BATCH}, bf16, {kernels}, one GPU", ""]
+    put([*lines, *compared(has_engine, [] if has_engine else LOCAL)], options.output)
+
+
+if __name__ == "__main__":
+    main()
