@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from operator import itemgetter
 
@@ -18,18 +18,25 @@ _SEND_OF = {ActionType.FORWARD: ActionType.SEND_FORWARD, ActionType.BACKWARD: Ac
 
 
 def is_timed(action: Action) -> bool:
-    """Whether the `clock` knows it: forwards, backwards, sends, and the waits in which all ranks meet."""
-    if action.type is ActionType.REDUCE_WAIT:
-        return action.reduction is Reduction.NORM and action.batch >= 0
-    return action.type in COMPUTE | SENDS
+    """Whether the `clock` knows it: forwards, backwards, sends, and where ranks meet."""
+    return action.type in COMPUTE | SENDS or _is_meeting(action)
+
+
+def _is_meeting(action: Action) -> bool:
+    """Whether, in one hardware queue, what a rank issues next begins when the others have come to the same.
+
+    The sum of the tied embedding's gradients is issued with its start; the norm when the host waits for it.
+    """
+    where = {Reduction.EMBEDDING: ActionType.REDUCE_START, Reduction.NORM: ActionType.REDUCE_WAIT}
+    return action.batch >= 0 and action.type is where.get(action.reduction)
 
 
 def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[ActionKey, int]:
     """When what `is_timed` in the ranks' ``calls`` ends.
 
-    What is sent is there at once; where ``calls`` have no transfers yet, so is what is computed. Waits for the norm end
-    for all ranks when the last one has come to its own; those of batches before ``calls`` have nothing to wait for. What
-    waits for itself, or for another call, is left out.
+    What is sent is there at once; where ``calls`` have no transfers yet, so is what is computed. A meeting ends when its
+    last rank has come; of those of batches before ``calls`` nothing is left. What waits for itself, or for another call,
+    is left out.
 
     >>> from megatron_2bw.schedule.registry import build
     >>> schedule = build("gpipe", stages=2, microbatches=1)
@@ -40,15 +47,23 @@ def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[ActionK
     ends: dict[ActionKey, int] = {}
     waiting = [deque(filter(is_timed, call)) for call in calls]
     sends = {action[:4] for actions in waiting for action in actions if action.type in SENDS}
-    arrived: defaultdict[int, dict[int, int]] = defaultdict(dict)  # At the norm of a batch: when, by rank.
     now = [0 for _ in waiting]
+    # Who meets, by reduction: also where one of them comes to it in another call.
+    ranks = Counter(
+        kind
+        for program in schedule.programs
+        for kind in {action.reduction for action in program.steady if _is_meeting(action._replace(batch=0))}
+    )
+    arrived: defaultdict[tuple[Reduction, int], dict[int, int]] = defaultdict(dict)
+    """By reduction and batch: when each rank came."""
 
     def ready(rank: int, action: Action) -> int | None:
         """When the action can start at the earliest; None if that is not known yet."""
         type_, stage, microbatch, batch, *_ = action
-        if type_ is ActionType.REDUCE_WAIT:
-            arrived[batch].setdefault(rank, now[rank])
-            return max(arrived[batch].values()) if len(arrived[batch]) == len(waiting) else None
+        if _is_meeting(action):
+            meeting = action.reduction, batch
+            arrived[meeting].setdefault(rank, now[rank])
+            return max(arrived[meeting].values()) if len(arrived[meeting]) == ranks[meeting[0]] else None
         before = stage + (-1 if type_ is ActionType.FORWARD else 1)
         if type_ in SENDS or before in (-1, schedule.stages):
             return 0

@@ -246,6 +246,8 @@ class _Engine:
             is_late = self._queued and action.reduction is Reduction.NORM
             if type_ is ActionType.REDUCE_WAIT:
                 return _Step(action, 0, awaits=key, of_batch=batch, begins=is_late)
+            if self._queued and action.reduction is Reduction.EMBEDDING:
+                return _Step(action, 0, awaits=key, of_batch=batch, begins=True)
             return _Step(action, 0, gives=None if is_late else key, of_batch=batch)
         cost = self._durations.of_stage(type_, stage, self._schedule.stages)
         if type_ is ActionType.UPDATE:

@@ -6,6 +6,7 @@ posted early, though its peer may wait for what this rank has yet to compute.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
@@ -48,17 +49,16 @@ def leading_calls(schedule: Schedule, lefts: tuple[int | None, ...]) -> tuple[tu
 
 
 def _end_of(calls: Iterable[tuple[Action, ...]], ends: dict[ActionKey, int]) -> int:
-    return max((ends[action[:4]] for call in calls for action in call if is_timed(action)), default=0)
+    return max((ends.get(action[:4], 0) for call in calls for action in call if is_timed(action)), default=0)
 
 
 def _in_order(call: tuple[Action, ...], ends: dict[ActionKey, int], now: int) -> Iterable[Action]:
     receives = deque(in_order_of_sends((action for action in call if action.type in RECEIVES), ends))
     for action in call:
-        start = ends[action[:4]] - SLOTS.get(action.type, 0) if is_timed(action) else now
-        while action.type not in TRANSFERS and receives and receives[0][0] <= start:
+        end = ends.get(action[:4], sys.maxsize) if is_timed(action) else now
+        while action.type not in TRANSFERS and receives and receives[0][0] <= end - SLOTS.get(action.type, 0):
             yield receives.popleft()[1]
         if action.type not in RECEIVES:
             yield action
-        if is_timed(action):
-            now = ends[action[:4]]
+        now = end
     yield from (receive for _, receive in receives)

@@ -100,9 +100,10 @@ def add_transfers(schedule: Schedule) -> Schedule:
     peers send in that call: what the next call uses first before the last compute action of this one, with which it
     overlaps, and what that uses later at the end.
 
-    All ranks have to reach their wait for a norm, and in one hardware queue a transfer whose predecessor is not
-    complete holds up everything behind it. So what a peer sends before its wait is received before this rank's wait,
-    but for the last one of each channel, behind which there is none.
+    All ranks have to reach their wait for a norm, and the first and the last stage the start of the embedding's sum. In
+    one hardware queue these hold up everything behind them, and so does a transfer whose predecessor is not complete. So
+    what a peer sends before such a meeting is received before this rank comes to it, but for the last one of each
+    channel, behind which there is none.
 
     Where a rank has several stages, tensors may lie there for long before they are used, and two ranks that each
     wait for the other to post a receive would never go on. There a receive is posted before the action during which
@@ -115,16 +116,18 @@ def add_transfers(schedule: Schedule) -> Schedule:
     ends = clock(schedule, steady) if any(len(schedule.stages_of(rank)) > 1 for rank in range(len(steady))) else {}
     sending = [tuple(_with_sends(schedule, rank, program)) for rank, program in enumerate(schedule.programs)]
     incoming: list[list[Action]] = [[] for _ in sending]
-    before_norm: list[set[Action]] = [set() for _ in sending]
+    before: list[dict[Reduction, set[Action]]] = [{kind: set() for kind in Reduction} for _ in sending]
     for call in sending:
         for action in filter(_is_send, call):
             incoming[schedule.peer_of(action)].append(_receive_of(action))
-        channels: dict[tuple[ActionType, int], list[Action]] = {}
-        for action in filter(_is_send, call[: _wait_for_norm(call)]):
-            channels.setdefault((action.type, schedule.peer_of(action)), []).append(_receive_of(action))
-        for (_, peer), receives in channels.items():
-            before_norm[peer].update(receives[:-1])
-    calls = map(_with_receives, sending, incoming, before_norm, repeat(ends))
+        # Middle stages do not meet for the embedding, but have to get to the end for it.
+        for kind, end in {Reduction.EMBEDDING: len(call), **_meetings(call)}.items():
+            channels: dict[tuple[ActionType, int], list[Action]] = {}
+            for action in filter(_is_send, call[:end]):
+                channels.setdefault((action.type, schedule.peer_of(action)), []).append(_receive_of(action))
+            for (_, peer), receives in channels.items():
+                before[peer][kind].update(receives[:-1])
+    calls = map(_with_receives, sending, incoming, before, repeat(ends))
     return replace(schedule, programs=programs_of(calls))
 
 
@@ -132,9 +135,14 @@ def _is_send(action: Action) -> bool:
     return action.type in SENDS
 
 
-def _wait_for_norm(call: tuple[Action, ...]) -> int:
-    """Index of the wait for the norm of an earlier batch; 0 if there is none."""
-    return next((i for i, a in enumerate(call) if a.reduction is Reduction.NORM and a.batch < 0), 0)
+def _meetings(call: tuple[Action, ...]) -> dict[Reduction, int]:
+    """Where in a call the rank comes to wait for others: the norm of an earlier batch, and the embedding's sum."""
+    found: dict[Reduction, int] = {}
+    for i, (type_, *_, batch, _, reduction) in enumerate(call):
+        is_norm = reduction is Reduction.NORM and type_ is ActionType.REDUCE_WAIT and batch < 0
+        if is_norm or (reduction is Reduction.EMBEDDING and type_ is ActionType.REDUCE_START):
+            found.setdefault(reduction, i)
+    return found
 
 
 def _with_sends(schedule: Schedule, rank: int, program: Program) -> Iterable[Action]:
@@ -157,16 +165,16 @@ def _receive_of(send: Action) -> Action:
 def _with_receives(
     call: tuple[Action, ...],
     receives: list[Action],
-    before_norm: set[Action],
+    before: dict[Reduction, set[Action]],
     ends: dict[ActionKey, int],
 ) -> Iterable[Action]:
     posted = _posted_as_sent(call, receives, ends) if ends else _posted_ahead_of_use(call, receives)
-    norm = _wait_for_norm(call)
-    late = [i for i in sorted(posted) if i > norm]
-    early = [receive for i in late for receive in posted[i] if receive in before_norm]
-    for i in late:
-        posted[i] = [receive for receive in posted[i] if receive not in before_norm]
-    posted.setdefault(norm, []).extend(early)
+    for kind, meeting in _meetings(call).items():
+        late = [i for i in sorted(posted) if i > meeting]
+        early = [receive for i in late for receive in posted[i] if receive in before[kind]]
+        for i in late:
+            posted[i] = [receive for receive in posted[i] if receive not in before[kind]]
+        posted.setdefault(meeting, []).extend(early)
     for i, action in enumerate((*call, None)):
         yield from sorted(posted.get(i, ()), key=lambda receive: receive.type is ActionType.RECV_FORWARD)
         if action is not None:

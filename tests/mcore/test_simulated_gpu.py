@@ -34,6 +34,7 @@ SETTINGS = {
 }
 SLOW = {
     **EXACT,
+    "two more in flight": replace(CASE, microbatches=4, flags=("--pipeline-extra-in-flight", "2")),
     "gems": replace(CASE, schedule="gems", microbatches=4),
     "chimera": replace(CASE, schedule="chimera", stages=4, microbatches=4),
     "1f1b-flush": replace(SHARDED, schedule="1f1b-flush"),

@@ -177,14 +177,18 @@ class Machine:
         self.receives[rank][use, action.microbatch, action.batch] = channel, index
         return True
 
-    def reduce_start(self, rank: int, action: Action) -> None:
+    def reduce_start(self, rank: int, action: Action) -> bool:
+        job = action.reduction, action.batch
+        blocks = self.queued and action.reduction is Reduction.EMBEDDING  # All that is behind it.
+        if blocks and job in {*self.background[rank], *self.reduced[rank]}:
+            return job in self.reduced[rank]
         if action.reduction is self.chain[0] and self.schedule.gradient_copy is GradientCopy.WHOLE:
             self.capture(rank)
-        job = action.reduction, action.batch
         if self.queued and action.reduction is Reduction.NORM:  # The host launches it later.
             self.late[rank].append(job)
         else:
             self.background[rank].append(job)
+        return not blocks
 
     def capture(self, rank: int) -> None:
         self.captured[rank], self.accumulated[rank] = self.accumulated[rank], 0
@@ -222,7 +226,8 @@ class Machine:
 
     def reduce_for(self, rank: int, asked: tuple[int, ...] = ()) -> bool:
         """Carry out one reduction without which ``rank`` cannot go on, and no other; False if there is none."""
-        waits = asked or (self.todo[rank] and getattr(self.todo[rank][0][1], "type", None) is ActionType.REDUCE_WAIT)
+        reductions = (ActionType.REDUCE_START, ActionType.REDUCE_WAIT)
+        waits = asked or (self.todo[rank] and getattr(self.todo[rank][0][1], "type", None) in reductions)
         if not waits or not self.background[rank] or rank in asked:
             return False
         group = self.group(rank, self.background[rank][0][0])

@@ -10,12 +10,13 @@ from unittest import mock
 
 import pytest
 
-from megatron_2bw.schedule import leading
-from megatron_2bw.schedule.action import RECEIVES, TRANSFERS, Action
+from megatron_2bw.schedule import leading, lowering
+from megatron_2bw.schedule.action import RECEIVES, TRANSFERS, Action, Reduction
 from megatron_2bw.schedule.calls import lowered
 from megatron_2bw.schedule.engine import Durations, Model, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.leading import LEADING, leading_calls
+from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
 from megatron_2bw.schedule.validate import validate
@@ -32,7 +33,7 @@ def schedules(name: str) -> tuple[Schedule, ...]:
         for extra in range(MOST_EXTRA + 1) if name == "2bw" else [0]:
             try:
                 options = {"extra_in_flight": extra} if extra else {}
-                schedule = build(name, stages=stages, microbatches=microbatches, **options)
+                schedule = lower(build(name, stages=stages, microbatches=microbatches, **options), tuple(Reduction))
                 with mock.patch.object(leading, "_in_order", lambda call, *_: call):
                     problem = broken(schedule)
             except ScheduleError:
@@ -69,11 +70,11 @@ def _second_as_later(call: tuple[Action, ...], ends: dict, now: int) -> Iterable
 
 
 def _before_computations_only(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
-    """Not before a wait for the norm."""
+    """Not before ranks meet."""
     receives = deque(leading.in_order_of_sends((action for action in call if action.type in RECEIVES), ends))
     for action in call:
         if action.microbatch is not None and action.type not in TRANSFERS:
-            start = ends[action[:4]] - leading.SLOTS[action.type]
+            start = ends[action[:4]] - leading.SLOTS.get(action.type, 0)
             while receives and receives[0][0] <= start:
                 yield receives.popleft()[1]
         if action.type not in RECEIVES:
@@ -142,3 +143,14 @@ def test_first_calls_do_what_later_ones_do() -> None:
         assert sorted(map(str, first)) == sorted(map(str, (*program.fill(), *program.steady)))
         assert sorted(map(str, second)) == sorted(map(str, program.steady))
         assert [a for a in second if a.type not in RECEIVES] == [a for a in program.steady if a.type not in RECEIVES]
+
+
+def test_in_one_queue_the_last_stage_receives_what_the_first_one_has_to_send_before_they_meet() -> None:
+    """Over the tied embedding; with more in flight, it would be two tensors that nobody receives."""
+    schedule = build("2bw", stages=2, microbatches=4, extra_in_flight=2)
+    validate(lower(schedule, tuple(Reduction)))
+    meetings = lowering._meetings
+    with mock.patch.object(lowering, "_meetings", lambda call: meetings(call) | {Reduction.EMBEDDING: len(call)}):
+        spoiled = lower(schedule, tuple(Reduction))
+    with pytest.raises(ScheduleError, match=r"deadlock: with one in-order.*rank 1 .* at 1REDUCE_START:embedding"):
+        validate(spoiled)
