@@ -30,6 +30,7 @@ def _jobs(most: int) -> int:
 
 
 ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
 TO_END_S = 15.0
 LIMIT_S = 9 * 60 - 4 * TO_END_S
 """Each of four commands may need as long again to end."""
@@ -86,7 +87,8 @@ def _run(command: tuple[str, ...], limit_s: float, say: Callable[[str], None]) -
         subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
-            env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"},
+            env=os.environ
+            | {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

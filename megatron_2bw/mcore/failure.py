@@ -6,8 +6,17 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from megatron_2bw.runtime.errors import PeerLostError, lost_in
+
+_POLL_S = 0.2
+_ending = threading.Lock()
 
 
 def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
@@ -23,11 +32,11 @@ def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
     active = True
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not active or isinstance(error, KeyboardInterrupt):
+            previous(kind, error, trace)
+            return
+        _ending.acquire()  # Another thread that fails, too, waits here for the end.
         previous(kind, error, trace)
-        if not active:
-            return
-        if isinstance(error, KeyboardInterrupt):
-            return
         rank = os.environ.get("RANK", "0")
         print(f"megatron_2bw: rank {rank} failed with the error above, {where()}", file=sys.stderr)
         with contextlib.suppress(OSError):
@@ -45,3 +54,42 @@ def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
 
     sys.excepthook = end
     return undo
+
+
+def end_at_once_where_nccl_fails(waiting: Callable[[], str]) -> Callable[[], None]:
+    """Look after NCCL's groups, and fail with a `PeerLostError` when one of them does; returns what ends this.
+
+    No wait raises there, as it is the device that waits. Torch's watchdog notes that a peer is gone or too late, gives
+    all ranks a minute to write down what they did, and aborts the process, without a word about stages and actions.
+
+    Args:
+        waiting: says what this rank waits for.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_POLL_S):
+            failure = nccl_failure()
+            if failure is not None:
+                error = PeerLostError(lost_in(waiting(), failure))
+                sys.excepthook(type(error), error, None)
+                os._exit(1)  # If another hook is in the place of ours.
+
+    if has_nccl():
+        threading.Thread(target=watch, name="2bw failures", daemon=True).start()
+    return ended.set
+
+
+def has_nccl() -> bool:
+    """Whether there may be groups of it."""
+    return dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def nccl_failure() -> str | None:
+    """Of the first group that has failed: its name, and what torch's watchdog has noted."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if "cuda:nccl" in dist.get_backend_config(group):
+            error = group._get_backend(torch.device("cuda")).get_error()
+            if error.name != "SUCCESS":
+                return f"NCCL, {group.group_desc}: {error.name}"
+    return None

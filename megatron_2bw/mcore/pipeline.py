@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.configs import check_configs
-from megatron_2bw.mcore.failure import end_at_once_on_errors
+from megatron_2bw.mcore.failure import end_at_once_on_errors, end_at_once_where_nccl_fails
 from megatron_2bw.mcore.mirror import Mirror
 from megatron_2bw.mcore.mirrored_stage import MirroredStage
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
@@ -131,7 +131,8 @@ class Pipeline:
                 correction=correction,
             )
         self._batch_p2p_sync, self._grad_scale_func = self.config.batch_p2p_sync, self.config.grad_scale_func
-        self._undo = end_at_once_on_errors(self.where)
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(end_at_once_on_errors(self.where))
 
     def drive(self, scheduler: Any) -> Any:
         """Take over Megatron's ``OptimizerParamScheduler``, which must count samples.
@@ -205,7 +206,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Give process, config and optimizer back what they had before; waits for nobody."""
-        self._undo()
+        self._undo.close()
         if self.is_delayed:
             self.optimizer.release()
         self.config.batch_p2p_sync = self._batch_p2p_sync
@@ -242,6 +243,7 @@ class Pipeline:
             ranks=self.transfers.ranks,
             per_boundary=1 + self._options["extra_in_flight"],
         )
+        self._undo.callback(end_at_once_where_nccl_fails(lambda: self._links.waiting() or self.where()))
         if self._mirrored is not None:
             mirror = Mirror(self._model, self._mirrored, self._timeout)
             self._stage = MirroredStage(call, self.schedule_name, mirror)

@@ -33,9 +33,12 @@ def needs_peers(what: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
-        raise PeerLostError(
-            f"{what} failed: a rank is gone or too late, so look for that rank's own error. ({error})"
-        ) from error
+        raise PeerLostError(lost_in(what, error)) from error
+
+
+def lost_in(what: str, error: object) -> str:
+    """The message of a `PeerLostError`."""
+    return f"{what} failed: a rank is gone or too late, so look for that rank's own error. ({error})"
 
 
 @contextmanager

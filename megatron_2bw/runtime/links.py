@@ -49,6 +49,13 @@ class _Transfer(NamedTuple):
         return self.tensor
 
 
+class _Taken(NamedTuple):
+    """A receive that the device waits for; without its tensor, which would stay in memory."""
+
+    done: torch.cuda.Event
+    what: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
     """What crosses a stage boundary: activations one way, their gradients the other."""
@@ -88,6 +95,8 @@ class Links:
         self._rank = ranks.index(dist.get_rank())
         self._receives: dict[Action, _Transfer] = {}
         self._sends: dict[tuple[ActionType, int], deque[_Transfer]] = {}
+        self._taken: deque[_Taken] = deque()
+        """Over NCCL: receives that may not be complete."""
 
     def post_receive(self, action: Action, peer: int, boundary: Boundary) -> None:
         """Start receiving into a fresh tensor; ``take`` waits for it."""
@@ -99,7 +108,18 @@ class Links:
 
     def take(self, receive: Action) -> torch.Tensor:
         """What ``receive`` has brought, once it is here."""
-        return self._receives.pop(receive).wait()
+        transfer = self._receives.pop(receive)
+        tensor = transfer.wait()
+        if dist.get_backend(transfer.group) == "nccl":
+            while self._taken and self._taken[0].done.query():
+                self._taken.popleft()
+            done = torch.cuda.current_stream(tensor.device).record_event()
+            self._taken.append(_Taken(done, _what(transfer.action, transfer.peer)))
+        return tensor
+
+    def waiting(self) -> str | None:
+        """The receive that the device waits for, in words; None if there is none, or where the host waits."""
+        return next((taken.what for taken in list(self._taken) if not taken.done.query()), None)
 
     def send(self, action: Action, peer: int, tensor: torch.Tensor) -> None:
         """Start sending ``tensor``; its memory is held here until the send is complete."""

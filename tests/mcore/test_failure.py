@@ -7,16 +7,20 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from torch._C._distributed_c10d import ErrorType
 
 from .case import Case, Fault
+from .faults import before, in_call
 from .hangs import WOKE_UP, Loss, assert_places, main
 from .harness import ENVIRONMENT, import_path, launch
-from .worker import through_launcher, write_case
+from .worker import install, set_environment, through_launcher, train, write_case
 
 MESSAGE = "the coolant of this test has leaked"
 WITHIN_S = 20.0
@@ -103,6 +107,54 @@ def test_a_reduction_that_hangs_is_named(tmp_path: Path) -> None:
     assert any("REDUCE_WAIT" in place or "UPDATE" in place for place in places.values()), places
     assert re.search(r"PeerLostError: stage 0: 0(REDUCE_WAIT:\w+|UPDATE)@\d .*: the .* failed", ended.outputs[0])
     assert re.search(r"PeerLostError: stage 1: 1(REDUCE_WAIT:\w+|UPDATE)@\d .*: not complete", ended.outputs[1])
+
+
+def _with_what_nccl_says(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Rank 1 hangs, and on the other one NCCL's watchdog notes that a receive is too late."""
+    from megatron_2bw.mcore import failure
+
+    hung = folder / "hung"
+    failure.has_nccl = lambda: True
+    failure.nccl_failure = lambda: "NCCL, 2bw gradients up: TIMEOUT" if rank == 0 and hung.exists() else None
+    set_environment(rank, case.ranks, port)
+    install(case)
+    from megatron_2bw.mcore.stage import MegatronStage
+
+    def hang() -> None:
+        hung.touch()
+        time.sleep(TIMEOUT_S)
+        os._exit(WOKE_UP)
+
+    if rank == 1:
+        MegatronStage.forward = before(MegatronStage.forward, in_call(5, hang))
+    train(case, rank, folder)
+
+
+def test_what_nccl_says_ends_a_rank_whose_device_waits(tmp_path: Path) -> None:
+    """No exception is raised there; this rank waits for gloo, which would take two minutes to say so."""
+    case = Case(schedule="2bw", stages=2, microbatches=2, clip=1.0)
+    ended = launch(_with_what_nccl_says, case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + TIMEOUT_S)
+    assert ended.exit_codes == [1, WOKE_UP], ended.tails()
+    assert_places(ended, {0}, case.stages)
+    said = "failed: a rank is gone or too late, so look for that rank's own error. (NCCL, 2bw gradients up: TIMEOUT)"
+    assert said in ended.outputs[0]
+
+
+def test_a_failure_is_that_of_the_first_group_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_2bw.mcore import failure
+
+    def group(name: str, config: str, error: str) -> MagicMock:
+        made = MagicMock(group_desc=name, config=config)
+        made._get_backend.return_value.get_error.return_value = getattr(ErrorType, error)
+        return made
+
+    groups = [group("on the host", "cpu:gloo,cuda:gloo", "TIMEOUT"), group("sound", "cuda:nccl", "SUCCESS")]
+    monkeypatch.setattr(failure.dist, "get_backend_config", lambda group: group.config)
+    monkeypatch.setattr(failure.dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
+    assert failure.nccl_failure() is None
+    groups += [group("late", "cpu:gloo,cuda:nccl", "TIMEOUT"), group("lost", "cuda:nccl", "COMM_ERROR")]
+    monkeypatch.setattr(failure.dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
+    assert failure.nccl_failure() == "NCCL, late: TIMEOUT"
 
 
 @pytest.mark.parametrize(("code", "between", "closes"), [(0, True, True), (0, False, False), (1, True, False)])

@@ -1,15 +1,20 @@
 """The executor's parts by themselves."""
 
+import itertools
 import threading
 import time
 import weakref
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_2bw.runtime.background import Background
 from megatron_2bw.runtime.errors import PeerLostError, needs_peers
 from megatron_2bw.runtime.gradients import CapturedGradients, Region, whole_regions
+from megatron_2bw.runtime.links import ONE_WAY, Boundary, Links
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Action, Reduction
@@ -218,3 +223,30 @@ def test_capturing_over_a_pending_batch_is_refused():
     pending.reduce_start(Action.parse("0REDUCE_START:grads"))
     with pytest.raises(RuntimeError, match="batch 1 cannot be captured: the update of batch 0 is pending"):
         pending.reduce_start(Action.parse("0REDUCE_START:grads@1"))
+
+
+def test_the_oldest_receive_that_the_device_waits_for(monkeypatch):
+    """Over NCCL, where no wait of the host shows it."""
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "irecv", lambda tensor, **_: MagicMock())
+    done, numbers = set(), itertools.count()
+
+    def record_event():
+        number = next(numbers)
+        return SimpleNamespace(query=lambda: number in done)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(record_event=record_event))
+    links = Links(groups=dict.fromkeys(ONE_WAY), ranks=[0, 1])
+    assert links.waiting() is None
+    receives = [Action.parse(f"0RECV_B{microbatch}") for microbatch in range(3)]
+    for receive in receives:
+        links.post_receive(receive, 1, Boundary(shape=(1,), dtype=torch.float32, device=CPU))
+    assert links.waiting() is None
+    for receive in receives:
+        links.take(receive)
+    assert links.waiting().startswith("stage 0: 0RECV_B0 ")
+    done.add(0)
+    assert links.waiting().startswith("stage 0: 0RECV_B1 ")
+    done.update((1, 2))
+    assert links.waiting() is None
