@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from report import heading
+from report import heading, is_installed
 
 
 def _jobs(most: int) -> int:
@@ -69,7 +69,7 @@ def main() -> int:
             for stream in (sys.stdout, file):
                 print(text, file=stream, flush=True)
 
-        say("\n".join(heading()))
+        say("\n".join(heading(*filter(is_installed, ("transformer-engine", "apex")))))
         commands = (*TESTS, SCHEDULES if torch.cuda.device_count() > 1 else PLANNER)
         for command in commands:
             say(f"\n$ python {' '.join(command)}\n")

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -22,6 +22,14 @@ def heading(*packages: str) -> list[str]:
         f"{datetime.date.today().isoformat()}  python {shlex.join(sys.argv)}",
         f"Python {platform.python_version()}, {versions}; {os.cpu_count()} cores, {platform.machine()}, {device}",
     ]
+
+
+def is_installed(package: str) -> bool:
+    """Whether `heading` can say which version of ``package`` this is."""
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
 
 
 def put(lines: Iterable[str], output: Path | None) -> None:

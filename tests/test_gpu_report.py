@@ -62,7 +62,7 @@ def test_each_line_is_written_as_it_is_said(tmp_path: Path, monkeypatch: pytest.
         "-c",
         f"print('two', flush=True); import time; time.sleep(1); print(open({str(report)!r}).read().upper()); exit(4)",
     )
-    monkeypatch.setattr(gpu_report, "heading", lambda: ["today"])
+    monkeypatch.setattr(gpu_report, "heading", lambda *packages: ["today"])
     monkeypatch.setattr(gpu_report, "TESTS", (first,))
     monkeypatch.setattr(gpu_report, "PLANNER", second)
     monkeypatch.setattr(gpu_report, "MOST_S", {first: 60.0})

@@ -22,7 +22,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from report import heading, put
+from report import heading, is_installed, put
 
 from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
 from megatron_2bw.planner.finder import Choice, price
@@ -124,7 +124,12 @@ def main() -> None:
         parser.error("this machine has no CUDA device; scripts/bench/planner_here.py compares on CPUs")
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     kernels = "Transformer Engine" if has_engine else "Megatron's own layers, attention unfused"
-    lines = [*heading(), "", f"{MODEL.name}, batches of {GLOBAL_BATCH}, bf16, {kernels}, one GPU", ""]
+    lines = [
+        *heading(*filter(is_installed, ("transformer-engine", "apex"))),
+        "",
+        f"{MODEL.name}, batches of {GLOBAL_BATCH}, bf16, {kernels}, one GPU",
+        "",
+    ]
     put([*lines, *compared(has_engine, [] if has_engine else LOCAL)], options.output)
 
 
