@@ -19,6 +19,8 @@ import gpu_report
 import planner_gpu
 import schedules
 
+from megatron_2bw.planner.layout import Layout
+
 
 @pytest.fixture
 def in_background() -> Iterator[None]:
@@ -53,6 +55,32 @@ def test_the_benchmarks_take_their_arguments() -> None:
     assert gpu_report.ROOT / gpu_report.SCHEDULES[0] == Path(schedules.__file__)
     assert schedules.parser().parse_args(gpu_report.SCHEDULES[1:]).part == "gpt"
     assert gpu_report.ROOT / gpu_report.PLANNER[0] == Path(planner_gpu.__file__)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_gb", "gpu"),
+    [
+        ("NVIDIA H200", 139.8, "h200-141gb"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
+        ("Tesla V100-SXM2-32GB", 31.7, "v100-32gb"),
+    ],
+)
+def test_a_gpu_has_the_data_sheet_of_its_name_and_memory(device: str, memory_gb: float, gpu: str) -> None:
+    cluster = planner_gpu.of_data_sheet(device, memory_gb)
+    assert (cluster.gpu.name, cluster.gpus) == (gpu, 1)
+    assert planner_gpu.of_data_sheet("another", memory_gb) is None
+
+
+def test_a_run_is_measured_by_its_log_without_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [" iteration 3/ 12 | elapsed time per iteration (ms): 9000.0 |"]
+    said += ["[Rank 0] (after 3 iterations) memory (MB) | allocated: 2.00 | max allocated: 4.00 | reserved: 5.00"]
+    said += [
+        f" iteration {n}/ 12 | elapsed time per iteration (ms): {ms} |" for n, ms in ((6, 90.0), (9, 110.0), (12, 95.0))
+    ]
+    monkeypatch.setattr(planner_gpu, "lines_of", lambda words, **_: said)
+    layout = Layout(schedule="megatron", pipeline=1, data=1, microbatch=1, global_batch=16)
+    assert planner_gpu.ran(layout, []) == (0.095, 4.0 * 2**20)
 
 
 def test_each_line_is_written_as_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

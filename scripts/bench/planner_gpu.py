@@ -61,10 +61,11 @@ ALLOCATED = re.compile(r"max allocated: ([\d.]+)")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 
 
-def of_data_sheet(device: str) -> Cluster | None:
+def of_data_sheet(device: str, memory_gb: float) -> Cluster | None:
     """One such GPU; None if the planner has no data sheet of it."""
-    words = device.lower().split()
-    gpu = next((gpu for known, gpu in GPUS.items() if known.partition("-")[0] in words), None)
+    words = re.split(r"[ -]", device.lower())
+    known = [gpu for name, gpu in GPUS.items() if name.partition("-")[0] in words]
+    gpu = min(known, key=lambda gpu: abs(gpu.memory_gb - memory_gb), default=None)
     return gpu and replace(CLUSTERS["dgx-h100"], gpu=gpu, gpus_per_node=1)
 
 
@@ -94,7 +95,7 @@ def compared(fused: bool, more_flags: list[str]) -> Iterator[str]:
     )
     with tempfile.TemporaryDirectory() as folder:
         profiled = measure(request, Path(folder) / "profile.json").cluster()
-    sheet = of_data_sheet(profiled.gpu.name)
+    sheet = of_data_sheet(profiled.gpu.name, profiled.gpu.memory_gb)
     rows = []
     for microbatch, recompute in WAYS:
         layout = replace(request.layout(1, microbatch, recompute), global_batch=GLOBAL_BATCH)
