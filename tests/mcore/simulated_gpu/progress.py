@@ -37,7 +37,7 @@ def stuck(ranks: Sequence[Sequence[Step]], *, one_queue: bool) -> list[str]:
     Args:
         ranks: per rank, all its steps in the order in which they were launched.
         one_queue: as under ``CUDA_DEVICE_MAX_CONNECTIONS=1``: what is launched on a GPU cannot begin before all that
-            was launched there before it has begun.
+            was launched there before it has begun. What a host thread has yet to launch, as it waits, holds up nothing.
     """
     waiting = [_Rank(steps, one_queue=one_queue) for steps in ranks]
     present: Counter[Meeting] = Counter()
@@ -66,7 +66,8 @@ class _Rank:
         self._lines: dict[str, deque[Step]] = defaultdict(deque)
         self._ended: Counter[str] = Counter()
         self._begun: dict[str, Step] = {}
-        self._queue = deque(step for step in steps if not step.on_host) if one_queue else None
+        self._hosts = {step.line for step in steps if step.on_host}
+        self._queue = [step for step in steps if not step.on_host] if one_queue else None
         for step in steps:
             self._lines[step.line].append(step)
 
@@ -80,7 +81,7 @@ class _Rank:
             if not self._lines[line]:
                 del self._lines[line]
             if self._queue is not None and not step.on_host:
-                self._queue.popleft()
+                del self._queue[next(i for i, one in enumerate(self._queue) if one is step)]
             self._begun[line] = step
             return step
         return None
@@ -94,6 +95,9 @@ class _Rank:
         return ends + [f"{steps[0].what} on {line} never begins" for line, steps in self._lines.items()]
 
     def _can_begin(self, step: Step) -> bool:
-        if self._queue is not None and not step.on_host and self._queue[0] is not step:
+        if self._queue is not None and not step.on_host and next(filter(self._is_launched, self._queue), None) is not step:
             return False
         return all(self._ended[line] >= number for line, number in step.after.items())
+
+    def _is_launched(self, step: Step) -> bool:
+        return all(self._ended[line] >= number for line, number in step.after.items() if line in self._hosts)
