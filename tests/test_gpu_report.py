@@ -72,8 +72,8 @@ def test_a_gpu_has_the_data_sheet_of_its_name_and_memory(device: str, memory_gb:
     assert planner_gpu.of_data_sheet("another", memory_gb) is None
 
 
-def test_a_run_is_measured_by_its_log_without_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = [" iteration 3/ 12 | elapsed time per iteration (ms): 9000.0 |"]
+def test_a_run_is_measured_by_its_log_without_the_first_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [f" iteration {n}/ 12 | elapsed time per iteration (ms): 9000.0 |" for n in (1, 3)]
     said += ["[Rank 0] (after 3 iterations) memory (MB) | allocated: 2.00 | max allocated: 4.00 | reserved: 5.00"]
     said += [
         f" iteration {n}/ 12 | elapsed time per iteration (ms): {ms} |" for n, ms in ((6, 90.0), (9, 110.0), (12, 95.0))

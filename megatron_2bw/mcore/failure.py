@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron_2bw.runtime.errors import PeerLostError, lost_in
 
 _POLL_S = 0.2
-_ending = threading.Lock()
+_ending = threading.RLock()
+"""Hooks may be chained."""
 
 
 def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
@@ -56,22 +57,23 @@ def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
     return undo
 
 
-def end_at_once_where_nccl_fails(waiting: Callable[[], str]) -> Callable[[], None]:
+def end_at_once_where_nccl_fails(waiting: Callable[[dist.ProcessGroup], str]) -> Callable[[], None]:
     """Look after NCCL's groups, and fail with a `PeerLostError` when one of them does; returns what ends this.
 
     No wait raises there, as it is the device that waits. Torch's watchdog notes that a peer is gone or too late, gives
     all ranks a minute to write down what they did, and aborts the process, without a word about stages and actions.
+    That minute is not waited for.
 
     Args:
-        waiting: says what this rank waits for.
+        waiting: says what this rank waits for, by the group that has failed.
     """
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(_POLL_S):
             failure = nccl_failure()
-            if failure is not None:
-                error = PeerLostError(lost_in(waiting(), failure))
+            if failure is not None and not ended.is_set():
+                error = PeerLostError(lost_in(waiting(failure[0]), failure[1]))
                 sys.excepthook(type(error), error, None)
                 os._exit(1)  # If another hook is in the place of ours.
 
@@ -85,11 +87,13 @@ def has_nccl() -> bool:
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
-def nccl_failure() -> str | None:
-    """Of the first group that has failed: its name, and what torch's watchdog has noted."""
+def nccl_failure() -> tuple[dist.ProcessGroup, str] | None:
+    """The first group that has failed, and what torch's watchdog has noted."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        if "cuda:nccl" in dist.get_backend_config(group):
-            error = group._get_backend(torch.device("cuda")).get_error()
-            if error.name != "SUCCESS":
-                return f"NCCL, {group.group_desc}: {error.name}"
+        # One that is being destroyed, or that torch wraps to debug it, may not answer.
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            if "cuda:nccl" in dist.get_backend_config(group):
+                error = group._get_backend(torch.device("cuda")).get_error()
+                if error.name != "SUCCESS":
+                    return group, f"NCCL, {group.group_desc}: {error.name}"
     return None

@@ -234,6 +234,13 @@ class Pipeline:
         # In the training loop, which adds up losses of replicas, or in evaluation, or saving.
         return f"stage {self._stage_index}: between the calls of batches {self.batch - 1} and {self.batch}"
 
+    def _waiting(self, failed: dist.ProcessGroup) -> str:
+        """What this rank waits for where NCCL's group ``failed`` did."""
+        receive = None
+        with contextlib.suppress(RuntimeError):  # A device on which something else has failed says nothing.
+            receive = self._links.waiting(failed)
+        return receive or self.where().removeprefix("at ")
+
     def start(self, call: Call) -> None:
         """Before the first batch, whose arguments ``call`` holds."""
         self._check_functions()
@@ -243,7 +250,7 @@ class Pipeline:
             ranks=self.transfers.ranks,
             per_boundary=1 + self._options["extra_in_flight"],
         )
-        self._undo.callback(end_at_once_where_nccl_fails(lambda: self._links.waiting() or self.where()))
+        self._undo.callback(end_at_once_where_nccl_fails(self._waiting))
         if self._mirrored is not None:
             mirror = Mirror(self._model, self._mirrored, self._timeout)
             self._stage = MirroredStage(call, self.schedule_name, mirror)

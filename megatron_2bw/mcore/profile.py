@@ -134,7 +134,9 @@ class Measurement:
         try:
             update = _update(tensor)
         except _DoesNotFitError:
-            _say(f"tensor {tensor}: {LAYERS} layers with gradients and optimizer are out of memory, left out")
+            # Nor is anything else of use that was measured with it before.
+            self._profile.blocks = [block for block in self._profile.blocks if block.tensor != tensor]
+            self._keep(f"tensor {tensor}: {LAYERS} layers with gradients and optimizer are out of memory, left out")
             return
         self._profile.updates.append(update)
         self._keep(f"{_milliseconds(update.time_s)} per update, tensor {tensor}")

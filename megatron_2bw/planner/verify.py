@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,7 @@ from megatron_2bw.planner.table import seconds
 from megatron_2bw.planner.torchrun import LOGGED, lines_of, random_data
 
 LOG_INTERVAL, LOGS = 4, 4
-"""Iterations per log line, and lines; the first one, with the start of everything, does not count."""
+"""Iterations per log line, and lines; what has the start of everything in it does not count."""
 _TRAINING = (
     f"--train-iters {LOG_INTERVAL * LOGS} --log-interval {LOG_INTERVAL} --lr 1e-5 --clip-grad 1.0 --eval-iters 0 "
     "--eval-interval 1000000 --num-workers 0 --rerun-mode disabled"
@@ -85,9 +85,21 @@ def _run(plan: Plan, choice: Choice, script: Path, more_flags: Sequence[str]) ->
     layout = choice.layout
     flags = [*flags_of(plan.model, layout), *_TRAINING, *random_data(plan.model), *more_flags]
     lines = lines_of(["-m", "megatron_2bw", str(script), *flags], ranks=layout.gpus, what=name(layout))
-    times_s = [float(found[2]) / 1000 for line in lines if (found := LOGGED.search(line))]
-    if len(times_s) < LOGS:
-        raise PlanError(f"it logged {len(times_s)} of {LOGS} times; give a script on megatron.training.pretrain")
-    took, predicted = seconds(median(times_s[1:])), seconds(choice.iteration.time_s)
+    times_s = later_times_s(lines, LOG_INTERVAL)
+    if len(times_s) < LOGS - 1:
+        raise PlanError(
+            f"it logged {len(times_s)} of {LOGS - 1} times after the first iterations; "
+            "give a script on megatron.training.pretrain"
+        )
+    took, predicted = seconds(median(times_s)), seconds(choice.iteration.time_s)
     print(f"ran {name(layout)}: {took} per batch, predicted {predicted}", file=sys.stderr, flush=True)
-    return times_s[1:]
+    return times_s
+
+
+def later_times_s(lines: Iterable[str], log_interval: int) -> list[float]:
+    """Seconds of an iteration, from each of Megatron's log lines but those that count the first iteration.
+
+    It may log that one by itself, too, and counts it in the next line again.
+    """
+    found = filter(None, map(LOGGED.search, lines))
+    return [float(one[2]) / 1000 for one in found if int(one[1]) > log_interval]

@@ -120,7 +120,7 @@ class Executor:
         """Drop what ran ahead, at the end of a run: the data that it read is gone."""
         self._links.flush()
         self._in_flight.clear()
-        self._filled = False
+        self._filled, self._lefts = False, None
 
     def _run(self, actions: tuple[Action, ...], batch: int) -> None:
         for action in actions:

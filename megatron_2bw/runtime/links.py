@@ -117,8 +117,10 @@ class Links:
             self._taken.append(_Taken(done, _what(transfer.action, transfer.peer)))
         return tensor
 
-    def waiting(self) -> str | None:
-        """The receive that the device waits for, in words; None if there is none, or where the host waits."""
+    def waiting(self, failed: dist.ProcessGroup) -> str | None:
+        """The receive that the device waits for, in words; None if there is none, or ``failed`` is not of transfers."""
+        if failed not in self._groups.values():
+            return None
         return next((taken.what for taken in list(self._taken) if not taken.done.query()), None)
 
     def send(self, action: Action, peer: int, tensor: torch.Tensor) -> None:

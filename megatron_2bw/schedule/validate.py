@@ -21,8 +21,8 @@ _FREE = Durations(forward_s=0, backward_s=0)
 def validate(schedule: Schedule) -> None:
     """Prove that a schedule is correct, or say what is wrong with it.
 
-    Runs all ranks together, three runs one after the other, each with its fill and its drain: one
-    with enough calls to repeat itself, one of a single call and one of two. Then each of them once more
+    Runs all ranks together, runs one after the other, each with its fill and its drain: one
+    with enough calls to repeat itself, and one of each length that forwards run ahead, and one more. Then each of them once more
     with its first calls as a job begins with them. ``Rule`` lists what is
     checked; deadlocks are looked for under every ``Model``. Where the schedule has only F, B and
     UPDATE, default reductions and transfers are added first; otherwise it is taken as it is, with
@@ -49,7 +49,9 @@ def validate(schedule: Schedule) -> None:
         if error.action is not None:
             where += f", {error.action}"
         raise _error(schedule, error, where, WHOLE[Phase.STEADY], [(error.rank, error.action)]) from None
-    runs = (_calls_to_repeat(schedule), 1, 2)
+    # What is known of the end changes a call that is as far from it as forwards run ahead.
+    ahead = max(program.ahead for program in schedule.programs)
+    runs = (_calls_to_repeat(schedule), *range(1, max(ahead + 1, 2) + 1))
     _check_ranks(schedule, chains, walk_of(schedule, runs))
     # What gets through a queue, which waits for more, gets through on the host.
     _check_progress(schedule, runs, (Model.IN_ORDER_QUEUE, Model.HOST))

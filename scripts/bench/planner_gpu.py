@@ -3,26 +3,28 @@
     python scripts/bench/planner_gpu.py [--output scripts/bench/results/planner_gpu.txt]
 
 The time of a batch is predicted twice, by the GPU's data sheet, as ``megatron-2bw plan`` does for a cluster, and by the
-profile of the layers; what is measured is the median of Megatron's log lines but the first. The memory that is measured
-is what torch had allocated at most.
+profile of the layers; what is measured is the median of Megatron's log lines behind the first iterations. The memory
+that is measured is what torch had allocated at most.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from report import heading, is_installed, put
+from report import heading, is_installed
 
 from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
 from megatron_2bw.planner.finder import Choice, price
@@ -32,8 +34,9 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.profile import Setting
 from megatron_2bw.planner.profiling import Request, measure
 from megatron_2bw.planner.report import flags_of
-from megatron_2bw.planner.table import gib, seconds, table
-from megatron_2bw.planner.torchrun import LOGGED, lines_of, random_data
+from megatron_2bw.planner.table import gib, seconds
+from megatron_2bw.planner.torchrun import lines_of, random_data
+from megatron_2bw.planner.verify import later_times_s
 
 MODEL = Model(
     num_layers=16,
@@ -47,18 +50,23 @@ MODEL = Model(
 GLOBAL_BATCH = 16
 WAYS = ((1, Recompute.NONE), (4, Recompute.NONE), (4, Recompute.FULL))
 """Microbatch sizes, and what is recomputed."""
+LOG_INTERVAL = 3
 TRAINING = (
-    "--train-iters 12 --log-interval 3 --lr 1e-5 --clip-grad 1.0 --eval-iters 0 --eval-interval 1000000 "
+    f"--train-iters 12 --log-interval {LOG_INTERVAL} --lr 1e-5 --clip-grad 1.0 --eval-iters 0 --eval-interval 1000000 "
     "--num-workers 0 --rerun-mode disabled"
 ).split()
-LOCAL = (
-    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
-    "--no-rope-fusion"
-).split()
-"""Where there is no Transformer Engine."""
+WITHOUT = {
+    "transformer_engine": "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-rope-fusion",
+    "fused_weight_gradient_mlp_cuda": "--no-gradient-accumulation-fusion",
+}
+"""By a module of kernels: Megatron's flags where there is none."""
 ALLOCATED = re.compile(r"max allocated: ([\d.]+)")
 """MiB, in Megatron's log."""
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+
+
+TITLES = ("b, recompute", "measured", "TFLOP/s", "by profile", "by data sheet", "allocated/GiB", "predicted")
 
 
 def of_data_sheet(device: str, memory_gb: float) -> Cluster | None:
@@ -73,9 +81,8 @@ def ran(layout: Layout, more_flags: list[str]) -> tuple[float, float]:
     """Seconds of a batch and bytes allocated at most."""
     flags = [*flags_of(MODEL, layout), *TRAINING, *random_data(MODEL), *more_flags]
     lines = [*lines_of(["-m", "megatron_2bw", str(EXAMPLE), *flags], ranks=1, what=name(layout))]
-    _, *times_s = (float(found[2]) / 1000 for line in lines if (found := LOGGED.search(line)))
     allocated = [float(found[1]) * 2**20 for line in lines if (found := ALLOCATED.search(line))]
-    return median(times_s), max(allocated)
+    return median(later_times_s(lines, LOG_INTERVAL)), max(allocated)
 
 
 def off(predicted: float, measured: float) -> str:
@@ -96,25 +103,22 @@ def compared(fused: bool, more_flags: list[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         profiled = measure(request, Path(folder) / "profile.json").cluster()
     sheet = of_data_sheet(profiled.gpu.name, profiled.gpu.memory_gb)
-    rows = []
+    yield " ".join(f"{title:>14}" for title in TITLES)
     for microbatch, recompute in WAYS:
         layout = replace(request.layout(1, microbatch, recompute), global_batch=GLOBAL_BATCH)
         measured_s, allocated_bytes = ran(layout, more_flags)
         by_profile = price(MODEL, layout, profiled)
         by_sheet: Choice | None = sheet and price(MODEL, layout, sheet)
-        rows.append(
-            [
-                f"b{microbatch}, recompute {recompute}",
-                seconds(measured_s),
-                f"{by_profile.iteration.flops_per_gpu_s * by_profile.iteration.time_s / measured_s / 1e12:.0f}",
-                off(by_profile.iteration.time_s, measured_s),
-                off(by_sheet.iteration.time_s, measured_s) if by_sheet else "",
-                gib(allocated_bytes),
-                off(by_profile.memory.allocated_bytes, allocated_bytes),
-            ]
+        cells = (
+            f"b{microbatch}, {recompute}",
+            seconds(measured_s),
+            f"{by_profile.iteration.flops_per_gpu_s * by_profile.iteration.time_s / measured_s / 1e12:.0f}",
+            off(by_profile.iteration.time_s, measured_s),
+            off(by_sheet.iteration.time_s, measured_s) if by_sheet else "",
+            gib(allocated_bytes),
+            off(by_profile.memory.allocated_bytes, allocated_bytes),
         )
-    head = ("", "measured", "TFLOP/s", "by profile", "by data sheet", "allocated/GiB", "predicted")
-    yield from table(head, rows)
+        yield " ".join(f"{cell:>14}" for cell in cells)
 
 
 def main() -> None:
@@ -123,15 +127,16 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; scripts/bench/planner_here.py compares on CPUs")
-    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    missing = [module for module in WITHOUT if importlib.util.find_spec(module) is None]
+    has_engine = "transformer_engine" not in missing
     kernels = "Transformer Engine" if has_engine else "Megatron's own layers, attention unfused"
-    lines = [
-        *heading(*filter(is_installed, ("transformer-engine", "apex"))),
-        "",
-        f"{MODEL.name}, batches of {GLOBAL_BATCH}, bf16, {kernels}, one GPU",
-        "",
-    ]
-    put([*lines, *compared(has_engine, [] if has_engine else LOCAL)], options.output)
+    about = f"{MODEL.name}, batches of {GLOBAL_BATCH}, bf16, {kernels}, one GPU"
+    begin = [*heading(*filter(is_installed, ("transformer-engine", "apex"))), "", about, ""]
+    # Line by line: who stops this script keeps what it has said.
+    with (options.output or Path(os.devnull)).open("w") as file:
+        for line in chain(begin, compared(has_engine, " ".join(WITHOUT[module] for module in missing).split())):
+            for stream in (sys.stdout, file):
+                print(line, file=stream, flush=True)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def _with_what_nccl_says(case: Case, rank: int, port: int, folder: Path) -> None
 
     hung = folder / "hung"
     failure.has_nccl = lambda: True
-    failure.nccl_failure = lambda: "NCCL, 2bw gradients up: TIMEOUT" if rank == 0 and hung.exists() else None
+    failure.nccl_failure = lambda: (None, "NCCL, group: TIMEOUT") if rank == 0 and hung.exists() else None
     set_environment(rank, case.ranks, port)
     install(case)
     from megatron_2bw.mcore.stage import MegatronStage
@@ -136,8 +136,20 @@ def test_what_nccl_says_ends_a_rank_whose_device_waits(tmp_path: Path) -> None:
     ended = launch(_with_what_nccl_says, case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + TIMEOUT_S)
     assert ended.exit_codes == [1, WOKE_UP], ended.tails()
     assert_places(ended, {0}, case.stages)
-    said = "failed: a rank is gone or too late, so look for that rank's own error. (NCCL, 2bw gradients up: TIMEOUT)"
+    said = "failed: a rank is gone or too late, so look for that rank's own error. (NCCL, group: TIMEOUT)"
     assert said in ended.outputs[0]
+
+
+def test_hooks_may_be_chained() -> None:
+    """As where one pipeline is left open when the next begins."""
+    program = (
+        "from megatron_2bw.mcore.failure import end_at_once_on_errors as end\n"
+        "end(lambda: 'at the first'); end(lambda: 'at the second'); raise SystemError"
+    )
+    environment = {**os.environ, "PYTHONPATH": import_path()}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "failed with the error above, at the first" in ended.stderr
 
 
 def test_a_failure_is_that_of_the_first_group_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +161,14 @@ def test_a_failure_is_that_of_the_first_group_that_failed(monkeypatch: pytest.Mo
         return made
 
     groups = [group("on the host", "cpu:gloo,cuda:gloo", "TIMEOUT"), group("sound", "cuda:nccl", "SUCCESS")]
+    groups[1]._get_backend.side_effect = [RuntimeError("is being destroyed"), *[groups[1]._get_backend()] * 2]
     monkeypatch.setattr(failure.dist, "get_backend_config", lambda group: group.config)
     monkeypatch.setattr(failure.dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
     assert failure.nccl_failure() is None
+    assert failure.nccl_failure() is None
     groups += [group("late", "cpu:gloo,cuda:nccl", "TIMEOUT"), group("lost", "cuda:nccl", "COMM_ERROR")]
     monkeypatch.setattr(failure.dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
-    assert failure.nccl_failure() == "NCCL, late: TIMEOUT"
+    assert failure.nccl_failure() == (groups[2], "NCCL, late: TIMEOUT")
 
 
 @pytest.mark.parametrize(("code", "between", "closes"), [(0, True, True), (0, False, False), (1, True, False)])

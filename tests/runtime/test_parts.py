@@ -237,16 +237,17 @@ def test_the_oldest_receive_that_the_device_waits_for(monkeypatch):
         return SimpleNamespace(query=lambda: number in done)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(record_event=record_event))
-    links = Links(groups=dict.fromkeys(ONE_WAY), ranks=[0, 1])
-    assert links.waiting() is None
+    links = Links(groups={way: str(way) for way in ONE_WAY}, ranks=[0, 1])
+    assert links.waiting(str(ONE_WAY[0])) is None
     receives = [Action.parse(f"0RECV_B{microbatch}") for microbatch in range(3)]
     for receive in receives:
         links.post_receive(receive, 1, Boundary(shape=(1,), dtype=torch.float32, device=CPU))
-    assert links.waiting() is None
+    assert links.waiting(str(ONE_WAY[0])) is None
     for receive in receives:
         links.take(receive)
-    assert links.waiting().startswith("stage 0: 0RECV_B0 ")
+    assert links.waiting(str(ONE_WAY[0])).startswith("stage 0: 0RECV_B0 ")
+    assert links.waiting("another") is None
     done.add(0)
-    assert links.waiting().startswith("stage 0: 0RECV_B1 ")
+    assert links.waiting(str(ONE_WAY[0])).startswith("stage 0: 0RECV_B1 ")
     done.update((1, 2))
-    assert links.waiting() is None
+    assert links.waiting(str(ONE_WAY[0])) is None

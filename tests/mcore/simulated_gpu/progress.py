@@ -95,7 +95,11 @@ class _Rank:
         return ends + [f"{steps[0].what} on {line} never begins" for line, steps in self._lines.items()]
 
     def _can_begin(self, step: Step) -> bool:
-        if self._queue is not None and not step.on_host and next(filter(self._is_launched, self._queue), None) is not step:
+        if (
+            self._queue is not None
+            and not step.on_host
+            and next(filter(self._is_launched, self._queue), None) is not step
+        ):
             return False
         return all(self._ended[line] >= number for line, number in step.after.items())
 
