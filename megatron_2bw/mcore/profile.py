@@ -10,11 +10,9 @@ import argparse
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from megatron_2bw import install
@@ -30,13 +28,10 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
+from megatron_2bw.mcore.timing import Took, processors, repeated, timed
 from megatron_2bw.planner.layout import Recompute
 from megatron_2bw.planner.profile import DONE, LAYERS, AllReduce, Block, Pass, Profile, Update
 
-WARM, LEAST, ENOUGH_S = 2, 5, 1.0
-"""Repetitions before the clock counts, counted at least, and seconds to fill with them."""
-TRIMMED = 10
-"""One in so many repetitions is left out at either end, where no rank has to wait for a processor."""
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**24
 """Of the sums that measure links."""
 
@@ -88,15 +83,10 @@ def _device() -> tuple[str, float, int]:
     """Name, GiB of memory for each rank, and processors that ranks share."""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return properties.name, round(properties.total_memory / 2**30, 1), _processors()
+        return properties.name, round(properties.total_memory / 2**30, 1), processors()
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory_gb = round(memory_bytes / dist.get_world_size() / 2**30, 1)
-    return f"CPU ({_processors()} cores)", memory_gb, _processors()
-
-
-def _processors() -> int:
-    """Of this node; 0 where each rank has a GPU."""
-    return 0 if torch.cuda.is_available() else os.cpu_count() or 1
+    return f"CPU ({processors()} cores)", memory_gb, processors()
 
 
 def _version(package: str) -> str | None:
@@ -250,14 +240,14 @@ def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
         output = model(tokens, positions, None, labels=labels, **more)
         return output.sum() if ends.output else output
 
-    def once() -> tuple[float, float]:
-        forward_s, output = _timed(forward)
+    def once() -> tuple[Took, Took]:
+        forward_took, output = timed(forward)
         gradient = torch.ones_like(output)
-        backward_s, _ = _timed(lambda: output.backward(gradient))
-        return forward_s, backward_s
+        backward_took, _ = timed(lambda: output.backward(gradient))
+        return forward_took, backward_took
 
     kept_bytes, _ = _together(lambda: (_kept_bytes(forward, model), once()))
-    return Pass(*_repeated(once)), kept_bytes
+    return Pass(*repeated(once)), kept_bytes
 
 
 def _together[Result](run: Callable[[], Result]) -> Result:
@@ -301,65 +291,26 @@ def _update(tensor: int) -> Update:
     set_recompute(get_args(), Recompute.NONE)
     config, overrides = training.get_megatron_optimizer_config(get_args())
 
-    def prepared() -> tuple[torch.nn.Module, Callable[[], tuple[float]]]:
+    def prepared() -> tuple[torch.nn.Module, Callable[[], tuple[Took]]]:
         model = _build(Ends())
         optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
 
-        def once() -> tuple[float]:
-            return _timed(lambda: (optimizer.step(), model.zero_grad_buffer(), optimizer.zero_grad()))[:1]
+        def once() -> tuple[Took]:
+            return timed(lambda: (optimizer.step(), model.zero_grad_buffer(), optimizer.zero_grad()))[:1]
 
         once()  # It makes its state.
         return model, once
 
     model, once = _together(prepared)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    (time_s,) = _repeated(once)
+    (time_s,) = repeated(once)
     return Update(tensor=tensor, weights=weights, time_s=time_s)
 
 
 def _all_reduce(size_bytes: int) -> AllReduce:
     numbers = torch.zeros(size_bytes // 4, device=torch.cuda.current_device())
-    (time_s,) = _repeated(lambda: _timed(lambda: dist.all_reduce(numbers))[:1])
+    (time_s,) = repeated(lambda: timed(lambda: dist.all_reduce(numbers))[:1], waits=True)
     return AllReduce(ranks=dist.get_world_size(), size_bytes=size_bytes, time_s=time_s)
-
-
-def _repeated(once: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
-    """Means of what ``once`` returns, over repetitions and ranks.
-
-    All ranks repeat it equally often and do not wait for each other, as in a pipeline. Not medians: where ranks share
-    a processor, one of them runs while another waits. What takes longest is then no accident, but that wait.
-    """
-    for _ in range(WARM):
-        once()
-    device = torch.cuda.current_device()
-    count = torch.tensor(max(LEAST, round(ENOUGH_S / max(sum(once()), 1e-6))), device=device)
-    dist.broadcast(count, src=0)
-    dist.barrier()
-    columns = zip(*(once() for _ in range(int(count))), strict=True)
-    shared = 0 < _processors() < dist.get_world_size()
-    means = [fmean(column) if shared else _trimmed_mean(column) for column in columns]
-    sums = torch.tensor(means, dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
-    return tuple((sums / dist.get_world_size()).tolist())
-
-
-def _trimmed_mean(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    ends = len(ordered) // TRIMMED
-    return fmean(ordered[ends : len(ordered) - ends])
-
-
-def _timed[Result](run: Callable[[], Result]) -> tuple[float, Result]:
-    _synchronize()
-    start_s = time.perf_counter()
-    result = run()
-    _synchronize()
-    return time.perf_counter() - start_s, result
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _say(what: str) -> None:

@@ -26,7 +26,7 @@ def shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: float
     A profile times ranks that are all busy. While r of d stages run, each is d/r times as fast, up to a processor
     of its own. With a flush, r goes up from 1 and down again, over m*v + d - 1 steps for v chunks; even stages of
     2bw are all busy, without pipelining one is. Uneven stages leave the processors to the slowest, which is never
-    faster than on one of its own.
+    faster than on one of its own. Replicas that end a batch together do not do so at once; see `_turns_s`.
     """
     alone_s, share = batch_s(layout, pipeline), processor_share(cluster)
     if share == 1:
@@ -34,8 +34,24 @@ def shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: float
     stages, steps = pipeline.stages, layout.microbatches * layout.chunks
     running = _running(layout, stages, steps)
     stretch = sum(max(share * stages, count) for count in running) / sum(running)
-    links_s = 2 * layout.microbatches * pipeline.send_s * (stages - 1) / stages
-    return max(share * alone_s, stretch * work_s / stages + links_s + pipeline.gradients_s + pipeline.norm_s)
+    boundaries = stages * layout.chunks - 1
+    links_s = 2 * layout.microbatches * boundaries * pipeline.send_s / stages
+    turns_s = _turns_s(layout, pipeline, share, max(running))
+    return max(share * alone_s, stretch * work_s / stages + turns_s + links_s + pipeline.gradients_s + pipeline.norm_s)
+
+
+def _turns_s(layout: Layout, pipeline: Pipeline, share: float, most_running: int) -> float:
+    """What processors idle in a batch of several replicas, because ranks take turns on them and not equal parts.
+
+    One of P processors that finds nothing more to run waits for the others, in whatever order they took what was
+    there: for (1 - 1/P) of the longest action at most where none depends on another (Graham, Bounds on Multiprocessing
+    Timing Anomalies, SIAM J. Appl. Math. 17, 1969). Those of pipelines do, which makes it about as much on average.
+    """
+    processors = share * layout.pipeline * layout.data
+    if layout.schedule in ("2bw", "pipedream") or layout.data * most_running <= processors:
+        return 0.0
+    ending = max(1.0, min(processors, layout.data))
+    return (1 - 1 / ending) * share * pipeline.first.backward_s / layout.chunks
 
 
 def _running(layout: Layout, stages: int, steps: int) -> list[int]:

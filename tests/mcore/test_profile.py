@@ -85,7 +85,7 @@ def test_a_profile_of_something_else_is_not_overwritten(tmp_path: Path, capfd: p
 def _without_memory(case: Case, rank: int, port: int, folder: Path, *, path: Path, built: int) -> None:
     """Measure on a machine on which only so many models can be built."""
     set_environment(rank, case.ranks, port)
-    from megatron_2bw.mcore import profile
+    from megatron_2bw.mcore import profile, timing
 
     build, left = profile._build, iter(range(built))
 
@@ -94,7 +94,7 @@ def _without_memory(case: Case, rank: int, port: int, folder: Path, *, path: Pat
             raise torch.OutOfMemoryError
         return build(ends)
 
-    profile._build, profile.ENOUGH_S = within_memory, 0.0
+    profile._build, timing.ENOUGH_S = within_memory, 0.0
     sys.argv = Request(
         model=read_model(Options.parse(FLAGS)), setting=SETTING, tensors=(1,), microbatches=(1,), recomputes=("none",)
     ).words(1, path)[1:]

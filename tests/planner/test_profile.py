@@ -100,6 +100,20 @@ def test_a_rank_that_waits_leaves_its_processor_to_others(
     assert costs.iteration(MODEL, chosen, replace(profile, processors=4).cluster()) == alone
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b-flush", 1), ("megatron", 1), ("megatron", 2), ("2bw", 1)])
+def test_a_microbatch_crosses_every_boundary_twice(profile: Profile, schedule: str, chunks: int):
+    """Where ranks share processors, nobody computes for a rank that sends or receives."""
+    slower_s, microbatches, stages = 0.003, 8, 4
+    chosen = layout(schedule=schedule, pipeline=stages, global_batch=microbatches, chunks=chunks)
+    shared = replace(profile, processors=2)
+    late = [replace(one, time_s=one.time_s + slower_s) for one in shared.all_reduces]
+    clusters = shared.cluster(), replace(shared, all_reduces=late).cluster()
+    fast, slow = (costs.iteration(MODEL, chosen, cluster).time_s for cluster in clusters)
+    norms_s = [costs.times_of(MODEL, chosen, cluster).pipeline.norm_s for cluster in clusters]
+    crossed = 2 * microbatches * (stages * chunks - 1) / stages
+    assert slow - fast == pytest.approx(crossed * slower_s + norms_s[1] - norms_s[0])
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "2bw"])
 def test_the_slowest_stage_has_one_processor_at_most(profile: Profile, schedule: str):
     uneven = layout(schedule=schedule, pipeline=4, global_batch=64, last_stage_layers=5)
