@@ -131,6 +131,9 @@ class DelayedOptimizer:
         self._pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
         scaler = next((scaler for scaler in map(scaler_of, inner.chained_optimizers) if scaler), None)
         self.scales = LossScales(scaler, self.weights)
+        if has_norm:
+            per_token = get_model_config(model).calculate_per_token_loss
+            self._reductions.warm_up(scaled=scaler is not None, per_token=per_token)
         self._check = GradientCheck() if check_for_nan else None  # Megatron has none where the loss scale is dynamic.
         self._hyperparameters: list[dict[str, float]] = []
         self._has_norm = has_norm

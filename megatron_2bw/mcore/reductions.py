@@ -117,6 +117,22 @@ class GradientReductions:
             Reduction.NORM: self.statistics,
         }
 
+    def warm_up(self, *, scaled: bool, per_token: bool) -> None:
+        """Look for the statistics of gradients that are zero, and stay so, together with all other ranks.
+
+        On a GPU, kernels are loaded when they are first used, and that waits for all that runs there: in the thread in
+        which `statistics` runs, for whatever receives are posted by then. Before the first batch there are none.
+
+        Args:
+            scaled: whether there will be a loss scale.
+            per_token: whether there will be a number of tokens.
+        """
+        device = self._captured.device
+        self.inverse_scale = torch.ones(1, device=device) if scaled else None
+        self.num_tokens = torch.ones([], dtype=torch.int, device=device) if per_token else None
+        self.statistics()
+        self.inverse_scale = self.num_tokens = None
+
     def sum_over_peers(self) -> None:
         """Mean over data-parallel replicas, as DDP scales it; then what tensor-parallel ranks replicate.
 
