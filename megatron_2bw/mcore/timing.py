@@ -43,7 +43,8 @@ def repeated(once: Callable[[], tuple[Took, ...]], *, waits: bool = False) -> tu
 
     All ranks repeat it equally often and do not wait for each other, as in a pipeline. Where they share processors, the
     clock says which of them happened to run: over seconds, one rank has been seen to get three times as much as
-    another. What counts there is the processors' time, and that each rank has its share of them.
+    another. What counts there is the processors' time, and that each rank has its share of them; when tensor-parallel
+    ranks wait for each other, others run.
 
     Args:
         once: what to repeat, in parts.
