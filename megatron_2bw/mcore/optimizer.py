@@ -133,7 +133,8 @@ class DelayedOptimizer:
         self.scales = LossScales(scaler, self.weights)
         if has_norm:
             per_token = get_model_config(model).calculate_per_token_loss
-            self._reductions.warm_up(scaled=scaler is not None, per_token=per_token)
+            warm_up = functools.partial(self._reductions.warm_up, scaled=scaler is not None, per_token=per_token)
+            self._pending.run_beside(warm_up)
         self._check = GradientCheck() if check_for_nan else None  # Megatron has none where the loss scale is dynamic.
         self._hyperparameters: list[dict[str, float]] = []
         self._has_norm = has_norm

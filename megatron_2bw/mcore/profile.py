@@ -67,7 +67,7 @@ def _identified(profile: Profile, path: Path) -> Profile:
     Raises:
         SystemExit: it is of others.
     """
-    device, memory_gb, processors = _device()
+    device, memory_gb, shared = _device()
     names = ("torch", "megatron-core", "transformer-engine", "apex")
     versions = ", ".join(f"{name} {version}" for name in names if (version := _version(name)))
     if profile.device and (profile.device, profile.versions) != (device, versions):
@@ -75,7 +75,7 @@ def _identified(profile: Profile, path: Path) -> Profile:
             f"megatron-2bw: error: {path} was measured on {profile.device} with {profile.versions}, this is {device} "
             f"with {versions}: give another --output"
         )
-    profile.device, profile.memory_gb, profile.processors, profile.versions = device, memory_gb, processors, versions
+    profile.device, profile.memory_gb, profile.processors, profile.versions = device, memory_gb, shared, versions
     return profile
 
 
@@ -247,7 +247,7 @@ def _stage_times(ends: Ends, microbatch: int) -> tuple[Pass, int]:
         return forward_took, backward_took
 
     kept_bytes, _ = _together(lambda: (_kept_bytes(forward, model), once()))
-    return Pass(*repeated(once)), kept_bytes
+    return Pass(*repeated(once, waits=_all_wait())), kept_bytes
 
 
 def _together[Result](run: Callable[[], Result]) -> Result:
@@ -303,7 +303,7 @@ def _update(tensor: int) -> Update:
 
     model, once = _together(prepared)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    (time_s,) = repeated(once)
+    (time_s,) = repeated(once, waits=_all_wait())
     return Update(tensor=tensor, weights=weights, time_s=time_s)
 
 
@@ -311,6 +311,11 @@ def _all_reduce(size_bytes: int) -> AllReduce:
     numbers = torch.zeros(size_bytes // 4, device=torch.cuda.current_device())
     (time_s,) = repeated(lambda: timed(lambda: dist.all_reduce(numbers))[:1], waits=True)
     return AllReduce(ranks=dist.get_world_size(), size_bytes=size_bytes, time_s=time_s)
+
+
+def _all_wait() -> bool:
+    """Whether all ranks are tensor-parallel ones of each other."""
+    return get_args().tensor_model_parallel_size == dist.get_world_size()
 
 
 def _say(what: str) -> None:

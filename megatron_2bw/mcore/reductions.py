@@ -118,10 +118,10 @@ class GradientReductions:
         }
 
     def warm_up(self, *, scaled: bool, per_token: bool) -> None:
-        """Look for the statistics of gradients that are zero, and stay so, together with all other ranks.
+        """Find the statistics of gradients that are zero, and stay so, together with all other ranks.
 
-        On a GPU, kernels are loaded when they are first used, and that waits for all that runs there: in the thread in
-        which `statistics` runs, for whatever receives are posted by then. Before the first batch there are none.
+        On a GPU, kernels are loaded when they are first used, and that waits for all that runs there: in the thread
+        that runs `statistics`, for whatever receives are posted by then. Before the first batch there are none.
 
         Args:
             scaled: whether there will be a loss scale.

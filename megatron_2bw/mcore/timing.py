@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from statistics import fmean
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 WARM, LEAST, ENOUGH_S = 2, 5, 1.0
 """Repetitions before the clock counts, counted at least, and seconds to fill with them."""
 TRIMMED = 10
-"""One in so many repetitions is left out at either end, where no rank has to wait for a processor."""
+"""One in so many repetitions is left out at either end, by the clock."""
 
 
 class Took(NamedTuple):
@@ -33,22 +34,30 @@ def timed[Result](run: Callable[[], Result]) -> tuple[Took, Result]:
     return Took(time.perf_counter() - start_s, time.process_time() - start_processor_s), result
 
 
+@cache
 def processors() -> int:
-    """Of this node; 0 where each rank has a GPU."""
-    return 0 if torch.cuda.is_available() else os.cpu_count() or 1
+    """Those of this node that its ranks may run on, all together; 0 where each rank has a GPU.
+
+    A limit on processors' time, which containers have beside one on processors, is not known here.
+    """
+    if torch.cuda.is_available():
+        return 0
+    allowed: list[set[int]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(allowed, os.sched_getaffinity(0))
+    return len(set().union(*allowed))
 
 
 def repeated(once: Callable[[], tuple[Took, ...]], *, waits: bool = False) -> tuple[float, ...]:
     """Mean seconds of what ``once`` times, over repetitions and ranks.
 
-    All ranks repeat it equally often and do not wait for each other, as in a pipeline. Where they share processors, the
-    clock says which of them happened to run: over seconds, one rank has been seen to get three times as much as
-    another. What counts there is the processors' time, and that each rank has its share of them; when tensor-parallel
-    ranks wait for each other, others run.
+    All ranks repeat it equally often, and those of other pipelines do not wait for each other. Where ranks share
+    processors, the clock says which of them happened to run: over seconds, one rank has been seen to get three times as
+    much as another. What counts there is the processors' time, and that each rank has its share of them; when
+    tensor-parallel ranks wait for each other, others run.
 
     Args:
         once: what to repeat, in parts.
-        waits: of all ranks for each other, as in a sum over all of them; these count.
+        waits: whether all ranks wait for each other in it, so that nobody runs meanwhile: the clock counts.
     """
     for _ in range(WARM):
         once()

@@ -26,7 +26,7 @@ def shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: float
     A profile times ranks that are all busy. While r of d stages run, each is d/r times as fast, up to a processor
     of its own. With a flush, r goes up from 1 and down again, over m*v + d - 1 steps for v chunks; even stages of
     2bw are all busy, without pipelining one is. Uneven stages leave the processors to the slowest, which is never
-    faster than on one of its own. Replicas that end a batch together do not do so at once; see `_turns_s`.
+    faster than on one of its own. Replicas lose some more; see `_turns_s`.
     """
     alone_s, share = batch_s(layout, pipeline), processor_share(cluster)
     if share == 1:
@@ -45,7 +45,8 @@ def _turns_s(layout: Layout, pipeline: Pipeline, share: float, most_running: int
 
     One of P processors that finds nothing more to run waits for the others, in whatever order they took what was
     there: for (1 - 1/P) of the longest action at most where none depends on another (Graham, Bounds on Multiprocessing
-    Timing Anomalies, SIAM J. Appl. Math. 17, 1969). Those of pipelines do, which makes it about as much on average.
+    Timing Anomalies, SIAM J. Appl. Math. 17, 1969). Those of pipelines do, which makes it about as much on average. At
+    the end of a batch only one stage of each replica has something left: no more processors than that can wait.
     """
     processors = share * layout.pipeline * layout.data
     if layout.schedule in ("2bw", "pipedream") or layout.data * most_running <= processors:

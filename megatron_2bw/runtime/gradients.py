@@ -25,13 +25,15 @@ class CapturedGradients:
     """What is kept of the accumulated gradients of one batch, until its update.
 
     Args:
-        regions: of the accumulation buffers, in the precision of ``main_grad``.
+        regions: of the accumulation buffers, in the precision of ``main_grad``; emptied of what is there.
         second_buffer: keep a copy of every part; otherwise the gradients stay where they are, and
             the next batch must not add to them before the update.
     """
 
     def __init__(self, regions: Iterable[Region], *, second_buffer: bool = True) -> None:
         self.regions = tuple(regions)
+        for region in self.regions:
+            region.whole.zero_()
         self.has_second_buffer = second_buffer
         self.kept = tuple(torch.zeros_like(part) if second_buffer else part for _, part in self.regions)
         """One flat tensor per region, as large as its part."""

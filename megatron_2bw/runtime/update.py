@@ -69,6 +69,10 @@ class PendingUpdate:
         """Block until the link is complete and return its result; None for a batch that is done."""
         return self._background.result(self._chain[action.reduction]) if action.batch == self.batch else None
 
+    def run_beside(self, function: Callable[[], object]) -> None:
+        """Run ``function`` as the norm is, and wait for it; between batches."""
+        self._background.result(self._background.submit(function))
+
     def close(self) -> None:
         """Nothing will be reduced any more."""
         self._background.close()

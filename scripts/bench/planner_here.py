@@ -2,8 +2,9 @@
 
     python scripts/bench/planner_here.py [--ranks 2,4] [--output scripts/bench/results/planner_here.txt]
 
-For each number of ranks: ``megatron-2bw profile`` of a small GPT, the search, then the best layout of all, and that of
-every schedule on a pipeline of all ranks, run with the flags as printed, in turn.
+For each number of ranks: ``megatron-2bw profile`` of a small GPT, the search, then the best layout of all, that of
+every schedule on a pipeline of all ranks, and those of one stage and of pipelines of half the ranks that fill up every
+batch, run with the flags as printed, in turn.
 """
 
 from __future__ import annotations
@@ -59,15 +60,20 @@ def profiled(model: Model, ranks: int, folder: Path) -> Profile:
 
 
 def ran(profile: Profile) -> Plan:
-    """The best layout of all, and that of every schedule on a pipeline of all ranks, measured."""
-    plans = [
-        search(MODEL, profile.cluster(), SAMPLES_PER_RANK * profile.setting.ranks, profile.limited(space))
-        for space in (Space(), Space(pipelines=(profile.setting.ranks,)))
-    ]
-    deep = [next(choice for choice in plans[1].choices if choice.layout.schedule == name) for name in SCHEDULES]
-    best = plans[0].best
-    others = [choice for choice in deep if choice.layout != best.layout]
-    return measured(plans[0], [best, *others], rounds=ROUNDS)
+    """The best layout of all, of every schedule on a pipeline of all ranks, and of replicas with a flush, measured."""
+    ranks = profile.setting.ranks
+
+    def planned(*pipelines: int) -> Plan:
+        space = Space(pipelines=pipelines or None)
+        return search(MODEL, profile.cluster(), SAMPLES_PER_RANK * ranks, profile.limited(space))
+
+    plan = planned()
+    chosen = [plan.best]
+    chosen += [next(one for one in planned(ranks).choices if one.layout.schedule == name) for name in SCHEDULES]
+    for stages in sorted({1, ranks // 2}):
+        chosen.append(next(one for one in planned(stages).choices if one.layout.schedule != "2bw"))
+    distinct = {choice.layout: choice for choice in chosen}
+    return measured(plan, list(distinct.values()), rounds=ROUNDS)
 
 
 def report(plan: Plan) -> list[str]:

@@ -53,6 +53,15 @@ def test_a_synchronous_schedule_can_go_on(case: Case) -> None:
     assert differences == ["skipped updates"], "which are kept of delayed updates only"
 
 
+def test_a_delay_can_begin_later() -> None:
+    """What the last batch before it has left in Megatron's gradient buffers is not part of the next one."""
+    case = replace(CASES[0], schedule="1f1b-flush")
+    go_on = partial(custom_loop.main, then="2bw")
+    found = merge(collect(go_on, case, case.ranks), case.stages, case.microbatches)
+    expected = oracle(replace(case, schedule="2bw", synchronous=case.batches // 2), delay=1)
+    assert differing(found, expected, norms=False) == []
+
+
 def test_what_does_not_work_is_refused() -> None:
     answers = collect(custom_loop.refused, CASES[0], CASES[0].ranks)[0]
     expected = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -46,3 +47,20 @@ def test_who_had_to_wait_for_a_processor_does_not_count(
     ended = launch(run, Case(schedule=None, stages=RANKS), RANKS, tmp_path)
     assert ended.exit_codes == [0] * RANKS, ended.tails()
     assert {float(output.split("found ")[1].split()[0]) for output in ended.outputs} == {expected_s}
+
+
+def _confined(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Both ranks may run on the same processor only."""
+    set_environment(rank, case.ranks, port)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from megatron_2bw.mcore import timing
+
+    dist.init_process_group("gloo")
+    print(f"found {timing.processors()}")
+    dist.destroy_process_group()
+
+
+def test_only_processors_that_ranks_may_run_on_count(tmp_path: Path) -> None:
+    ended = launch(_confined, Case(schedule=None, stages=RANKS), RANKS, tmp_path)
+    assert ended.exit_codes == [0] * RANKS, ended.tails()
+    assert [output.split("found ")[1].split()[0] for output in ended.outputs] == ["1"] * RANKS

@@ -95,9 +95,11 @@ def test_backward_after_an_update_uses_the_version_of_its_forward():
 
 
 def test_captured_gradients_mirror_shape_and_place():
-    buffer = torch.arange(6.0)
+    buffer = torch.ones(6)
     first, second = buffer[:2], buffer[2:].view(2, 2)
     captured = CapturedGradients(whole_regions([buffer]))
+    assert buffer.tolist() == [0.0] * 6, "of a batch before"
+    buffer.copy_(torch.arange(6.0))
     captured.capture()
     assert buffer.tolist() == [0.0] * 6
     assert captured.view_of(first).tolist() == [0.0, 1.0]
