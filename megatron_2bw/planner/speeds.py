@@ -129,7 +129,7 @@ def error_bar(
     """What nine of ten measured batches keep to; ``scripts/bench/planner_accuracy.py`` counts them."""
     family = _family(cluster.gpu)
     if cluster.profile is not None:
-        return ErrorBar(0.20, "assumed: two CPU cores were off by 13% at most; --verify-top measures this machine")
+        return ErrorBar(0.20, "ten of twelve layouts on two CPU cores; --verify-top measures this machine")
     if model.multi_latent_attention or model.moe_shared_expert_intermediate_size or model.mtp_num_layers:
         return ErrorBar(
             0.50,
