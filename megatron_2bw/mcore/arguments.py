@@ -14,13 +14,12 @@ from typing import Any
 from megatron_2bw.mcore import cpu_backend
 from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.placement import place
-from megatron_2bw.mcore.rows import MEGATRON, MIRRORED, TWO_BW
 from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.feasible import checked, enough_microbatches
-from megatron_2bw.schedule.registry import ALIASES, SCHEDULES, canonical_name
+from megatron_2bw.schedule.registry import ALIASES, MEGATRON, MIRRORED, SCHEDULES, TWO_BW, canonical_name
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
 

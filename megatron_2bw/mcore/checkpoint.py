@@ -24,9 +24,8 @@ from megatron.training.utils import print_rank_0
 
 from megatron_2bw.mcore.checkpoint_folders import finish_all_replacements
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
-from megatron_2bw.mcore.rows import TWO_BW
 from megatron_2bw.runtime.weights import WeightVersions
-from megatron_2bw.schedule.registry import build, canonical_name
+from megatron_2bw.schedule.registry import TWO_BW, build, canonical_name
 
 ENTRY = "megatron_2bw"
 """Key of our entry in Megatron's state dict, and first part of our keys in a torch_dist checkpoint."""

@@ -21,7 +21,6 @@ from megatron_2bw.mcore.mirrored_stage import MirroredStage
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
-from megatron_2bw.mcore.rows import DELAYED, MIRRORED, TWO_BW
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
 from megatron_2bw.runtime.corrections import Correction
 from megatron_2bw.runtime.errors import place_of, waiting_in
@@ -31,7 +30,7 @@ from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.registry import PER_MICROBATCH, build, canonical_name
+from megatron_2bw.schedule.registry import DELAYED, MIRRORED, PER_MICROBATCH, TWO_BW, build, canonical_name
 from megatron_2bw.schedule.validate import validate
 
 WITHOUT_DELAY = "1f1b-flush"

@@ -19,13 +19,10 @@ from megatron_2bw.mcore.conditions import (
     sums_experts_over_wrong_ranks,
 )
 from megatron_2bw.mcore.rows import (
-    DELAYED,
     FLUSHED,
-    MIRRORED,
     OURS,
     PIPEDREAM,
     STOCK,
-    TWO_BW,
     USE_FLUSH,
     USE_MEGATRON,
     VIRTUAL,
@@ -35,6 +32,7 @@ from megatron_2bw.mcore.rows import (
     sums_in_bf16,
     words,
 )
+from megatron_2bw.schedule.registry import DELAYED, MIRRORED, TWO_BW
 
 _SHARDED_WEIGHTS = "--tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards"
 _QUANTIZED = "--fp8-format / --fp4-format / --te-precision-config-file / --kitchen-config-file"

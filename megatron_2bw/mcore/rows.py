@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_2bw.schedule.registry import MEGATRON, MIRRORED, TWO_BW
+from megatron_2bw.schedule.registry import DELAYED, MEGATRON, MIRRORED
 
 PIPEDREAM = frozenset({"pipedream"})
-DELAYED = TWO_BW | PIPEDREAM
 FLUSHED = frozenset({"1f1b-flush", "gpipe", "inter-layer"}) | MIRRORED
 OURS = DELAYED | FLUSHED
 STOCK = frozenset({MEGATRON})

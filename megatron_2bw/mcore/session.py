@@ -20,11 +20,11 @@ from megatron_2bw.mcore.exits import ExitRequests
 from megatron_2bw.mcore.monitor import PipelineMonitor
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.pipeline import Pipeline
-from megatron_2bw.mcore.rows import MIRRORED
 from megatron_2bw.mcore.stage import Call
 from megatron_2bw.mcore.trace import write_trace
 from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.runtime.recorder import Recorder
+from megatron_2bw.schedule.registry import MIRRORED
 
 _KEPT, _KEPT_FOR_TRACE = 20_000, 200_000
 """Actions, the newest ones."""

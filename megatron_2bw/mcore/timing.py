@@ -47,7 +47,7 @@ def processors() -> int:
     return len(set().union(*allowed))
 
 
-def repeated(once: Callable[[], tuple[Took, ...]], *, waits: bool = False) -> tuple[float, ...]:
+def repeated(once: Callable[[], tuple[Took, ...]], *, waits: bool) -> tuple[float, ...]:
     """Mean seconds of what ``once`` times, over repetitions and ranks.
 
     All ranks repeat it equally often, and those of other pipelines do not wait for each other. Where ranks share

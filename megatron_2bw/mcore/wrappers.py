@@ -43,8 +43,8 @@ def build_model(original: Any, *args: Any, **keywords: Any) -> Any:
     from megatron.training import get_args
 
     from megatron_2bw.mcore import mirror
-    from megatron_2bw.mcore.rows import MIRRORED
     from megatron_2bw.mcore.session import Session
+    from megatron_2bw.schedule.registry import MIRRORED
 
     chunks = original(*args, **keywords)
     again = inspect.signature(original).bind(*args, **keywords)

@@ -14,7 +14,7 @@ from megatron_2bw.planner.periods import Pipeline
 from megatron_2bw.planner.programs import programs_of, shortened
 from megatron_2bw.schedule.action import COMPUTE
 from megatron_2bw.schedule.program import GradientCopy
-from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.registry import DELAYED, MIRRORED
 
 if TYPE_CHECKING:
     from megatron_2bw.schedule.program import Schedule
@@ -49,7 +49,7 @@ def _turns_s(layout: Layout, pipeline: Pipeline, share: float, most_running: int
     the end of a batch only one stage of each replica has something left: no more processors than that can wait.
     """
     processors = share * layout.pipeline * layout.data
-    if layout.schedule in ("2bw", "pipedream") or layout.data * most_running <= processors:
+    if layout.schedule in DELAYED or layout.data * most_running <= processors:
         return 0.0
     ending = max(1.0, min(processors, layout.data))
     return (1 - 1 / ending) * share * pipeline.first.backward_s / layout.chunks
@@ -57,7 +57,7 @@ def _turns_s(layout: Layout, pipeline: Pipeline, share: float, most_running: int
 
 def _running(layout: Layout, stages: int, steps: int) -> list[int]:
     """How many of the ranks run, from step to step."""
-    if layout.schedule in ("2bw", "pipedream"):
+    if layout.schedule in DELAYED:
         return [stages] * steps
     if layout.schedule == "inter-layer":
         return [1] * (steps * stages)

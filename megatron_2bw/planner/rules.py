@@ -13,10 +13,10 @@ from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_mu
 from megatron_2bw.planner.pipeline_layout import PREDICTION, has_an_empty_stage, predicts_early, stages_of
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import most_layers, spread
-from megatron_2bw.schedule.registry import MEGATRON, MIRRORED, TWO_BW
+from megatron_2bw.schedule.registry import DELAYED, MEGATRON, MIRRORED, TWO_BW
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
-_CACHES_NO_FP8 = TWO_BW | MIRRORED | {"pipedream"}
+_CACHES_NO_FP8 = DELAYED | MIRRORED
 _BY_PROGRAMS = MIRRORED | {"pipedream"}
 """Schedules that take only some numbers of microbatches."""
 

@@ -47,8 +47,7 @@ def test_a_mirrored_stage_of_its_own() -> None:
 def test_a_synchronous_schedule_can_go_on(case: Case) -> None:
     """With Megatron's optimizer, as it was before, and no token of an expert counted yet."""
     case = replace(case, schedule="2bw")
-    go_on = partial(custom_loop.main, then="1f1b-flush")
-    found = merge(collect(go_on, case, case.ranks), case.stages, case.microbatches)
+    found = looped(case, then="1f1b-flush")
     differences = differing(found, oracle(case, delay=1, delayed_batches=case.batches // 2), norms=False)
     assert differences == ["skipped updates"], "which are kept of delayed updates only"
 
@@ -56,8 +55,7 @@ def test_a_synchronous_schedule_can_go_on(case: Case) -> None:
 def test_a_delay_can_begin_later() -> None:
     """What the last batch before it has left in Megatron's gradient buffers is not part of the next one."""
     case = replace(CASES[0], schedule="1f1b-flush")
-    go_on = partial(custom_loop.main, then="2bw")
-    found = merge(collect(go_on, case, case.ranks), case.stages, case.microbatches)
+    found = looped(case, then="2bw")
     expected = oracle(replace(case, schedule="2bw", synchronous=case.batches // 2), delay=1)
     assert differing(found, expected, norms=False) == []
 
@@ -89,5 +87,6 @@ def test_what_does_not_work_is_refused() -> None:
     assert answers[-1] == "chimera needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
 
 
-def looped(case: Case) -> object:
-    return merge(collect(custom_loop.main, case, case.ranks), case.stages, case.microbatches)
+def looped(case: Case, then: str | None = None) -> object:
+    """What ``case`` computes; the second half of its batches by the schedule ``then``."""
+    return merge(collect(partial(custom_loop.main, then=then), case, case.ranks), case.stages, case.microbatches)
