@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_2bw.cli import main
 from megatron_2bw.mcore.arguments import add_arguments
-from megatron_2bw.mcore.support import table
+from megatron_2bw.planner.flag_table.table import table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_2bw.mcore.conditions import leads_too_far, sums_experts_over_wrong_ranks
-from megatron_2bw.mcore.refused import REFUSED
 from megatron_2bw.planner.argument_flags import NEGATED, flag_of
+from megatron_2bw.planner.flag_table.conditions import leads_too_far, sums_experts_over_wrong_ranks
+from megatron_2bw.planner.flag_table.refused import REFUSED
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.options import Options
 

@@ -159,7 +159,7 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
 
 
 def schedule_problem(layout: Layout) -> Problem | None:
-    """Why the schedule cannot run with products in 8 bits, or at this depth: see ``mcore.refused``."""
+    """Why the schedule cannot run with products in 8 bits, or at this depth: see ``planner.flag_table.refused``."""
     ours = layout.schedule != MEGATRON
     if layout.fp8 is not Fp8.NONE and layout.schedule in _CACHES_NO_FP8:
         return Problem(
@@ -226,7 +226,7 @@ def overlap_problem(layout: Layout) -> Problem | None:
 
 
 def model_problem(model: Model, layout: Layout) -> Problem | None:
-    """Why the schedule cannot train this model like that: see ``mcore.refused``."""
+    """Why the schedule cannot train this model like that: see ``planner.flag_table.refused``."""
     if refused := fp8_size_problem(model, layout):
         return refused
     if layout.schedule in MIRRORED and model.num_experts:
@@ -280,7 +280,7 @@ def stage_problem(model: Model, layout: Layout) -> Problem | None:
 
 
 def _free_problem(layout: Layout) -> Problem | None:
-    """Why the schedule cannot run with stages like that: see ``mcore.refused``."""
+    """Why the schedule cannot run with stages like that: see ``planner.flag_table.refused``."""
     if layout.schedule == MEGATRON:
         return None
     stages = stages_of(layout.pipeline_layout)

@@ -88,7 +88,7 @@ def _order(draw: random.Random, stages: int) -> tuple[tuple[str, ...], dict[str,
 
 
 def _optimizer(draw: random.Random, *, may_shard_layers: bool) -> dict[str, object]:
-    """Optimizer, precision and correction that go together; see ``mcore.refused``."""
+    """Optimizer, precision and correction that go together; see ``planner.flag_table.refused``."""
     optimizer = draw.choice(["adam", "adam", "adam", "muon", "lion", "sgd"])
     of_layers = optimizer in ("muon", "lion")
     precision = draw.choice(["fp32", "bf16", "bf16"] if of_layers else ["fp32", "bf16", "bf16", "fp16"])

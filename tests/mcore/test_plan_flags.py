@@ -170,7 +170,7 @@ def planned(model: Model, space: Space) -> set[Layout]:
 
 
 def refused_on_this_megatron(layout: Layout) -> bool:
-    """By us, as a plan says; see ``mcore.refused``."""
+    """By us, as a plan says; see ``planner.flag_table.refused``."""
     return needs_megatron_0_19(layout) and megatron_version().startswith("0.18.")
 
 

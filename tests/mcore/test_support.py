@@ -7,11 +7,10 @@ from copy import copy
 
 import pytest
 
-from megatron_2bw.mcore import conditions
 from megatron_2bw.mcore.arguments import ArgumentError, _exit, _map, _refuse, add_arguments
-from megatron_2bw.mcore.rows import STOCK
-from megatron_2bw.mcore.support import MAPPED, OURS, REFUSED, SLOWED
 from megatron_2bw.mcore.symbols import megatron_version
+from megatron_2bw.planner.flag_table.rows import STOCK
+from megatron_2bw.planner.flag_table.table import MAPPED, OURS, REFUSED, SLOWED
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.refusals import BY_FLAGS, DEFAULTS, refusal
@@ -250,7 +249,7 @@ def test_refused_with_flag_reason_and_remedy(
     defaults: argparse.Namespace, row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if row.flag == OLD_EXPERTS:
-        monkeypatch.setattr(conditions, "megatron_version", lambda: "0.18.2")
+        monkeypatch.setattr("megatron.core.package_info.__version__", "0.18.2")
     for settings in SETTINGS[row.flag]:
         for schedule in OURS | STOCK:
             args = _with(defaults, schedule, settings)
@@ -294,7 +293,7 @@ def test_experts_are_refused_only_where_megatron_fails(
     defaults: argparse.Namespace, kept: dict[str, object], version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (settings,) = SETTINGS[OLD_EXPERTS]
-    monkeypatch.setattr(conditions, "megatron_version", lambda: version)
+    monkeypatch.setattr("megatron.core.package_info.__version__", version)
     _refuse(_with(defaults, "2bw", settings | kept), "2bw")
 
 

@@ -1,4 +1,4 @@
-"""Who imports whom: schedules need no torch, the runtime no Megatron."""
+"""Who imports whom: schedules and the planner need no torch, the runtime no Megatron; no layer one above it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[2] / "megatron_2bw"
 
 
 def modules_of(folder: str) -> list[str]:
-    return sorted(f"megatron_2bw.{folder}.{file.stem}" for file in (PACKAGE / folder).glob("[!_]*.py"))
+    files = (file.relative_to(PACKAGE.parent).with_suffix("") for file in (PACKAGE / folder).rglob("[!_]*.py"))
+    return sorted(".".join(file.parts) for file in files)
 
 
 def loaded_by(modules: list[str], unwanted: tuple[str, ...]) -> list[str]:
@@ -22,12 +23,14 @@ def loaded_by(modules: list[str], unwanted: tuple[str, ...]) -> list[str]:
     return result.stdout.split()
 
 
+OUTSIDE = ("torch", "numpy", "megatron")
+RUNTIME, PLANNER, ADAPTER = (f"megatron_2bw.{folder}" for folder in ("runtime", "planner", "mcore"))
 LAYERS = {
-    "schedule": (modules_of("schedule"), ("torch", "numpy", "megatron")),
-    "planner": (modules_of("planner"), ("torch", "numpy", "megatron")),
-    "cli": (["megatron_2bw.cli"], ("torch", "numpy", "megatron")),
-    "package": (["megatron_2bw"], ("torch", "numpy", "megatron")),
-    "runtime": (modules_of("runtime"), ("megatron",)),
+    "schedule": (modules_of("schedule"), (*OUTSIDE, RUNTIME, PLANNER, ADAPTER)),
+    "planner": (modules_of("planner"), (*OUTSIDE, RUNTIME, ADAPTER)),
+    "runtime": (modules_of("runtime"), ("megatron", PLANNER, ADAPTER)),
+    "cli": (["megatron_2bw.cli"], (*OUTSIDE, ADAPTER)),
+    "package": (["megatron_2bw"], OUTSIDE),
 }
 
 

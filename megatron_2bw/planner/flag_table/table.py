@@ -8,8 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_2bw.mcore.refused import REFUSED
-from megatron_2bw.mcore.rows import OURS, PIPEDREAM, Mapped, Slowed, above, attribute, given, set_to, sums_in_bf16
+from megatron_2bw.planner.flag_table.refused import REFUSED
+from megatron_2bw.planner.flag_table.rows import (
+    OURS,
+    PIPEDREAM,
+    Mapped,
+    Slowed,
+    above,
+    attribute,
+    given,
+    set_to,
+    sums_in_bf16,
+)
 from megatron_2bw.schedule.registry import DELAYED, MIRRORED, TWO_BW
 
 __all__ = ["MAPPED", "OURS", "REFUSED", "SLOWED", "table"]

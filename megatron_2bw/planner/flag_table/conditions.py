@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_2bw.mcore.rows import above, given, sums_in_bf16
-from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flag_table.rows import above, given, sums_in_bf16
 from megatron_2bw.planner.pipeline_layout import (
     EMBEDDING,
     LAYER,
@@ -59,9 +58,11 @@ def gathers_weights_one_by_one(args: Any) -> bool:
 
 def sums_experts_over_wrong_ranks(args: Any) -> bool:
     """Megatron 0.18 takes such experts for weights that the tensor-parallel ranks split like all others."""
+    from megatron.core.package_info import __version__  # The rest of the table needs no Megatron.
+
     split = getattr(args, "expert_tensor_parallel_size", None)
     is_split_apart = args.num_experts and split not in (None, args.tensor_model_parallel_size)
-    return bool(is_split_apart) and args.expert_model_parallel_size == 1 and megatron_version().startswith("0.18.")
+    return bool(is_split_apart) and args.expert_model_parallel_size == 1 and __version__.startswith("0.18.")
 
 
 def leaves_copies_of_experts_apart(args: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from megatron_2bw.mcore.conditions import (
+from megatron_2bw.planner.flag_table.conditions import (
     attends_sparsely,
     gathers_weights_one_by_one,
     is_sharded_by_layers,
@@ -18,7 +18,7 @@ from megatron_2bw.mcore.conditions import (
     shards_weights,
     sums_experts_over_wrong_ranks,
 )
-from megatron_2bw.mcore.rows import (
+from megatron_2bw.planner.flag_table.rows import (
     FLUSHED,
     OURS,
     PIPEDREAM,
