@@ -11,16 +11,12 @@ from textwrap import shorten
 from megatron_2bw.planner.bash.scope import is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import Configuration
+from megatron_2bw.planner.flags import SWITCHES, Configuration
 from megatron_2bw.planner.model import Kind
-from megatron_2bw.planner.model_flags import MODEL_SWITCHES
 
 _TELLING = frozenset({"--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length", "--num-attention-heads"})
 """Flags that a training command has."""
-_SWITCHES = MODEL_SWITCHES | set(
-    "--bf16 --fp16 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    "--recompute-activations --use-flash-attn --accumulate-allreduce-grads-in-fp32 --use-mcore-models".split()
-)
+_SWITCHES = SWITCHES | {"--use-mcore-models"}
 """Flags without a value."""
 _LISTS = {f"--{part}data-path" for part in ("", "train-", "valid-", "test-")}
 """Flags with any number of values."""

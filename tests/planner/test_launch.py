@@ -159,6 +159,10 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
         (f"{TRAINING} --micro-batch-size 2", "--vocab-size is missing"),
         (f"A='{TRAINING}'; srun sh -c '$A'", "give another file, or export the variables that the quoted command uses"),
         (f"{TRAINING} --bf16 $(cat flags) --vocab-size 9", "$(cat flags) may hold flags that only running it would"),
+        (
+            f"{TRAINING} --grad-reduce-in-bf16 $(cat flags)",
+            "$(cat flags) may hold flags that only running it would tell",
+        ),
         (f"{TRAINING} --bf16 $(cat {'flags ' * 99}) --vocab-size 9", "flags [...] may hold flags that only running it"),
         (f'A="{TRAINING} --vocab-size 9 --micro-batch-size $MBS"; eval $A', "--micro-batch-size $MBS: nothing sets it"),
         (
