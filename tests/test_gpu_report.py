@@ -10,13 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
-
 import gpu_report
 import planner_gpu
+import pytest
 import schedules
 
 from megatron_2bw.planner.layout import Layout

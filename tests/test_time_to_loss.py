@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 import math
 import operator
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import delayed_training
 import downstream
@@ -20,7 +14,9 @@ import language_models
 import loss_report
 import loss_trials
 import microbatches
+import pytest
 import time_to_loss
+import torch
 from delayed_training import Result, Trial, rate, train
 from language_models import BERT, Size, Transformer, batches, texts
 from loss_trials import ARMS, CHOOSING, LONGER, MORE_SEEDS, SEEDS, Arm, Trials

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
-
 import time_to_loss_ranks as ranks
+import torch
 from time_to_loss_ranks import ARMS, RATES, SEEDS, TUNED_AS, Job, Jobs, Trained
 
 LOG = """

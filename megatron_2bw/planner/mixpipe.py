@@ -19,6 +19,7 @@ from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.memory import CONTEXT_BYTES, FRAGMENTED_SHARE
 from megatron_2bw.planner.model import Model
+from megatron_2bw.schedule.mixpipe import claimed_span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,49 +52,19 @@ def choices(depth: int) -> Iterator[tuple[int, int]]:
     return ((injected, extra) for injected in range(2, depth + 1, 2) for extra in range((depth - injected) // 2 + 1))
 
 
-def bubbles(depth: int, injected: int, extra: int) -> Fraction:
-    """N_bubbles as published, in times of a stage; K = D is Chimera.
-
-    >>> [str(4 + bubbles(4, *choice)) for choice in choices(4)]
-    ['22/3', '19/3', '16/3']
-    """
-    return Fraction(5 * depth - 3 * injected - 4, 3) - extra
-
-
 def steps(depth: int, injected: int, extra: int) -> Fraction:
-    """Times of a stage per batch: ``D + N_bubbles``, but no less than ``D(D+1)/(2(K+Gamma))``.
+    """Times of a stage per batch: ``D + N_bubbles``, but no less than ``D(D+1)/(2(K+Gamma))``; K = D is Chimera.
 
     Where D is large and K small, the published number is below what K+Gamma activations in flight allow: on each
     GPU the D activations of a batch live ``(D+1)/2`` times on average, K+Gamma of them at once.
 
-    >>> steps(10, 2, 0), 10 + bubbles(10, 2, 0)
+    >>> [str(steps(4, *choice)) for choice in choices(4)]
+    ['22/3', '19/3', '16/3']
+    >>> steps(10, 2, 0), Fraction(claimed_span(10, 2, 0), 3)
     (Fraction(55, 2), Fraction(70, 3))
     """
-    return max(depth + bubbles(depth, injected, extra), Fraction(depth * (depth + 1), 2 * (injected + extra)))
-
-
-def steps_of(schedule: str, depth: int, microbatches: int) -> Fraction:
-    """Times of a stage per batch for what MixPipe is compared with, a backward taking two forwards.
-
-    ``N+D-1`` for ``gpipe`` and ``1f1b-flush`` (DAPPLE), ``(N(2D+1) + D-1)/3`` for ``gems``, ``(5D-4)/3`` for
-    ``chimera``, which has N = D.
-
-    >>> [str(steps_of(schedule, 4, 4)) for schedule in ("gpipe", "1f1b-flush", "gems", "chimera")]
-    ['7', '7', '13', '16/3']
-
-    Raises:
-        PlanError: an unknown schedule, or Chimera with N other than an even D.
-    """
-    if schedule in ("gpipe", "1f1b-flush"):
-        return Fraction(microbatches + depth - 1)
-    if schedule == "gems":
-        return Fraction(microbatches * (2 * depth + 1) + depth - 1, 3)
-    if schedule != "chimera":
-        raise PlanError(f"schedule {schedule!r}: choose one of gpipe, 1f1b-flush, gems, chimera")
-    _check_even(depth)
-    if microbatches != depth:
-        raise PlanError(f"microbatches {microbatches}: chimera is defined for as many as its depth; use {depth}")
-    return steps(depth, depth, 0)
+    published = Fraction(claimed_span(depth, injected, extra), 3)
+    return max(published, Fraction(depth * (depth + 1), 2 * (injected + extra)))
 
 
 def memory_bytes(blocks: Blocks, *, depth: int, microbatch: int, in_flight: int) -> float:

@@ -12,13 +12,13 @@ has no flushes, embeddings, logits, uneven stages, tensor parallelism or optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_2bw.planner.blocks import Blocks, compute_s, estimate, reduce_s, transfer_s
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.table import GIB
 
 VERSIONS = {"inter-layer": 1, "gpipe": 1, "1f1b-flush": 1, "2bw": 2}
@@ -167,7 +167,7 @@ def _search(
     per_microbatch = width * (depth if schedule == "2bw" else 1)
     if global_batch % per_microbatch:
         return None
-    for microbatch in _divisors_downwards(global_batch // per_microbatch):
+    for microbatch in reversed(divisors(global_batch // per_microbatch)):
         shape = {
             "schedule": schedule,
             "depth": depth,
@@ -176,20 +176,10 @@ def _search(
             "recompute": recompute,
         }
         needed_bytes = memory_bytes(blocks, **shape)
-        if needed_bytes <= _capacity_bytes(cluster):
+        if needed_bytes <= cluster.memory_bytes:
             speed = samples_per_s(blocks, cluster, width=width, **shape)
             return Plan(width=width, samples_per_s=speed, memory_bytes=needed_bytes, **shape)
     return None
-
-
-def _divisors_downwards(number: int) -> Iterator[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    yield from (number // n for n in small)
-    yield from (n for n in reversed(small) if n * n != number)
-
-
-def _capacity_bytes(cluster: Cluster) -> float:
-    return cluster.gpu.memory_gb * GIB
 
 
 def _nothing_fits(
@@ -203,17 +193,13 @@ def _nothing_fits(
         for depth in range(1, cluster.gpus + 1)
         if blocks.count % depth == 0
     }
-    fitting = [depth for depth, needed_bytes in needs.items() if needed_bytes <= _capacity_bytes(cluster)]
+    fitting = [depth for depth, needed_bytes in needs.items() if needed_bytes <= cluster.memory_bytes]
     if fitting:
-        nearest = max(1, round(global_batch / fitting[0])) * fitting[0]
-        return f"global_batch {global_batch} is no multiple of a depth that fits ({_listed(fitting)}): use {nearest}"
+        listed, nearest = ", ".join(map(str, fitting)), max(1, round(global_batch / fitting[0])) * fitting[0]
+        return f"global_batch {global_batch} is no multiple of a depth that fits ({listed}): use {nearest}"
     depth = min(needs, key=lambda d: needs[d])
     return (
         f"model {model.name or 'as given'} does not fit on {cluster.gpus} x {cluster.gpu.name} "
         f"({cluster.gpu.memory_gb:g} GiB each): depth {depth} with a microbatch of 1 needs the least, "
         f"{needs[depth] / GIB:.1f} GiB; use more GPUs, larger ones, or a smaller model"
     )
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 pytest.importorskip("emerging_optimizers", reason="needs emerging_optimizers, whose Muon the loop can train with")
 

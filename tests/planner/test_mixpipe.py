@@ -7,13 +7,14 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
+from paper_figures import BERT_48, GPT_72, mixpipe_speedups, steps_of
 
 from megatron_2bw.planner import mixpipe
 from megatron_2bw.planner.blocks import Blocks, compute_s, estimate
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.paper_figures import BERT_48, GPT_72, gpt, mixpipe_speedups
+from megatron_2bw.schedule.mixpipe import claimed_span
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import Durations, simulate
 
@@ -44,13 +45,12 @@ TOY = Blocks(
 def test_spans(depth: int, injected: int, extra: int, span: int):
     """Of schedules found by simulation with F = 1 and B = 2; (D, 0) is Chimera."""
     assert 3 * mixpipe.steps(depth, injected, extra) == span
-    assert 3 * (depth + mixpipe.bubbles(depth, injected, extra)) == span
 
 
 @pytest.mark.parametrize(("depth", "published", "least"), [(8, 54, 54), (10, 70, Fraction(165, 2)), (12, 86, 117)])
 def test_spans_that_memory_rules_out(depth: int, published: int, least: Fraction):
     """With 2 activations in flight; (F+B)*D*(D+1)/(2*(K+Gamma))."""
-    assert 3 * (depth + mixpipe.bubbles(depth, 2, 0)) == published
+    assert claimed_span(depth, 2, 0) == published
     assert 3 * mixpipe.steps(depth, 2, 0) == least
 
 
@@ -60,7 +60,7 @@ def test_steps_of_schedules_that_can_be_simulated(schedule: str):
         for microbatches in range(1, 9):
             built = build(schedule, stages=depth, microbatches=microbatches)
             span_s = simulate(built, Durations(forward_s=1, backward_s=2), 1).makespan_s
-            assert 3 * mixpipe.steps_of(schedule, depth, microbatches) == span_s
+            assert 3 * steps_of(schedule, depth, microbatches) == span_s
 
 
 def test_steps_of_gems():
@@ -72,15 +72,15 @@ def test_steps_of_gems():
                 ranks, end = list(range(depth)) if microbatch % 2 == 0 else list(range(depth))[::-1], 0
                 for rank, duration in [(rank, 1) for rank in ranks] + [(rank, 2) for rank in reversed(ranks)]:
                     end = free[rank] = max(end, free[rank]) + duration
-            assert 3 * mixpipe.steps_of("gems", depth, microbatches) == end
+            assert 3 * steps_of("gems", depth, microbatches) == end
 
 
 def test_bubble_ratios_of_the_others():
     """GEMS tends to (D-1)/(D+1/2); Chimera is (D-2)/(3D/2+D-2) for a backward of two forwards."""
     for depth in range(2, 13, 2):
-        idle = 1 - Fraction(10**9) / mixpipe.steps_of("gems", depth, 10**9)
+        idle = 1 - Fraction(10**9) / steps_of("gems", depth, 10**9)
         assert float(idle) == pytest.approx((depth - 1) / (depth + 0.5))
-        chimera = mixpipe.steps_of("chimera", depth, depth)
+        chimera = steps_of("chimera", depth, depth)
         assert 1 - depth / chimera == Fraction(depth - 2) / (Fraction(3, 2) * depth + depth - 2)
 
 
@@ -134,7 +134,11 @@ def test_the_search_is_exhaustive(microbatch: int):
         (BERT_48, 0, "global_batch 0 is no multiple of 32 GPUs: use 32"),
         (BERT_48, 32 * 999, "does not fit on 32 x v100-32gb with microbatches of 999: use global_batch"),
         (dataclasses.replace(BERT_48, num_layers=47), 32, "has 47 blocks: no even depth divides them and 32 GPUs"),
-        (gpt(48, 16384, 64, "wide"), 32, "model wide does not fit .* use more GPUs, or larger ones"),
+        (
+            dataclasses.replace(GPT_72, hidden_size=16384, num_attention_heads=64, name="wide"),
+            32,
+            "model wide does not fit .* use more GPUs, or larger ones",
+        ),
     ],
 )
 def test_what_cannot_be_planned(model: Model, batch: int, message: str):
@@ -155,9 +159,9 @@ def test_what_has_no_meaning():
     with pytest.raises(PlanError, match="depth 3: bidirectional pipelines need an even one; use 4"):
         mixpipe.choices(3)
     with pytest.raises(PlanError, match="microbatches 8: chimera is defined for as many as its depth; use 4"):
-        mixpipe.steps_of("chimera", 4, 8)
+        steps_of("chimera", 4, 8)
     with pytest.raises(PlanError, match="choose one of gpipe, 1f1b-flush, gems, chimera"):
-        mixpipe.steps_of("2bw", 4, 4)
+        steps_of("2bw", 4, 4)
 
 
 # What the paper decides and reports, and which of it the formulas give.
@@ -203,7 +207,7 @@ def test_speedups():
 def test_a_speedup_by_hand():
     """Over Chimera with recompute at equal microbatches: 4/3 * 16/19."""
     blocks = estimate(BERT_48, SERVERS.gpu)
-    chimera_s = float(mixpipe.steps_of("chimera", 4, 4)) * compute_s(blocks, depth=4, microbatch=16, recompute=True)
+    chimera_s = float(steps_of("chimera", 4, 4)) * compute_s(blocks, depth=4, microbatch=16, recompute=True)
     own_s = float(mixpipe.steps(4, 2, 1)) * compute_s(blocks, depth=4, microbatch=16)
     assert chimera_s / own_s == pytest.approx(4 / 3 * 16 / 19)
     predicted = next(row for row in mixpipe_speedups().rows if row[:4] == ("Bert-48", 2, 1, "chimera"))[6]

@@ -6,6 +6,7 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
+from paper_figures import GPT_1_3B, GPT_2_2B, GPT_3_8B, servers
 
 from megatron_2bw.planner import paper
 from megatron_2bw.planner.blocks import (
@@ -20,9 +21,10 @@ from megatron_2bw.planner.blocks import (
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.paper_figures import GPT_1_3B, GPT_2_2B, GPT_3_8B, gpt, servers
+from megatron_2bw.planner.models import MODELS
 
 GIB = 2**30
+WIDE = Model(num_layers=8, hidden_size=8192, num_attention_heads=64, seq_length=512, vocab_size=50257, name="wide")
 TOY = Blocks(
     count=12,
     state_bytes=1200,
@@ -124,7 +126,7 @@ def test_estimates_are_those_of_the_literature():
 
 
 def test_only_chosen_experts_compute():
-    dense = gpt(4, 1024, 16, "")
+    dense = dataclasses.replace(MODELS["gpt-355m"], num_layers=4)
     mixture = dataclasses.replace(dense, num_experts=8, moe_router_topk=2)
     gpu = CLUSTERS["p3.16xlarge"].gpu
     extra_s = estimate(mixture, gpu).sample_s - estimate(dense, gpu).sample_s
@@ -160,7 +162,7 @@ def every_configuration(model: Model, cluster: object, batch: int) -> list[tuple
 @pytest.mark.parametrize("batch", [24, 32])
 def test_the_search_is_exhaustive(batch: int, recompute: bool | None):
     """Per (w, d) the fastest of the executions, each with its largest microbatch."""
-    model, cluster = gpt(24, 1024, 16, "GPT 355M"), dataclasses.replace(servers(2), gpus_per_node=6)
+    model, cluster = MODELS["gpt-355m"], dataclasses.replace(servers(2), gpus_per_node=6)
     largest: dict[tuple, tuple] = {}
     for configuration in every_configuration(model, cluster, batch):
         if recompute in (None, configuration[3]):
@@ -199,7 +201,7 @@ def test_a_profile_takes_the_place_of_the_estimate():
         (GPT_2_2B, 0, "global_batch 0: give a whole number of at least 1"),
         (GPT_2_2B, 7, r"global_batch 7 is no multiple of a depth that fits \(8\): use 8"),
         (GPT_2_2B, 15, r"global_batch 15 is no multiple of a depth that fits \(8\): use 16"),
-        (gpt(8, 8192, 64, "wide"), 64, r"model wide does not fit on 8 x v100-16gb \(15.78 GiB each\): depth 8 with a"),
+        (WIDE, 64, r"model wide does not fit on 8 x v100-16gb \(15.78 GiB each\): depth 8 with a"),
     ],
 )
 def test_what_cannot_be_planned(model: Model, batch: int, message: str):

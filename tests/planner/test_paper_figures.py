@@ -9,25 +9,26 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
-from megatron_2bw.planner import paper
-from megatron_2bw.planner.blocks import estimate
-from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.paper_figures import (
+from paper_figures import (
     BERT_2_2B,
     BERT_3_8B,
     GPT_2_2B,
     GPT_3_8B,
     TABLES,
-    gpt,
     largest_model,
     servers,
 )
-from megatron_2bw.planner.paper_speedups import System
+from paper_speedups import System
+
+from megatron_2bw.planner import paper
+from megatron_2bw.planner.blocks import estimate
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.models import MODELS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "paper_figures.py"
 GIB = 2**30
+WIDTH_1024 = MODELS["gpt-355m"]
 
 
 def column(table: str, name: str, **where: object) -> list:
@@ -64,16 +65,17 @@ def test_weights_alone_do_not_decide_like_the_paper():
 
 def test_largest_model():
     """Section 5.5: almost 30 billion on 64 x 16 GB; 2,240 layers of 1,024 are 28.3. Here 2,176: 27.5."""
-    assert largest_model(gpt(1, 1024, 16, ""), servers(8), 64).parameters / 1e9 == pytest.approx(30, rel=0.15)
+    assert largest_model(WIDTH_1024, servers(8), 64).parameters / 1e9 == pytest.approx(30, rel=0.15)
     sizes = column("figure-9", "billions")
     assert all(1.9 < deeper / shallower < 2.1 for shallower, deeper in pairwise(sizes))
+    wide = Model(num_layers=8, hidden_size=16384, num_attention_heads=64, seq_length=512, vocab_size=50257, name="wide")
     with pytest.raises(PlanError, match="a layer per stage needs"):
-        largest_model(gpt(1, 16384, 64, ""), servers(8), 8)
+        largest_model(wide, servers(8), 8)
 
 
 def test_largest_model_is_the_largest():
     for depth in (4, 64):
-        model = largest_model(gpt(1, 1024, 16, ""), servers(8), depth)
+        model = largest_model(WIDTH_1024, servers(8), depth)
         for layers, fits in ((model.num_layers, True), (model.num_layers + depth, False)):
             blocks = estimate(dataclasses.replace(model, num_layers=layers), servers(8).gpu)
             shape = {"schedule": "2bw", "depth": depth, "microbatch": 1, "microbatches": depth, "recompute": True}
@@ -83,7 +85,7 @@ def test_largest_model_is_the_largest():
 def test_recompute_costs_a_third():
     """Section 6 and Appendix B.2: 1.33 times slower at most, at equal microbatches; GPT 1.3B, 8 GPUs, d = 8."""
     pairs = zip(
-        column("figure-12", "recompute", model="GPT 1.3B"), column("figure-12", "none", model="GPT 1.3B"), strict=True
+        column("figure-12", "recompute", model="gpt-1.3b"), column("figure-12", "none", model="gpt-1.3b"), strict=True
     )
     slowdowns = [none / recompute for recompute, none in pairs if none]
     assert len(slowdowns) == 4
@@ -92,7 +94,7 @@ def test_recompute_costs_a_third():
 
 def test_recompute_on_and_off():
     """Appendix B.2: recompute fits larger microbatches. It does not pay for 1.3B; that it does for 2.2B is missed."""
-    for model, pays in (("GPT 1.3B", 0.80), ("GPT 2.2B", 0.98)):
+    for model, pays in (("gpt-1.3b", 0.80), ("gpt-2.2b", 0.98)):
         recompute, none = (column("figure-12", name, model=model) for name in ("recompute", "none"))
         assert [speed is None for speed in recompute] == [False] * 5
         assert none[-1] is None
@@ -193,7 +195,7 @@ def test_what_these_formulas_miss():
     GPipe with GPT 2.2B on 8 GPUs runs out of memory at batch 64; the formula sees 7 of 16 GiB. 2BW is 6.1 times
     faster than inter-layer there; equal stages make it 8. `test_speedups` has both from the default model.
     """
-    assert column("figure-7", "gpipe", model="GPT 2.2B", batch=64)[0] == pytest.approx(7.1, abs=0.1)
+    assert column("figure-7", "gpipe", model="gpt-2.2b", batch=64)[0] == pytest.approx(7.1, abs=0.1)
     blocks = estimate(GPT_2_2B, servers(1).gpu)
     shape = {"width": 1, "depth": 8, "microbatch": 8, "microbatches": 8, "recompute": True}
     two_bw, inter_layer = (
