@@ -14,9 +14,10 @@ from typing import Any
 from megatron_2bw.mcore import cpu_backend
 from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.placement import place
-from megatron_2bw.mcore.support import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.automatic import AUTO
+from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
 from megatron_2bw.runtime.corrections import CORRECTIONS
+from megatron_2bw.schedule.commands.arguments import count, natural
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.feasible import checked, enough_microbatches
 from megatron_2bw.schedule.registry import ALIASES, MEGATRON, MIRRORED, SCHEDULES, TWO_BW, canonical_name
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--pipeline-extra-in-flight",
-        type=_natural,
+        type=natural,
         default=0,
         choices=range(MOST_EXTRA_IN_FLIGHT + 1),
         metavar="N",
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--pipeline-delayed-microbatches",
-        type=_count,
+        type=count,
         default=None,
         metavar="N",
         help="2bw: compute the first N microbatches of a batch with the weights of one update before, the others with "
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--mixpipe-gamma",
-        type=_natural,
+        type=natural,
         default=None,
         metavar="G",
         help="mixpipe: so many more forwards are in flight once backwards have begun.",
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--synchronous-warmup-iters",
-        type=_natural,
+        type=natural,
         default=0,
         metavar="N",
         help="2bw: run the first N iterations of a training as 1f1b-flush does, without a delay, which costs most "
@@ -269,19 +270,7 @@ def _automatic(args: Any) -> str:
 
 
 def _natural_or_auto(text: str) -> int | str:
-    return text if text == AUTO else _natural(text)
-
-
-def _count(text: str) -> int:
-    if _natural(text) == 0:
-        raise argparse.ArgumentTypeError("0 is too few; give 1 or more")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; give 0 or a larger whole number")
-    return int(text)
+    return text if text == AUTO else natural(text)
 
 
 def _positive(text: str) -> float:

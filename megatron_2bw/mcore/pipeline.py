@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_2bw.mcore.moe_metrics import MoEMetrics
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
+from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.corrections import Correction
 from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.executor import Executor
@@ -30,7 +31,15 @@ from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.registry import DELAYED, MIRRORED, PER_MICROBATCH, TWO_BW, build, canonical_name
+from megatron_2bw.schedule.registry import (
+    DELAYED,
+    MIRRORED,
+    PER_MICROBATCH,
+    TWO_BW,
+    build,
+    canonical_name,
+    check_options,
+)
 from megatron_2bw.schedule.validate import validate
 
 WITHOUT_DELAY = "1f1b-flush"
@@ -87,7 +96,8 @@ class Pipeline:
             "k": k,
             "gamma": gamma,
         }
-        _check_keywords(self.schedule_name, mirrored, correction, gradient_buffers, self._options)
+        check_options(self.schedule_name, self._options)
+        _check_keywords(self.schedule_name, mirrored, correction, gradient_buffers)
         self.stages = parallel_state.get_pipeline_model_parallel_world_size()
         self.batch = 0
         """The next one; counted from the start of the run."""
@@ -129,9 +139,11 @@ class Pipeline:
                 check_for_nan=model.ddp_config.check_for_nan_in_grad,
                 correction=correction,
             )
-        self._batch_p2p_sync, self._grad_scale_func = self.config.batch_p2p_sync, self.config.grad_scale_func
         self._undo = contextlib.ExitStack()
         self._undo.callback(end_at_once_on_errors(self.where))
+        if self.is_delayed:
+            self._undo.callback(self.optimizer.release)
+            self._undo.callback(self._put_back_scale, self.config.grad_scale_func)
 
     def drive(self, scheduler: Any) -> Any:
         """Take over Megatron's ``OptimizerParamScheduler``, which must count samples.
@@ -206,13 +218,11 @@ class Pipeline:
     def forget(self) -> None:
         """Give process, config and optimizer back what they had before; waits for nobody."""
         self._undo.close()
-        if self.is_delayed:
-            self.optimizer.release()
-        self.config.batch_p2p_sync = self._batch_p2p_sync
-        if self.is_delayed and self.config.grad_scale_func == self.optimizer.scale_loss:
-            self.config.grad_scale_func = self._grad_scale_func
-        if self._moe_metrics is not None:
-            self._moe_metrics.close()
+
+    def _put_back_scale(self, function: Callable[..., Any] | None) -> None:
+        """The function from before ours, which we or the loop may have set."""
+        if self.config.grad_scale_func == self.optimizer.scale_loss:
+            self.config.grad_scale_func = function
 
     def random_state(self) -> RandomState | None:
         """The random state before the next batch, if forwards of that batch have run; None if it is the present."""
@@ -257,9 +267,11 @@ class Pipeline:
         if not self.is_delayed:
             self._stage = FlushedStage(call, self.schedule_name)
             return
-        self.config.batch_p2p_sync = False  # A transfer of evaluation would wait for every stream of the device.
+        # A transfer of evaluation would wait for every stream of the device.
+        self._undo.callback(replace(self.config, "batch_p2p_sync", False))
         if self.config.num_moe_experts is not None:
             self._moe_metrics = MoEMetrics(self._logs_this_batch)
+            self._undo.callback(self._moe_metrics.close)
         self._stage = DelayedStage(call, self.schedule_name, self.optimizer, self._moe_metrics)
         self.optimizer.scales.know()  # A loop may have loaded it.
         self.batch = self.optimizer.weights.newest  # 1 where a checkpoint brought the version before, too.
@@ -321,15 +333,9 @@ def _check_keywords(
     mirrored: torch.nn.Module | None,
     correction: Correction | None,
     gradient_buffers: int,
-    options: Mapping[str, int | None],
 ) -> None:
-    for keyword, value, reason in (
-        ("correction", correction, "has no delay of one batch to correct"),
-        ("extra_in_flight", options["extra_in_flight"], "keeps a fixed number of activations in flight"),
-        ("delayed_microbatches", options["delayed_microbatches"], "computes all microbatches of a batch alike"),
-    ):
-        if value and schedule not in TWO_BW:
-            raise ValueError(f"{schedule} {reason}: leave {keyword} out, or use 2bw")
+    if correction and schedule not in TWO_BW:
+        raise ValueError(f"{schedule} has no delay of one batch to correct: leave correction out, or use 2bw")
     if (mirrored is None) is (schedule in MIRRORED):
         raise ValueError(
             f"{schedule} needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"

@@ -27,7 +27,7 @@ from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.registry import MIRRORED
 
 _KEPT, _KEPT_FOR_TRACE = 20_000, 200_000
-"""Actions, the newest ones."""
+"""How many of its newest actions a recorder keeps, for the log and for a trace."""
 
 
 class Session:

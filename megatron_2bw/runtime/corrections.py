@@ -128,7 +128,7 @@ class MomentLead(_Lead):
 
     def _share(self, decay: float) -> float:
         """k."""
-        return self.steps_ahead * (1 - decay) / decay if decay else 1.0
+        return self.steps_ahead * (1 - decay) / decay
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Change m(t-1) so that the step makes the corrected average of it."""

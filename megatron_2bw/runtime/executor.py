@@ -12,7 +12,7 @@ from megatron_2bw.runtime.links import Boundary, Links
 from megatron_2bw.runtime.pace import Pace
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action, ActionType
-from megatron_2bw.schedule.leading import LEADING, leading_calls
+from megatron_2bw.schedule.first_calls import FIRST_CALLS, first_calls
 from megatron_2bw.schedule.program import Schedule
 
 
@@ -102,8 +102,8 @@ class Executor:
         """
         if self._lefts is not None:
             lefts = (*self._lefts, left)
-            actions = leading_calls(self.schedule, lefts)[self._rank]
-            self._lefts = lefts if left != 0 and len(lefts) < LEADING else None
+            actions = first_calls(self.schedule, lefts)[self._rank]
+            self._lefts = lefts if left != 0 and len(lefts) < FIRST_CALLS else None
         elif self._filled:
             actions = self._program.call(left)
         else:

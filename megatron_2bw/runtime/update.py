@@ -65,9 +65,10 @@ class PendingUpdate:
         run = self._background.submit if action.reduction is Reduction.NORM else self._background.enqueue
         self._chain[action.reduction] = run(link)
 
-    def reduce_wait(self, action: Action) -> object:
-        """Block until the link is complete and return its result; None for a batch that is done."""
-        return self._background.result(self._chain[action.reduction]) if action.batch == self.batch else None
+    def reduce_wait(self, action: Action) -> None:
+        """Block until the link is complete; at once for a batch that is done."""
+        if action.batch == self.batch:
+            self._background.result(self._chain[action.reduction])
 
     def run_beside(self, function: Callable[[], object]) -> None:
         """Run ``function`` as the norm is, and wait for it; between batches."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
-from megatron_2bw.schedule.leading import leading_calls
+from megatron_2bw.schedule.first_calls import first_calls
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 
@@ -26,15 +26,17 @@ class Part(NamedTuple):
     phase: Phase
     left: int | None = None
     """Batches that come after this one; None for as many as it takes."""
-    leading: tuple[int | None, ...] = ()
-    """Of the first calls of a job: as ``left``, of each up to this one. The first of them fills the pipeline, too."""
+    first_calls: tuple[int | None, ...] = ()
+    """For a job's first calls: ``left`` of each call up to this one, of which the first also fills the pipeline."""
 
     def of(self, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
         """The actions of each rank."""
-        if not self.leading:
+        if not self.first_calls:
             programs = schedule.programs
             return tuple(p.fill(self.left) if self.phase is Phase.FILL else p.call(self.left) for p in programs)
-        return leading_calls(schedule, self.leading) if self.phase is not Phase.FILL else ((),) * len(schedule.programs)
+        return (
+            first_calls(schedule, self.first_calls) if self.phase is not Phase.FILL else ((),) * len(schedule.programs)
+        )
 
 
 WHOLE = {phase: Part(phase, 0 if phase is Phase.DRAIN else None) for phase in Phase}
@@ -54,13 +56,13 @@ class Span(NamedTuple):
         return self.part.phase
 
 
-def spans(runs: Iterable[int], ahead: int = 1, *, leading: int = 0) -> tuple[Span, ...]:
+def spans(runs: Iterable[int], ahead: int = 1, *, first_calls: int = 0) -> tuple[Span, ...]:
     """The parts of consecutive runs, each of so many calls and ended by a drain.
 
     Args:
         runs: calls of each.
         ahead: batches by which forwards run ahead; further from its end than that, a run does not know how long it is.
-        leading: how many calls of the first run are the first ones of a job.
+        first_calls: how many calls of the first run are the first ones of a job.
 
     >>> for span in spans([2, 1]):
     ...     print(span.phase, span.part.left, span.call, span.first)
@@ -72,7 +74,7 @@ def spans(runs: Iterable[int], ahead: int = 1, *, leading: int = 0) -> tuple[Spa
     """
 
     def part(phase: Phase, call: int, left: int) -> Part:
-        lefts = [left + earlier for earlier in range(call, -1, -1)] if call < leading and first == 0 else []
+        lefts = [left + earlier for earlier in range(call, -1, -1)] if call < first_calls and first == 0 else []
         known, *before = (left if left < max(ahead, 1) else None for left in (left, *lefts))
         return Part(phase, known, tuple(before))
 
@@ -87,9 +89,9 @@ def spans(runs: Iterable[int], ahead: int = 1, *, leading: int = 0) -> tuple[Spa
     return tuple(result)
 
 
-def walk_of(schedule: Schedule, runs: Iterable[int], *, leading: int = 0) -> tuple[Span, ...]:
+def walk_of(schedule: Schedule, runs: Iterable[int], *, first_calls: int = 0) -> tuple[Span, ...]:
     """The spans of all ranks of ``schedule``."""
-    return spans(runs, max(program.ahead for program in schedule.programs), leading=leading)
+    return spans(runs, max(program.ahead for program in schedule.programs), first_calls=first_calls)
 
 
 def lowered(schedule: Schedule) -> Schedule:

@@ -84,11 +84,11 @@ class Channels:
         self._call_of_use: dict[int, int] = {}
         for rank, of_part in enumerate(parts):
             for part, actions in of_part.items():
-                computed = self._take_down(rank, part, actions)
+                computed = self._record(rank, part, actions)
                 for call in (span.call for span in walk if span.part == part):
                     self._call_of_use.update((use + call * self._stride, call) for use in computed)
 
-    def _take_down(self, rank: int, part: Part, actions: Iterable[Action]) -> list[int]:
+    def _record(self, rank: int, part: Part, actions: Iterable[Action]) -> list[int]:
         """Sort the transfers of a part by channel; returns the uses that forwards and backwards are."""
         computed = []
         for action in actions:

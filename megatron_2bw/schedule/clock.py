@@ -13,7 +13,7 @@ from megatron_2bw.schedule.program import Schedule
 ActionKey = tuple[ActionType, int, int | None, int]
 """Type, stage, microbatch and batch."""
 SLOTS = {ActionType.FORWARD: 1, ActionType.BACKWARD: 2}
-"""That an action takes; others take none."""
+"""Time slots that an action takes, as MixPipe's section III-B draws them; others take none."""
 _SEND_OF = {ActionType.FORWARD: ActionType.SEND_FORWARD, ActionType.BACKWARD: ActionType.SEND_BACKWARD}
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megatron_2bw.schedule.action import SENDS, TRANSFERS, Action, ActionType, Reduction
 from megatron_2bw.schedule.calls import Part, Span, groups, walk_of
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.leading import LEADING
+from megatron_2bw.schedule.first_calls import FIRST_CALLS
 from megatron_2bw.schedule.program import Schedule
 
 Seconds = int | float | Fraction
@@ -175,7 +175,7 @@ class _Engine:
         self._delays = delays
         self._record = record
         self._queued = model is not Model.HOST
-        self._spans = walk_of(schedule, runs, leading=LEADING if model is Model.FIRST_USE else 0)
+        self._spans = walk_of(schedule, runs, first_calls=FIRST_CALLS if model is Model.FIRST_USE else 0)
         self._ranks = range(len(schedule.programs))
         self._groups = groups(schedule)
         self._channels: dict[tuple[int | None, int | None, bool], int] = {}
@@ -291,7 +291,7 @@ class _Engine:
                     continue
                 if delays:
                     cost += delays.pop((rank, action.shifted(call)), 0)
-                if span.part.leading:
+                if span.part.first_calls:
                     if channel is not None:
                         posted.append(gives + base)
                     elif posted:

@@ -36,7 +36,7 @@ def checked(name: str, *, stages: int, microbatches: int, **options: int | None)
 
 
 def works(name: str, *, stages: int, microbatches: int, **options: int | None) -> bool:
-    """Whether it does.
+    """Whether the schedule can be built and passes the validator.
 
     >>> works("gems", stages=3, microbatches=2), works("gems", stages=4, microbatches=2)
     (False, True)

@@ -7,10 +7,8 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import ActionType
+from megatron_2bw.schedule.clock import SLOTS
 from megatron_2bw.schedule.directions import Pass, stage_of
-
-FORWARD_SLOTS, BACKWARD_SLOTS = 1, 2
-"""How long passes are taken to be; MixPipe's section III-B draws them so."""
 
 
 class Limits(NamedTuple):
@@ -67,12 +65,12 @@ class Rank:
             self._open[one.microbatch % 2] += 1
             self.most_open = max(self.most_open, sum(self._open))
             self._due -= 1
-            self.free_at = now + FORWARD_SLOTS
+            self.free_at = now + SLOTS[ActionType.FORWARD]
         else:
             self._backwards += 1
             self._open[one.microbatch % 2] -= 1
             self._due = 2 if self._takes_two() else 1
-            self.free_at = now + BACKWARD_SLOTS
+            self.free_at = now + SLOTS[ActionType.BACKWARD]
         return self.free_at
 
     def _takes_two(self) -> bool:

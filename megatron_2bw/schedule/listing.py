@@ -19,7 +19,7 @@ def listing(
 
     Args:
         schedule: whose Programs.
-        part: of them.
+        part: which part of each Program to list.
         marks: (rank, action as written); a rank without an action is marked in the heading. Of equal
             actions the last one is marked.
 

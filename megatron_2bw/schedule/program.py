@@ -12,7 +12,7 @@ from megatron_2bw.schedule.action import Action, ActionType, Reduction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """All that one rank does, given as one call of the forward-backward function.
+    """All that one rank does, described by one call of the forward-backward function.
 
     Only the steady call is written. What comes before the first call and how a run comes to its end
     follow from it, so they cannot disagree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megatron_2bw.schedule.chimera import chimera
@@ -45,8 +45,8 @@ MIRRORED = frozenset({"gems", "chimera", "mixpipe"})
 """Those with two pipelines in opposite directions, and two stages per rank."""
 
 _WITHOUT = {
-    "extra_in_flight": "keeps a fixed number of activations in flight; 2bw can keep more",
-    "delayed_microbatches": "computes all microbatches of a batch alike; 2bw can compute some with newer weights",
+    "extra_in_flight": "keeps a fixed number of activations in flight; leave extra_in_flight out, or use 2bw",
+    "delayed_microbatches": "computes all microbatches of a batch alike; leave delayed_microbatches out, or use 2bw",
     "k": "has no k and gamma (--mixpipe-k, --mixpipe-gamma); leave them out, or use mixpipe",
     "gamma": "has no k and gamma (--mixpipe-k, --mixpipe-gamma); leave them out, or use mixpipe",
 }
@@ -85,13 +85,22 @@ def build(name: str, *, stages: int, microbatches: int, **options: int | None) -
     for what, count in (("stages", stages), ("microbatches", microbatches)):
         if count < 1:
             raise ScheduleError(f"{name} got {what} = {count}; it needs at least 1")
+    check_options(name, options)
+    given = {option: value for option, value in options.items() if value}
+    return replace(builder(stages, microbatches, **given), options=tuple(given.items()))
+
+
+def check_options(name: str, options: Mapping[str, int | None]) -> None:
+    """Whether the schedule ``name`` takes what is set of ``options``.
+
+    Raises:
+        ScheduleError: an option of another, or no delayed microbatches.
+    """
     if options.get("delayed_microbatches") == 0:
         raise ScheduleError(f"{name} got delayed_microbatches = 0; give at least 1, or leave it out for all")
-    given = {option: value for option, value in options.items() if value}
-    for option in given:
-        if option not in options_of(name):
+    for option, value in options.items():
+        if value and option not in options_of(name):
             raise ScheduleError(f"{name} {_WITHOUT[option]}")
-    return replace(builder(stages, microbatches, **given), options=tuple(given.items()))
 
 
 def options_of(name: str) -> frozenset[str]:

@@ -9,8 +9,8 @@ from megatron_2bw.schedule.calls import WHOLE, Part, Phase, Span, lowered, walk_
 from megatron_2bw.schedule.channels import Channels, Place, RuleBrokenAt
 from megatron_2bw.schedule.engine import Blocked, Durations, Model, run
 from megatron_2bw.schedule.errors import ScheduleError
+from megatron_2bw.schedule.first_calls import FIRST_CALLS
 from megatron_2bw.schedule.inventory import Misplaced, check_communication, check_compute, check_declaration
-from megatron_2bw.schedule.leading import LEADING
 from megatron_2bw.schedule.listing import listing
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import RankRules, Rule, RuleBroken
@@ -56,7 +56,7 @@ def validate(schedule: Schedule) -> None:
     # What gets through a queue, which waits for more, gets through on the host.
     _check_progress(schedule, runs, (Model.IN_ORDER_QUEUE, Model.HOST))
     for calls in runs:
-        _check_ranks(schedule, chains, walk_of(schedule, [calls], leading=LEADING))
+        _check_ranks(schedule, chains, walk_of(schedule, [calls], first_calls=FIRST_CALLS))
         _check_progress(schedule, [calls], (Model.FIRST_USE,))
 
 

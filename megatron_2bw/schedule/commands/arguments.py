@@ -24,9 +24,11 @@ def count(text: str) -> int:
     return int(text)
 
 
-def count_or_none(text: str) -> int:
-    """A whole number."""
-    return 0 if text == "0" else count(text)
+def natural(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; give 0 or a larger whole number")
+    return int(text)
 
 
 def duration(text: str) -> Fraction:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_2bw.schedule.commands.arguments import (
     add_size,
     count,
-    count_or_none,
     duration,
     names,
+    natural,
     percent,
     plural,
     table,
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
     show.add_argument("--backward-time", type=duration, metavar="B", help="of a stage (default: %(default)s)")
     show.add_argument(
         "--extra-in-flight",
-        type=count_or_none,
+        type=natural,
         metavar="N",
         help="activations that 2bw keeps in flight beyond what it needs, per stage boundary (default: %(default)s)",
     )
@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
     )
     show.add_argument("--mixpipe-k", type=count, metavar="K", help="microbatches that mixpipe starts with (default: d)")
     show.add_argument(
-        "--mixpipe-gamma", type=count_or_none, metavar="G", help="and takes in more on the way (default: %(default)s)"
+        "--mixpipe-gamma", type=natural, metavar="G", help="and takes in more on the way (default: %(default)s)"
     )
     show.add_argument(
         "--compare", action="store_true", help="draw all schedules that work for this size, and a table of them"

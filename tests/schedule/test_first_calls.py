@@ -10,12 +10,13 @@ from unittest import mock
 
 import pytest
 
-from megatron_2bw.schedule import leading, lowering
+from megatron_2bw.schedule import first_calls as module
+from megatron_2bw.schedule import lowering
 from megatron_2bw.schedule.action import RECEIVES, TRANSFERS, Action, Reduction
 from megatron_2bw.schedule.calls import lowered
 from megatron_2bw.schedule.engine import Durations, Model, run
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.leading import LEADING, leading_calls
+from megatron_2bw.schedule.first_calls import FIRST_CALLS, first_calls
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
@@ -45,7 +46,7 @@ def schedules(name: str) -> tuple[Schedule, ...]:
             try:
                 options = {"extra_in_flight": extra} if extra else {}
                 schedule = lower(build(name, stages=stages, microbatches=microbatches, **options), tuple(Reduction))
-                with mock.patch.object(leading, "_in_order", lambda call, *_: call):
+                with mock.patch.object(module, "_in_order", lambda call, *_: call):
                     problem = broken(schedule)
             except ScheduleError:
                 continue
@@ -56,13 +57,13 @@ def schedules(name: str) -> tuple[Schedule, ...]:
 
 
 def broken(schedule: Schedule) -> str | None:
-    leading_calls.cache_clear()
+    first_calls.cache_clear()
     try:
         validate(schedule)
     except ScheduleError as error:
         return error.message
     finally:
-        leading_calls.cache_clear()
+        first_calls.cache_clear()
     return None
 
 
@@ -82,10 +83,10 @@ def _second_as_later(call: tuple[Action, ...], ends: dict, now: int) -> Iterable
 
 def _before_computations_only(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
     """Not before ranks meet."""
-    receives = deque(leading.in_order_of_sends((action for action in call if action.type in RECEIVES), ends))
+    receives = deque(module.in_order_of_sends((action for action in call if action.type in RECEIVES), ends))
     for action in call:
         if action.microbatch is not None and action.type not in TRANSFERS:
-            start = ends[action[:4]] - leading.SLOTS.get(action.type, 0)
+            start = ends[action[:4]] - module.SLOTS.get(action.type, 0)
             while receives and receives[0][0] <= start:
                 yield receives.popleft()[1]
         if action.type not in RECEIVES:
@@ -95,9 +96,9 @@ def _before_computations_only(call: tuple[Action, ...], ends: dict, now: int) ->
 
 def _by_slots(slots: int) -> Order:
     def order(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
-        sends = leading.in_order_of_sends
+        sends = module.in_order_of_sends
         with mock.patch.object(
-            leading, "in_order_of_sends", lambda *args: [(at + slots, of) for at, of in sends(*args)]
+            module, "in_order_of_sends", lambda *args: [(at + slots, of) for at, of in sends(*args)]
         ):
             return [*IN_ORDER(call, ends, now)]
 
@@ -105,14 +106,14 @@ def _by_slots(slots: int) -> Order:
 
 
 def _not_sorted(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
-    sends = leading.in_order_of_sends
+    sends = module.in_order_of_sends
     with mock.patch.object(
-        leading, "in_order_of_sends", lambda receives, ends: [sends([of], ends)[0] for of in receives]
+        module, "in_order_of_sends", lambda receives, ends: [sends([of], ends)[0] for of in receives]
     ):
         return [*IN_ORDER(call, ends, now)]
 
 
-IN_ORDER = leading._in_order
+IN_ORDER = module._in_order
 WRONG: dict[str, tuple[Order, set[str]]] = {
     "as later": (_as_later, {*SCHEDULES} - {"gems"}),
     "second as later": (_second_as_later, {*SCHEDULES} - {"gems"}),
@@ -127,14 +128,14 @@ WRONG: dict[str, tuple[Order, set[str]]] = {
     ("order", "name"), [(order, name) for order, (_, names) in WRONG.items() for name in sorted(names)]
 )
 def test_another_order_is_found_out(order: str, name: str) -> None:
-    with mock.patch.object(leading, "_in_order", WRONG[order][0]):
+    with mock.patch.object(module, "_in_order", WRONG[order][0]):
         assert any(map(broken, schedules(name)))
 
 
 def test_what_waits_for_what_it_brings_about_itself_is_named() -> None:
     """A receive that is posted before the forward whose output it is the gradient of."""
     schedule = build("gpipe", stages=2, microbatches=1)
-    with mock.patch.object(leading, "_in_order", lambda call, *_: sorted(call, key=lambda a: a.type not in RECEIVES)):
+    with mock.patch.object(module, "_in_order", lambda call, *_: sorted(call, key=lambda a: a.type not in RECEIVES)):
         message = broken(schedule)
     assert message.startswith(f"gpipe (d=2, m=1): deadlock: with {Model.FIRST_USE}: all wait for each other: rank 0")
     assert message.endswith("rank 0 in steady of call 0 at 0F0v0, rank 1 in steady of call 0 at 1F0v0")
@@ -143,14 +144,14 @@ def test_what_waits_for_what_it_brings_about_itself_is_named() -> None:
 def test_later_calls_are_not_held_to_it() -> None:
     """There receives are posted early, so that transfers overlap with computations."""
     schedule = lowered(build("1f1b-flush", stages=2, microbatches=4))
-    outcome = run(schedule, [LEADING + 2], Durations(forward_s=1, backward_s=2), model=Model.FIRST_USE)
+    outcome = run(schedule, [FIRST_CALLS + 2], Durations(forward_s=1, backward_s=2), model=Model.FIRST_USE)
     assert not outcome.blocked
 
 
 def test_first_calls_do_what_later_ones_do() -> None:
     schedule = lowered(build("2bw", stages=3, microbatches=4))
     for rank, program in enumerate(schedule.programs):
-        first, second = (leading_calls(schedule, lefts)[rank] for lefts in ((None,), (None, None)))
+        first, second = (first_calls(schedule, lefts)[rank] for lefts in ((None,), (None, None)))
         assert sorted(map(str, first)) == sorted(map(str, (*program.fill(), *program.steady)))
         assert sorted(map(str, second)) == sorted(map(str, program.steady))
         assert [a for a in second if a.type not in RECEIVES] == [a for a in program.steady if a.type not in RECEIVES]

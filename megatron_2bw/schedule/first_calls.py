@@ -16,12 +16,12 @@ from megatron_2bw.schedule.action import RECEIVES, TRANSFERS, Action
 from megatron_2bw.schedule.clock import SLOTS, ActionKey, clock, in_order_of_sends, is_timed
 from megatron_2bw.schedule.program import Schedule
 
-LEADING = 2
+FIRST_CALLS = 2
 """So many calls are ordered: with a delay the first update is in the second one."""
 
 
-@lru_cache(maxsize=2 * LEADING)
-def leading_calls(schedule: Schedule, lefts: tuple[int | None, ...]) -> tuple[tuple[Action, ...], ...]:
+@lru_cache(maxsize=2 * FIRST_CALLS)
+def first_calls(schedule: Schedule, lefts: tuple[int | None, ...]) -> tuple[tuple[Action, ...], ...]:
     """Per rank: what it does in one of its first calls, of a lowered schedule; the first one fills the pipeline, too.
 
     Receives are posted when, by the `clock`, their tensors have been sent. Then no rank waits for itself, or for one
@@ -34,7 +34,7 @@ def leading_calls(schedule: Schedule, lefts: tuple[int | None, ...]) -> tuple[tu
     >>> from megatron_2bw.schedule.lowering import lower
     >>> from megatron_2bw.schedule.registry import build
     >>> schedule = lower(build("chimera", stages=2, microbatches=2))
-    >>> print(*schedule.programs[0].steady[:4], "-", *leading_calls(schedule, (None,))[0][:4])
+    >>> print(*schedule.programs[0].steady[:4], "-", *first_calls(schedule, (None,))[0][:4])
     1RECV_F1 0F0v0 0SEND_F0 1F1v0 - 0F0v0 0SEND_F0 1RECV_F1 1F1v0
     """
     calls = [[program.call(left) for left in lefts] for program in schedule.programs]
