@@ -79,6 +79,7 @@ def _running_both_ways(programs: Schedule) -> list[int]:
 
 
 def processor_share(cluster: Cluster) -> float:
+    """Processors per rank, at most 1; below that, ranks share them."""
     return 1.0 if cluster.profile is None else cluster.profile.processor_share
 
 

@@ -47,7 +47,7 @@ class Iteration:
     parts: dict[str, float]
     """Seconds of ``time_s`` on the slowest stage, by what they are spent on."""
     relative_error: float
-    """Of ``time_s``: nine of ten measured batches are nearer."""
+    """Of ``time_s``: nine of ten batches of the runs that ``error_source`` names first are nearer."""
     error_source: str
 
 

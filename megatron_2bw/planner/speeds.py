@@ -126,7 +126,7 @@ def error_bar(
     in_8_bits: bool = False,
     by_muon: bool = False,
 ) -> ErrorBar:
-    """What nine of ten measured batches keep to; ``scripts/bench/planner_accuracy.py`` counts them."""
+    """What nine of ten batches of the runs named first keep to; ``scripts/bench/planner_accuracy.py`` counts."""
     family = _family(cluster.gpu)
     if cluster.profile is not None:
         return ErrorBar(0.20, "ten of twelve layouts on two CPU cores; --verify-top measures this machine")
@@ -198,13 +198,10 @@ class Machine:
 
     def all_reduce_s(self, size_bytes: float, ranks: int, stride: int) -> float:
         """A ring moves ``2*(n-1)/n`` of the tensor through every rank; ranks are ``stride`` apart."""
-        return 2 * self._half_reduce_s(size_bytes, ranks, stride)
+        return 2 * self.reduce_scatter_s(size_bytes, ranks, stride)
 
     def reduce_scatter_s(self, size_bytes: float, ranks: int, stride: int) -> float:
         """Half an all-reduce; an all-gather takes as long."""
-        return self._half_reduce_s(size_bytes, ranks, stride)
-
-    def _half_reduce_s(self, size_bytes: float, ranks: int, stride: int) -> float:
         if ranks == 1:
             return 0.0
         passed = (ranks - 1) / ranks * size_bytes

@@ -179,11 +179,6 @@ def most_layers(model: Model, layout: Layout) -> int:
     return max(layers_of_stages(model, layout)) // layout.chunks
 
 
-def is_interleaved(layout: Layout) -> bool:
-    """Whether Megatron runs its interleaved schedule."""
-    return layout.chunks > 1
-
-
 def chunks_in_flight(layout: Layout, stage: int) -> int:
     """Most forwards of ``stage`` at once whose backward has not run; each of one chunk, ``1/chunks`` of the stage.
 
@@ -199,7 +194,7 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
     [11, 9, 7, 5]
     """
     after, microbatches = layout.pipeline - 1 - stage, layout.microbatches
-    if is_interleaved(layout):
+    if layout.chunks > 1:
         return min(2 * after + (layout.chunks - 1) * layout.pipeline + 1, layout.chunks * microbatches)
     if layout.schedule == "2bw":
         return (1 + layout.extra_in_flight) * after + 1

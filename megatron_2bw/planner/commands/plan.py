@@ -161,7 +161,9 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
 
         args.plot.write_text(plot(plan), encoding="utf-8")
     if args.explain is not None:
-        print("\n".join(_explained(plan, space, args.explain)))
+        from megatron_2bw.planner.explain import explain
+
+        print("\n".join(explain(plan, space, args.explain)))
     elif args.flags_only:
         print(*flags_of(model, plan.best.layout))
         if plan.assumption and delay_of(plan.best.layout):
@@ -286,9 +288,3 @@ def _space(args: argparse.Namespace) -> Space:
         fused_attention=None if args.attention_backend is None else args.attention_backend != "unfused",
         tight=args.allow_fewer_microbatches,
     )
-
-
-def _explained(plan: Plan, space: Space, text: str) -> list[str]:
-    from megatron_2bw.planner.explain import explain
-
-    return list(explain(plan, space, text))
