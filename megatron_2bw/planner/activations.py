@@ -90,7 +90,7 @@ def _mlp_numbers(model: Model, layout: Layout) -> float:
     return halves * model.ffn_hidden_size * model.routed(layout.expert) + shared
 
 
-def of_prediction(model: Model, layout: Layout) -> float:
+def of_mtp(model: Model, layout: Layout) -> float:
     """Bytes that one forward keeps for each further token that is predicted, its loss apart.
 
     Its embedding and what the layers gave, those two normed, which a product reads, and what its layer keeps; with

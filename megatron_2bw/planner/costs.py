@@ -194,7 +194,7 @@ def _stage_times(model: Model, layout: Layout, works: Works, send_s: float) -> d
     between = [_stage_time(model, layout, works, stage) for stage in free[1:-1]]
     # What is predicted of further tokens goes on beside what the layers gave.
     sends_s = [send_s] * (len(order) - 1)
-    for index in range(next((i for i, held in enumerate(order) if held.predictions), len(order)), len(order) - 1):
+    for index in range(next((i for i, held in enumerate(order) if held.mtp), len(order)), len(order) - 1):
         sends_s[index] *= 1 + model.mtp_num_layers
     middle = max(between, key=lambda stage: stage.pair_s, default=last_s)
     return times | {"middle": middle, "each": each, "sends_s": tuple(sends_s)}

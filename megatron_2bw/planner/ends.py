@@ -57,7 +57,7 @@ def balanced_ends(model: Model, layout: Layout, machine: Machine) -> tuple[int, 
     # In layers, what an end has beside as many layers as any other stage.
     dense, layer_s = model.dense_layers, time_s(Contents(1))
     more_first = time_s(Contents(dense, dense=dense, embedding=True)) / layer_s - dense
-    more_last = time_s(Contents(0, predictions=model.mtp_num_layers, loss=True)) / layer_s
+    more_last = time_s(Contents(0, mtp=model.mtp_num_layers, loss=True)) / layer_s
     stages = layout.pipeline
     equal, left = divmod(model.num_layers, stages)
     best = (inf if left else equal + max(more_first, more_last), 0, 0.0, 0, 0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_2bw.planner.layout import Recompute
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.prediction import mtp_work
+from megatron_2bw.planner.mtp import mtp_work
 from megatron_2bw.planner.sizes import UNFUSED_SWIGLU_BACKWARD, UNFUSED_SWIGLU_FORWARD, Sizes, Split
 from megatron_2bw.planner.speeds import Machine
 from megatron_2bw.planner.work import NO_WORK, NOTHING, Parts, Work, launched

@@ -259,12 +259,12 @@ def _shared(size: int, shards: int) -> float:
 
 def _kept(model: Model, layout: Layout, shares: _Shares, stage: int, held: Sequence[Contents], losses: int) -> float:
     """Bytes that all forwards leave whose backward has not run, those of losses apart."""
-    predicted = activations.of_prediction(model, layout) if any(chunk.predictions for chunk in held) else 0.0
+    predicted = activations.of_mtp(model, layout) if any(chunk.mtp for chunk in held) else 0.0
     if len(held) > 1 and layout.chunks > 1:  # Chunks that differ.
         of_chunks = [
             _kept_by_layers(shares.layer, layout, chunk.layers)
             + _kept_besides(model, layout, shares, chunk)
-            + chunk.predictions * predicted
+            + chunk.mtp * predicted
             for chunk in held
         ]
         return most_kept(stage, of_chunks, ranks=layout.pipeline, microbatches=layout.microbatches)
@@ -272,7 +272,7 @@ def _kept(model: Model, layout: Layout, shares: _Shares, stage: int, held: Seque
     kept = chunks * _kept_by_layers(shares.layer, layout, max(chunk.layers for chunk in held) // layout.chunks)
     for chunk in held:
         kept += -(-chunks // layout.chunks) * _kept_besides(model, layout, shares, chunk)
-        kept += (losses if chunk.loss else chunks) * chunk.predictions * predicted
+        kept += (losses if chunk.loss else chunks) * chunk.mtp * predicted
     return kept
 
 
@@ -317,7 +317,7 @@ def _peak(model: Model, layout: Layout, shares: _Shares, held: Sequence[Contents
 
 def _working(layout: Layout, shares: _Shares, held: Contents) -> float:
     """Of the kind of layer that takes most of those that the chunk has."""
-    has_usual = held.layers > held.dense or held.predictions
+    has_usual = held.layers > held.dense or held.mtp
     kinds = [shares.layer] * bool(has_usual) + [shares.dense_layer] * (held.dense > 0)
     at_once = 0
     if layout.recompute == Recompute.FULL:

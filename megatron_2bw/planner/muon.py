@@ -27,7 +27,7 @@ def orthogonalized_s(model: Model, layout: Layout, machine: Machine, chunks: Seq
     """Of a stage with these chunks; routers and position embeddings are too small to price."""
     split = Split.of(layout)
     layers, dense = sum(held.layers for held in chunks), sum(held.dense for held in chunks)
-    predicted = sum(held.predictions for held in chunks)
+    predicted = sum(held.mtp for held in chunks)
     total_s = dense * _share_s(model.dense, split._replace(expert=1), layout, machine)
     total_s += (layers - dense + predicted) * _share_s(model, split, layout, machine)
     projection_s = newton_schulz_s(model.hidden_size / layout.tensor, 2 * model.hidden_size, machine)

@@ -45,14 +45,14 @@ class Pieces(NamedTuple):
 
 def stage_pieces(model: Model, layout: Layout, works: Works, held: Contents) -> Pieces:
     """Of what a stage holds; layers that predict further tokens know no ``block``."""
-    again, again_dense, again_mtp = held.layers, held.dense, held.predictions
+    again, again_dense, again_mtp = held.layers, held.dense, held.mtp
     if layout.recompute == Recompute.FULL and layout.recompute_method == RecomputeMethod.BLOCK:
         again = min(held.layers, layout.recompute_layers * held.chunks)
         again_dense, again_mtp = min(held.dense, layout.recompute_layers), 0
     pieces = [Piece(works.dense, held.dense, again_dense)] * (held.dense > 0)
     pieces.append(Piece(works.layer, held.layers - held.dense, again - again_dense))
-    if held.predictions:
-        pieces.append(Piece(works.mtp, held.predictions, again_mtp))
+    if held.mtp:
+        pieces.append(Piece(works.mtp, held.mtp, again_mtp))
     embedding, loss = works.embedding if held.embedding else None, works.loss if held.loss else None
     return Pieces(tuple(pieces), embedding, loss, 1 + model.mtp_num_layers)
 

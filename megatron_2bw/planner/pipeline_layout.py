@@ -12,7 +12,7 @@ from functools import lru_cache
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.multiples import nearest_divisor
 
-EMBEDDING, LAYER, PREDICTION, LOSS = SYMBOLS = "EtmL"
+EMBEDDING, LAYER, MTP, LOSS = SYMBOLS = "EtmL"
 """One layer of the decoder, and of those that predict further tokens, each."""
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 """First what is in parentheses, which do not nest, then single symbols."""
@@ -70,12 +70,12 @@ def chunks_of(text: str, pipeline: int) -> int:
 
 def predicts_early(stages: tuple[str, ...]) -> bool:
     """Whether a stage before the last one predicts further tokens."""
-    return any(PREDICTION in stage for stage in stages[:-1])
+    return any(MTP in stage for stage in stages[:-1])
 
 
 def has_an_empty_stage(stages: tuple[str, ...]) -> bool:
     """Whether a stage between the first and the last has no weights."""
-    return any(not {LAYER, PREDICTION}.intersection(stage) for stage in stages[1:-1])
+    return any(not {LAYER, MTP}.intersection(stage) for stage in stages[1:-1])
 
 
 def layout_problem(text: str, *, pipeline: int, num_layers: int, mtp_num_layers: int) -> Problem | None:
@@ -91,7 +91,7 @@ def layout_problem(text: str, *, pipeline: int, num_layers: int, mtp_num_layers:
     stages = stages_of(text)
     order = "".join(stages)
     found = _ends_problem(order) or _counts_problem(order, num_layers, mtp_num_layers)
-    found = found or _predictions_problem(stages, order, pipeline)
+    found = found or _mtp_problem(stages, order, pipeline)
     return None if found is None else Problem(f"pipeline_layout {text!r} {found.reason}", found.remedy)
 
 
@@ -105,25 +105,25 @@ def _ends_problem(order: str) -> Problem | None:
 
 
 def _counts_problem(order: str, num_layers: int, mtp_num_layers: int) -> Problem | None:
-    wanted = (LAYER, "num_layers", num_layers), (PREDICTION, "mtp_num_layers", mtp_num_layers)
+    wanted = (LAYER, "num_layers", num_layers), (MTP, "mtp_num_layers", mtp_num_layers)
     for symbol, field, count in wanted:
         if order.count(symbol) != count:
             return Problem(f"has {order.count(symbol)} layers ({symbol}), not {field} {count}", f"use {count}")
     return None
 
 
-def _predictions_problem(stages: tuple[str, ...], order: str, pipeline: int) -> Problem | None:
-    holding = [index for index, stage in enumerate(stages) if PREDICTION in stage]
+def _mtp_problem(stages: tuple[str, ...], order: str, pipeline: int) -> Problem | None:
+    holding = [index for index, stage in enumerate(stages) if MTP in stage]
     if not holding:
         return None
-    if LAYER in order[order.index(PREDICTION) :]:
-        return Problem(f"has a layer ({LAYER}) behind {PREDICTION}", f"put {PREDICTION} behind the last {LAYER}")
+    if LAYER in order[order.index(MTP) :]:
+        return Problem(f"has a layer ({LAYER}) behind {MTP}", f"put {MTP} behind the last {LAYER}")
     first_of_last_chunks = len(stages) - pipeline
     if holding[0] < first_of_last_chunks:
         return Problem(
-            f"has {PREDICTION} on stage {holding[0]}, which is not the last one of its rank",
-            f"put {PREDICTION} on one of the stages {first_of_last_chunks} to {len(stages) - 1}",
+            f"has {MTP} on stage {holding[0]}, which is not the last one of its rank",
+            f"put {MTP} on one of the stages {first_of_last_chunks} to {len(stages) - 1}",
         )
     if holding[1:]:
-        return Problem(f"has {PREDICTION} on {len(holding)} stages", "put all of them on one")
+        return Problem(f"has {MTP} on {len(holding)} stages", "put all of them on one")
     return None

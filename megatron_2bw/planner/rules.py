@@ -10,7 +10,7 @@ from megatron_2bw.planner.kernels import fp8_problem, fp8_size_problem, optimize
 from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
-from megatron_2bw.planner.pipeline_layout import PREDICTION, has_an_empty_stage, predicts_early, stages_of
+from megatron_2bw.planner.pipeline_layout import MTP, has_an_empty_stage, predicts_early, stages_of
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import most_layers, spread
 from megatron_2bw.schedule.registry import DELAYED, MEGATRON, MIRRORED, TWO_BW
@@ -289,8 +289,8 @@ def _free_problem(layout: Layout) -> Problem | None:
         if layout.schedule in TWO_BW:
             why = f"{layout.schedule} ties embeddings of the first and the last stage alone"
         return Problem(
-            f"pipeline_layout {layout.pipeline_layout!r} has {PREDICTION} before the last stage: {why}",
-            f"put {PREDICTION} into the last stage, or use schedule {MEGATRON}",
+            f"pipeline_layout {layout.pipeline_layout!r} has {MTP} before the last stage: {why}",
+            f"put {MTP} into the last stage, or use schedule {MEGATRON}",
         )
     if has_an_empty_stage(stages):
         return Problem(

@@ -9,7 +9,7 @@ from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_divisor
-from megatron_2bw.planner.pipeline_layout import LAYER, PREDICTION, layout_problem, stages_of
+from megatron_2bw.planner.pipeline_layout import LAYER, MTP, layout_problem, stages_of
 from megatron_2bw.planner.programs import programs_of, shortened
 from megatron_2bw.schedule.registry import MIRRORED
 
@@ -21,7 +21,7 @@ class Contents(NamedTuple):
     """Of the decoder, in all."""
     dense: int = 0
     """Of them, without experts in a model that has some."""
-    predictions: int = 0
+    mtp: int = 0
     """Layers that predict further tokens."""
     embedding: bool = False
     final_norm: bool = False
@@ -114,9 +114,9 @@ def contents_of(model: Model, layout: Layout, stage: int) -> tuple[Contents, ...
     if free := free_stages(model, layout):
         return free[stage]
     layers, is_first, is_last = layers_of_stages(model, layout), stage == 0, stage == layout.pipeline - 1
-    dense, predictions = model.dense_layers * is_first, model.mtp_num_layers * is_last
+    dense, mtp = model.dense_layers * is_first, model.mtp_num_layers * is_last
     layers = layers.first if is_first else layers.last if is_last else layers.middle
-    return (Contents(layers, dense, predictions, is_first, is_last, is_last, layout.chunks),)
+    return (Contents(layers, dense, mtp, is_first, is_last, is_last, layout.chunks),)
 
 
 def free_stages(model: Model, layout: Layout) -> tuple[tuple[Contents, ...], ...]:
@@ -140,14 +140,14 @@ def _described(model: Model, layout: Layout) -> tuple[Layers | Problem, tuple[tu
 
 @lru_cache(maxsize=256)
 def _read(
-    text: str, pipeline: int, num_layers: int, dense: int, predictions: int
+    text: str, pipeline: int, num_layers: int, dense: int, mtp: int
 ) -> tuple[Layers | Problem, tuple[tuple[Contents, ...], ...]]:
     """Layers of the stages, and their chunks unless fewer words would say the same.
 
     Wherever E and L are, Megatron builds the embedding on the first and the loss on the last stage: ``pre_process`` and
     ``post_process`` in ``get_model``. The final norm: ``has_final_layernorm_in_this_stage`` of ``TransformerBlock``.
     """
-    problem = layout_problem(text, pipeline=pipeline, num_layers=num_layers, mtp_num_layers=predictions)
+    problem = layout_problem(text, pipeline=pipeline, num_layers=num_layers, mtp_num_layers=mtp)
     if problem:
         return problem, ()
     symbols, chunks, before = stages_of(text), [], 0
@@ -156,8 +156,8 @@ def _read(
         without_experts = min(max(dense - before, 0), layers)
         before += layers
         is_first, is_last = index == 0, index == len(symbols) - 1
-        has_norm = layers > 0 and before == num_layers if predictions else is_last
-        chunks.append(Contents(layers, without_experts, stage.count(PREDICTION), is_first, has_norm, is_last))
+        has_norm = layers > 0 and before == num_layers if mtp else is_last
+        chunks.append(Contents(layers, without_experts, stage.count(MTP), is_first, has_norm, is_last))
     stages = tuple(tuple(chunks[rank::pipeline]) for rank in range(pipeline))
     first, *between, last = [sum(chunk.layers for chunk in stage) for stage in stages] * (1 if pipeline > 1 else 2)
     most = 0 if pipeline == 1 else max(between, default=last)
@@ -165,7 +165,7 @@ def _read(
         len(set(between)) < 2
         and all(chunk.layers == stage[0].layers > 0 for stage in stages for chunk in stage)
         and chunks[0].dense == dense
-        and chunks[-1].predictions == predictions
+        and chunks[-1].mtp == mtp
     )
     return Layers(first, most, last), () if is_usual else stages
 

@@ -147,7 +147,7 @@ def _tied_s(model: Model, layout: Layout, machine: Machine, word_embedding: int)
     stages = {0, *([last] if model.tied else [])}
     if model.mtp_num_layers:
         free = free_stages(model, layout)
-        stages |= {rank for rank, chunks in enumerate(free) for held in chunks if held.predictions} or {last}
+        stages |= {rank for rank, chunks in enumerate(free) for held in chunks if held.mtp} or {last}
     size_bytes = layout.gradient_width * word_embedding
     if len(stages) == 1:
         return 0.0

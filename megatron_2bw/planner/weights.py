@@ -22,7 +22,7 @@ class Weights(NamedTuple):
     final_norm: int
     dense_layer: int = 0
     """Of the first layers, where they have an MLP in place of experts."""
-    prediction: int = 0
+    mtp: int = 0
     """Of each further token that is predicted, its layer apart."""
     vectors: int = 0
     """Biases and norms of a layer; of experts there are none."""
@@ -38,23 +38,23 @@ class Weights(NamedTuple):
 
     def of_layers(self, held: Contents) -> int:
         """Weights of layers, experts apart, and of what is before those that predict further tokens."""
-        total = held.layers * self.layer + held.predictions * (self.layer + self.prediction)
+        total = held.layers * self.layer + held.mtp * (self.layer + self.mtp)
         return total + held.dense * (self.dense_layer - self.layer)
 
     def others_of(self, held: Contents, model: Model) -> int:
         """Of the weights of a stage, those that are no matrix, and word embeddings and output layer."""
-        of_layers = (held.layers + held.predictions) * self.vectors
-        norms = (held.final_norm + 3 * held.predictions) * self.final_norm
+        of_layers = (held.layers + held.mtp) * self.vectors
+        norms = (held.final_norm + 3 * held.mtp) * self.final_norm
         return self._words(held, model) * self.word_embedding + of_layers + norms
 
     def experts_of(self, held: Contents) -> int:
         """Weights of experts."""
-        return (held.layers - held.dense + held.predictions) * self.experts
+        return (held.layers - held.dense + held.mtp) * self.experts
 
     def _words(self, held: Contents, model: Model) -> int:
         """How many matrices with a row per word: embeddings and output layer."""
         has_output = held.loss and not (held.embedding and model.tied)
-        return (held.embedding or held.predictions > 0) + has_output
+        return (held.embedding or held.mtp > 0) + has_output
 
 
 @lru_cache(maxsize=256)
@@ -79,7 +79,7 @@ def weights_of(model: Model, tensor: int, *, expert: int = 1, expert_tensor: int
         position_embedding=model.seq_length * hidden if model.learned_positions else 0,
         final_norm=model.norm_parameters,
         dense_layer=weights_of(model.dense, tensor).layer if model.dense_layers else 0,
-        prediction=2 * hidden**2 // tensor + 3 * model.norm_parameters,
+        mtp=2 * hidden**2 // tensor + 3 * model.norm_parameters,
         vectors=_vectors(model, tensor),
     )
 

@@ -197,9 +197,9 @@ def test_weights_of_several_kinds_of_layers_in_8_bits():
     of_layer = held.layer + held.experts
     needed = memory.stages(model, layout(fp8=Fp8.DELAYED))
     assert needed[0].fp8_weights_bytes == 2 * (2 * weights_of(model.dense, 2).layer + 10 * of_layer)
-    assert needed[1].fp8_weights_bytes == 2 * (13 * of_layer + held.prediction)
+    assert needed[1].fp8_weights_bytes == 2 * (13 * of_layer + held.mtp)
     plain, cast = (costs.times_of(model, layout(fp8=fp8), DGX).pipeline.update_s for fp8 in (Fp8.NONE, Fp8.DELAYED))
-    moved = 4 * (13 * of_layer + held.prediction)
+    moved = 4 * (13 * of_layer + held.mtp)
     assert cast - plain == pytest.approx(machine_of(DGX).elementwise_s(moved))
 
 
@@ -366,9 +366,7 @@ def test_the_projection_of_further_tokens_in_8_bits():
         others_s = works.mtp.backward.elementwise_s - sum(one.elementwise_s for one in backward)
         moved = 2 * 16 * 4096 * 2048 + 2 * 4 * 8192 * 2048 + per_number * 4096 * 2048
         assert others_s == pytest.approx(machine.elementwise_s(moved, 9 + kernels))
-        kept = (
-            activations.of_prediction(model, layout(fp8=recipe)) - activations.of_layer(model, layout(fp8=recipe)).kept
-        )
+        kept = activations.of_mtp(model, layout(fp8=recipe)) - activations.of_layer(model, layout(fp8=recipe)).kept
         assert kept == 4096 * 2 * (2 + width) * 4096 / 2
 
 

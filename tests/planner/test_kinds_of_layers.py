@@ -273,7 +273,7 @@ def test_muon_orthogonalizes_layers_of_several_kinds():
     first = muon.orthogonalized_s(MIXED, one, MACHINE, [Contents(3, dense=3)])
     assert first == muon.orthogonalized_s(replace(MIXED.dense, mtp_num_layers=0), one, MACHINE, [Contents(3)])
     layer_s = muon.orthogonalized_s(plain, one, MACHINE, [Contents(1)])
-    more_s = muon.orthogonalized_s(MIXED, one, MACHINE, [Contents(3, predictions=1)])
+    more_s = muon.orthogonalized_s(MIXED, one, MACHINE, [Contents(3, mtp=1)])
     more_s -= muon.orthogonalized_s(plain, one, MACHINE, [Contents(3)])
     assert more_s == pytest.approx(layer_s + muon.newton_schulz_s(1024, 2048, MACHINE))
 

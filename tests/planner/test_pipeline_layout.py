@@ -310,10 +310,8 @@ def test_further_tokens_before_the_last_stage():
     assert times[1].pipeline.norm_s > times[0].pipeline.norm_s
     of_stages = [memory.stages(TOKENS, one) for one in (beside, apart)]
     held = weights_of(TOKENS, 1)
-    assert of_stages[1][2].weights_bytes == 2 * (
-        5 * held.layer + held.prediction + held.word_embedding + held.final_norm
-    )
-    kept = activations.of_prediction(TOKENS, apart) + 4 * activations.of_layer(TOKENS, apart).kept
+    assert of_stages[1][2].weights_bytes == 2 * (5 * held.layer + held.mtp + held.word_embedding + held.final_norm)
+    kept = activations.of_mtp(TOKENS, apart) + 4 * activations.of_layer(TOKENS, apart).kept
     assert of_stages[1][2].activations_bytes == pytest.approx(2 * kept)  # Of two forwards.
     assert of_stages[1][3].logits_bytes == of_stages[0][3].logits_bytes
     assert of_stages[1][3].activations_bytes == 0
@@ -342,13 +340,13 @@ def test_deepseek_v3_as_megatron_documents_it():
     assert [chunk.layers for chunk in held[0]] == [3, 2]
     assert [chunk.layers for chunk in held[14]] == [2, 0]
     assert held[0][0].dense == 3
-    assert held[14][1].predictions == 1
+    assert held[14][1].mtp == 1
     assert held[15][1].loss
     weights = weights_of(model, 2, expert=64, expert_tensor=1)
     needed = memory.stages(model, one)
     assert needed[5].weights_bytes == 2 * 4 * (weights.layer + weights.experts)
     assert needed[14].weights_bytes - needed[5].weights_bytes == 2 * (
-        weights.prediction + weights.word_embedding - weights.layer - weights.experts
+        weights.mtp + weights.word_embedding - weights.layer - weights.experts
     )
     together = replace(one, pipeline_layout="Et*3|(tt|)*29|mL")
     batch_s = [costs.iteration(model, each, replace(DGX, nodes=128)).time_s for each in (one, together)]

@@ -10,7 +10,7 @@ from megatron_2bw.planner.pipeline_layout import (
     EMBEDDING,
     LAYER,
     LOSS,
-    PREDICTION,
+    MTP,
     has_an_empty_stage,
     predicts_early,
     stages_of,
@@ -83,7 +83,7 @@ def layout_of_stages(args: Any) -> tuple[str, ...]:
             return stages_of(layout)
         except PlanError:  # Megatron says why.
             return ()
-    letters = {"embedding": EMBEDDING, "decoder": LAYER, "mtp": PREDICTION, "loss": LOSS}
+    letters = {"embedding": EMBEDDING, "decoder": LAYER, "mtp": MTP, "loss": LOSS}
     return tuple("".join(letters[layer.name] for chunk in rank for layer in chunk) for rank in layout.layout)
 
 
