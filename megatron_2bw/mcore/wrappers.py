@@ -19,13 +19,13 @@ def add_arguments(original: Any, parser: Any) -> Any:
 
 
 def parse_arguments(original: Any, *args: Any, **keywords: Any) -> Any:
-    from megatron_2bw.mcore.arguments import parsed
+    from megatron_2bw.mcore.checks import parsed
 
     return parsed(functools.partial(original, *args, **keywords))
 
 
 def validate_arguments(original: Any, args: Any, *rest: Any, **keywords: Any) -> Any:
-    from megatron_2bw.mcore.arguments import validated
+    from megatron_2bw.mcore.checks import validated
 
     return validated(args, functools.partial(original, args, *rest, **keywords))
 
@@ -166,7 +166,7 @@ def decide_exit(original: Any, *args: Any, **keywords: Any) -> Any:
 def train(original: Any, *args: Any, **keywords: Any) -> Any:
     from megatron.training import get_args
 
-    from megatron_2bw.mcore.arguments import checked_before_training
+    from megatron_2bw.mcore.checks import checked_before_training
 
     if _session() is not None:
         checked_before_training(get_args())

@@ -176,11 +176,11 @@ def test_an_exit_waits_for_the_others_only_between_calls(
     code: int, between: bool, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--exit-signal-handler-for-training exits wherever the signal comes, without process groups."""
-    from megatron_2bw.mcore import arguments, wrappers
+    from megatron_2bw.mcore import checks, wrappers
 
     session = MagicMock(pipeline=MagicMock(is_between_calls=between))
     monkeypatch.setattr(wrappers, "_session", lambda: session)
-    monkeypatch.setattr(arguments, "checked_before_training", lambda args: None)
+    monkeypatch.setattr(checks, "checked_before_training", lambda args: None)
     monkeypatch.setattr("megatron.training.get_args", lambda: None)
     with pytest.raises(SystemExit):
         wrappers.train(lambda: sys.exit(code))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_2bw.mcore import arguments
+from megatron_2bw.mcore import checks
 
 REPLACED = """
 import importlib, operator
@@ -61,11 +61,11 @@ def test_a_yaml_file_that_would_hide_the_schedule_is_refused(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml", *given])
     with pytest.raises(SystemExit) as refusal:
-        arguments.parsed(argparse.Namespace)
+        checks.parsed(argparse.Namespace)
     assert refusal.value.code == 2
     assert "does not work with --yaml-cfg, which replaces all other flags; use flags" in capsys.readouterr().err
 
 
 def test_a_yaml_file_alone_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml"])
-    assert arguments.parsed(lambda: argparse.Namespace(lr=1)) == argparse.Namespace(lr=1)
+    assert checks.parsed(lambda: argparse.Namespace(lr=1)) == argparse.Namespace(lr=1)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_2bw.mcore.arguments import add_arguments, validated
+from megatron_2bw.mcore.arguments import add_arguments
+from megatron_2bw.mcore.checks import validated
 from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.costs import PRICED

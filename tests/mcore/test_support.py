@@ -7,7 +7,8 @@ from copy import copy
 
 import pytest
 
-from megatron_2bw.mcore.arguments import ArgumentError, _exit, _map, _refuse, add_arguments
+from megatron_2bw.mcore.arguments import add_arguments
+from megatron_2bw.mcore.checks import ArgumentError, adapt, exit_with, refuse
 from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.flag_table.rows import STOCK
 from megatron_2bw.planner.flag_table.table import MAPPED, OURS, REFUSED, SLOWED
@@ -239,8 +240,8 @@ def test_every_schedule_trains() -> None:
 def test_defaults_pass_without_a_word(defaults: argparse.Namespace, schedule: str) -> None:
     args = _with(defaults, schedule, {})
     before = copy(vars(args))
-    _refuse(args, schedule)
-    assert _map(args, schedule) == []
+    refuse(args, schedule)
+    assert adapt(args, schedule) == []
     assert vars(args) == before
 
 
@@ -255,10 +256,10 @@ def test_refused_with_flag_reason_and_remedy(
             args = _with(defaults, schedule, settings)
             if schedule in row.schedules:
                 with pytest.raises(ArgumentError) as refusal:
-                    _refuse(args, schedule)
+                    refuse(args, schedule)
                 assert all(part in str(refusal.value) for part in (row.flag, schedule, row.reason, row.remedy))
             elif _name(row) not in {_name(other) for other in REFUSED if schedule in other.schedules}:
-                _refuse(args, schedule)
+                refuse(args, schedule)
 
 
 @pytest.mark.parametrize("schedule", sorted(OURS | STOCK))
@@ -294,7 +295,7 @@ def test_experts_are_refused_only_where_megatron_fails(
 ) -> None:
     (settings,) = SETTINGS[OLD_EXPERTS]
     monkeypatch.setattr("megatron.core.package_info.__version__", version)
-    _refuse(_with(defaults, "2bw", settings | kept), "2bw")
+    refuse(_with(defaults, "2bw", settings | kept), "2bw")
 
 
 @pytest.mark.parametrize(
@@ -312,15 +313,15 @@ def test_copies_of_experts_are_refused_only_where_they_drift(
     settings, _ = SETTINGS[
         "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon or lion, and one replica"
     ]
-    _refuse(_with(defaults, "2bw", settings | kept), "2bw")
+    refuse(_with(defaults, "2bw", settings | kept), "2bw")
 
 
 def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsys: pytest.CaptureFixture) -> None:
     args = _with(defaults, "2bw", {"qk_clip": True, "adlr_autoresume": True})
     with pytest.raises(ArgumentError) as refusal:
-        _refuse(args, "2bw")
+        refuse(args, "2bw")
     with pytest.raises(SystemExit):
-        _exit(refusal.value)
+        exit_with(refusal.value)
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("megatron_2bw: error: --qk-clip does not work")
     assert second.startswith("megatron_2bw: error: --adlr-autoresume does not work")
@@ -335,7 +336,7 @@ def _name(row) -> str:
 def test_noticed_once_and_then_settled(defaults: argparse.Namespace, row) -> None:
     for schedule in row.schedules:
         args = _with(defaults, schedule, NOTICED[row.flag])
-        first, second = ([notice for notice in _map(args, schedule) if row.reason in notice] for _ in range(2))
+        first, second = ([notice for notice in adapt(args, schedule) if row.reason in notice] for _ in range(2))
         (notice,) = first
         assert row.flag in notice
         assert second == ([notice] if row in SLOWED else [])
