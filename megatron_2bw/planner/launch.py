@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
 
-from megatron_2bw.planner.bash.scope import is_known, settled, shown
+from megatron_2bw.planner.bash.scope import is_known, may_be_words, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import SWITCHES, Configuration
@@ -24,7 +25,7 @@ _OTHERS = re.compile(r"pretrain_(?:hybrid|ict|mamba|retro|t5|vision|vlm)\w*\.py"
 """Megatron's scripts of models that are neither GPT nor BERT."""
 _NO_TRAINING = re.compile(
     r"(?!(?:pre)?train|finetune)(?:\w*_)?"
-    r"(?:convert|eval|evaluat(?:e|ion)|export|generat(?:e|ion)|inference|quantize)(?:_\w*)?\.py"
+    r"(?:convert|eval|evaluat(?:e|ion)|export|generat(?:e|ion)|inference|preprocess|quantize)(?:_\w*)?\.py"
 )
 """Scripts that take the model's flags and compute no gradients."""
 _QUOTED = re.compile(r"\s-[a-z]*c\s+'")
@@ -119,7 +120,8 @@ def agreed(configurations: Sequence[Configuration], *, file: Path) -> Configurat
 
 def _matching(names: re.Pattern[str], words: Sequence[str]) -> str | None:
     """The first file among ``words`` whose name is one of ``names``."""
-    return next(filter(names.fullmatch, (Path(word).name for word in words)), None)
+    modules = {module: f"{module.rpartition('.')[2]}.py" for flag, module in pairwise(words) if flag == "-m"}
+    return next(filter(names.fullmatch, (modules.get(word, Path(word).name) for word in words)), None)
 
 
 def _kind(words: Sequence[str]) -> Kind:
@@ -133,7 +135,7 @@ def _hidden(words: Sequence[str]) -> str | None:
     first = next(starts)
     flag, values = words[first - 1], int(words[first - 1] not in _TELLING)
     for word in words[first:]:
-        if settled(word) is None and not word.startswith("--") and (values or flag in _SWITCHES) and flag not in _LISTS:
+        if may_be_words(word) and (values or flag in _SWITCHES) and flag not in _LISTS:
             return word
         flag, values = (word, "=" in word) if word.startswith("--") else (flag, values + 1)
     return None

@@ -130,6 +130,11 @@ class Model:
         for name, value in defaults.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
+        if 0 < self.hidden_size < self.num_attention_heads and not self.kv_channels:
+            raise PlanError(
+                f"num_attention_heads {self.num_attention_heads} is more than hidden_size {self.hidden_size}: use "
+                f"{self.hidden_size} or fewer, or give kv_channels"
+            )
         for name, value in _unused(self).items():
             object.__setattr__(self, name, value)
         for f in dataclasses.fields(self):

@@ -27,7 +27,7 @@ def _given(options: Options, flag: str) -> bool:
 def _shards_weights(options: Options, flag: str) -> bool:
     tensor = options.number("--tensor-model-parallel-size", 1)
     whole = options.number("--expert-tensor-parallel-size", tensor) if flag.startswith("--expert") else tensor
-    return options.number(flag, 1) > whole
+    return flag in options and options.number(flag) > whole
 
 
 def _dispatches_otherwise(options: Options, flag: str) -> bool:
@@ -85,8 +85,13 @@ def _orthogonalizes_otherwise(options: Options, flag: str) -> bool:
     return is_muon and options.text(flag, _OF_MUON[flag]) != _OF_MUON[flag]
 
 
+_ADAPTERS = ("--lora-r", "--lora-target-modules")
+_EXCHANGED = ("--swap-attention", "--swap-optimizer", "--swap-modules")
+_UNUSED_LAYERS = ("--noop-layers", "--num-layer-list")
+_OTHER_EXPERTS = ("--first-k-dense-replace", "--n-shared-experts")
+_ATTENDING_IN_TURN = ("--full-attention-interval", "--interleave-sliding-window")
 _ZERO_BUBBLE = ("--enable-zero-bubble", "--enable-zb-runtime", "--enable-zbh1-pipeline", "--zero-bubble-v-schedule")
-"""Of forks of Megatron."""
+"""Of forks of Megatron, these and those above."""
 _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--hybrid-layer-pattern": (_given, "layers of several kinds"),
     "--hybrid-override-pattern": (_given, "layers of several kinds"),
@@ -118,6 +123,11 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--deepspeed": (_given, "DeepSpeed, whose file says what it shards and recomputes"),
     **dict.fromkeys(_ZERO_BUBBLE, (_given, "backward passes in two parts, as of zero-bubble pipelines")),
     "--hetero-mode": (_given, "stages on unequal GPUs"),
+    **dict.fromkeys(_ADAPTERS, (_given, "adapters that are trained in place of the weights")),
+    **dict.fromkeys(_EXCHANGED, (_given, "offloading")),
+    **dict.fromkeys(_UNUSED_LAYERS, (_given, "layers that do nothing, or are counted by stage")),
+    **dict.fromkeys(_OTHER_EXPERTS, (_given, "that spelling of dense layers and shared experts")),
+    **dict.fromkeys(_ATTENDING_IN_TURN, (_given, "layers that attend in different ways")),
     GROUP: (_has_other_groups, "groups of more microbatches than there are stages"),
 }
 _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
@@ -172,6 +182,10 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     **dict.fromkeys(
         ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"), (_given, "priced without that overlap")
     ),
+    **dict.fromkeys(
+        ("--recompute-activation-function", "--recompute-in-advance"), (_given, "priced without that recomputation")
+    ),
+    "--reuse-fp32-param": (_given, "priced with weights beside the optimizer's"),
     "--no-gradient-accumulation-fusion": (_given, "priced with that fusion"),
     "--no-masked-softmax-fusion": (_given, "priced with that fusion"),
     "--max-position-embeddings": (_has_more_positions, "priced with weights of as many positions as --seq-length"),

@@ -366,6 +366,13 @@ def test_a_ring_of_whole_nodes_has_their_network():
     assert machine.all_reduce_s(1e9, 2, 7) == machine.all_reduce_s(1e9, 2, 1) < machine.all_reduce_s(1e9, 2, 8)
 
 
+def test_the_start_of_a_sum_over_many_nodes_grows_with_their_logarithm():
+    machine = machine_of(replace(DGX, nodes=64))
+    nodes = [machine.all_reduce_s(4, 8 * count, 1) / machine.collective_s for count in (1, 2, 4, 64)]
+    assert nodes == pytest.approx([1, 2, 3, 7], rel=1e-3)
+    assert machine.reduce_scatter_s(4, 512, 1) / machine.collective_s == pytest.approx(32, rel=1e-3)
+
+
 def test_other_gpus():
     """The share of the peak follows what was measured to be reachable; the error bar, what was measured of it."""
     h100, unknown = CLUSTERS["dgx-h100"], replace(DGX, gpu=replace(DGX.gpu, name="new-gpu"))

@@ -337,6 +337,10 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         (f"{RUN} --pipeline-model-parallel-size 3", "gpus 4 is no multiple of tensor x context x pipeline = 3; use 3"),
         (f"{DEEP} --num-layers 6", "does not divide num_layers 6; use 3 stages"),
         (f"{RUN} --num-attention-heads 7", "num_attention_heads 7 does not divide hidden_size"),
+        (f"{RUN} --num-attention-heads 4096", "num_attention_heads 4096 is more than hidden_size"),
+        (f"{RUN} --tensor-model-parallel-size 0", "tensor 0: give a whole number of at least 1"),
+        (f"{RUN} --lora-r 16", "--lora-r: the cost model does not cover adapters that are trained in place of the"),
+        (f"{RUN} --noop-layers 30,31", "--noop-layers: the cost model does not cover layers that do nothing"),
         (
             f"{RUN} --ffn-hidden-size 9 --tensor-model-parallel-size 4",
             "tensor 4 does not divide ffn_hidden_size 9; use 1",

@@ -107,6 +107,12 @@ def test_arguments_of_the_script():
         read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["7x"])
 
 
+def test_a_path_that_is_known_at_its_beginning_is_no_flags(tmp_path: Path):
+    """As in NVIDIA's examples/multimodal, where a placeholder with a blank is not quoted."""
+    (file := tmp_path / "run.sh").write_text(f'OUT="<Your dir>/x-$(date)"\n{ALONE} --save $OUT --micro-batch-size 1\n')
+    assert configuration(file).layout.microbatch == 1
+
+
 def test_a_script_that_trains_to_generate_trains(tmp_path: Path):
     (tmp_path / "run.sh").write_text(ALONE.replace("pretrain_gpt", "finetune_generation"))
     assert len(read_script(tmp_path / "run.sh", environment={})) == 1
@@ -142,6 +148,7 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
             "run_text_generation_server.py trains nothing; give the script that trains the model",
         ),
         (ALONE.replace("pretrain_gpt", "tools/checkpoint/convert"), "convert.py trains nothing"),
+        (ALONE.replace("pretrain_gpt.py", "-m examples.gpt_inference"), "gpt_inference.py trains nothing"),
         ("echo hello", "no command with Megatron's flags, such as --num-layers"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $MBS", "--micro-batch-size $MBS: nothing sets it"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),

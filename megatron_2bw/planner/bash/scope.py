@@ -45,6 +45,15 @@ def settled(value: str) -> str | None:
     return None if _UNKNOWN in value else re.sub(f"{_UNSET}[^{_END}]*{_END}|{GONE}", "", value)
 
 
+def may_be_words(value: str) -> bool:
+    """Whether ``value`` begins with what is unknown, which may be any words, flags too.
+
+    >>> may_be_words(unknown("$(cat flags)")), may_be_words("logs/" + unknown("$(date)"))
+    (True, False)
+    """
+    return _UNKNOWN in value and settled(value.partition(_UNKNOWN)[0]) == ""
+
+
 def shown(value: str) -> str:
     """``value`` for a message, what is not known as the script writes it.
 

@@ -280,7 +280,10 @@ def _space(args: argparse.Namespace) -> Space:
         if value is not None:
             limits[dimension] = (value,)
     if args.optimizer is not None:
-        (limits["optimizer"],) = listed("--optimizer", args.optimizer, layout.Optimizer)
+        first, *others = listed("--optimizer", args.optimizer, layout.Optimizer)
+        if others:
+            raise PlanError(f"--optimizer {args.optimizer}: a run has one; give {first.value}, or plan once for each")
+        limits["optimizer"] = first
     return Space(
         **limits,
         precision=layout.Precision(args.precision) if args.precision else None,
