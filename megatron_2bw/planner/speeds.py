@@ -140,9 +140,13 @@ def error_bar(
     if model.num_experts:
         return ErrorBar(0.30, "three runs of Mixtral on H100, which took up to 16% longer")
     if family == "h100" and in_8_bits and fused_attention and model.hidden_size >= 4096:
-        return ErrorBar(0.12, "NVIDIA's runs on H100 in 8 bits: 17 rows, hidden sizes from 4096 on, 11% at most")
-    if family == "h100" and fused_attention and not shared and not in_8_bits:
-        return ErrorBar(0.21, "Megatron-LM's table of H100s: nine rows, which took up to 26% longer")
+        return ErrorBar(0.12, "NVIDIA's runs on H100 in 8 bits: 54 rows, hidden sizes from 4096 on, 11% at most")
+    if family == "h100" and fused_attention and not in_8_bits:
+        return ErrorBar(
+            0.21, "Megatron-LM's table of H100s: nine rows, which took up to 26% longer; 37 by NVIDIA, 16% at most"
+        )
+    if family in ("b200", "b300", "gb200", "gb300") and fused_attention:
+        return ErrorBar(0.30, "NVIDIA's runs on B200, GB200 and GB300: 24 rows, which took 1 to 36% longer")
     if family != "a100" or shared:
         return ErrorBar(0.30, "assumed: constants of A100, scaled by the data sheet and the largest product measured")
     if fused_attention:

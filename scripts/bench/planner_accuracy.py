@@ -28,7 +28,7 @@ from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.speeds import machine_of
-from tests.planner import measured, measured_deepseek, measured_fp8
+from tests.planner import measured, measured_deepseek, measured_dgxc, measured_fp8
 from tests.planner.measured import Row
 
 PUBLISHED = (
@@ -146,6 +146,20 @@ def single(title: str, rows: Iterable[Row]) -> Iterator[str]:
     """One line per row."""
     yield from ("", title)
     yield from map(_line, rows)
+
+
+def ranges(title: str, rows: Iterable[Row]) -> Iterator[str]:
+    """One line per group: how far off its rows are."""
+    yield from ("", title)
+    errors: dict[str, list[float]] = {}
+    within = []
+    for row in rows:
+        found = costs.iteration(row.model, row.layout, row.cluster)
+        errors.setdefault(row.group, []).append(error := found.time_s / row.measured - 1)
+        within.append(abs(error) <= found.relative_error)
+    for group, off in errors.items():
+        yield f"{group:<44} {len(off):>3} rows, {min(off):+.1%} to {max(off):+.1%}"
+    yield f"within the stated error bar: {sum(within) / len(within):.0%} of {len(within)} rows"
 
 
 def _line(row: Row) -> str:
@@ -297,8 +311,9 @@ def memory_lines(folder: Path) -> Iterator[str]:
 
 
 def published_memory(folder: Path) -> Iterator[str]:
-    """How many of the runs in 8 bits are said not to fit, though they ran; how much they took is not published."""
+    """How many of NVIDIA's runs are said not to fit, though they ran; how much they took is not published."""
     rows = [*measured_fp8.nemo(folder), *measured_fp8.long_sequences(folder), *measured_fp8.bridge(folder)]
+    rows += measured_dgxc.steps()
     refused = [row.name for row in rows if memory.largest(row.model, row.layout).total_bytes > row.cluster.memory_bytes]
     yield f"Said not to fit, though they ran: {len(refused)} of {len(rows)} ({'; '.join(refused)})."
 
@@ -332,6 +347,7 @@ def report(folder: Path) -> Iterator[str]:
     yield from single(
         "H100, B200, GB200, GB300, products in 8 bits (Megatron-Bridge; not fitted)", measured_fp8.bridge(folder)
     )
+    yield from ranges("H100, GB200, 8 to 2,048 GPUs (dgxc-benchmarking; not fitted)", measured_dgxc.steps())
     yield from published_memory(folder)
     golden = "Interleaved, fused attention, deterministic kernels (Megatron's own test case; not fitted)"
     yield from single(golden, measured.golden_times(folder))

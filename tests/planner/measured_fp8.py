@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster, Gpu
 from megatron_2bw.planner.layout import Fp8, Layout
@@ -62,7 +63,7 @@ def nemo(folder: Path = DATA) -> Iterator[Row]:
     for row in read("nemo_2407_h100_perf.csv", folder):
         if row["section"] == "Pretraining" and row["is_latest_doc"] == "yes":
             model = NEMO_MODELS[row["model"]]
-            yield _row(f"{row['model']}, {row['gpus']} GPUs", model, row, CLUSTERS["dgx-h100"], Fp8.DELAYED, **_NEMO)
+            yield row_of(f"{row['model']}, {row['gpus']} GPUs", model, row, CLUSTERS["dgx-h100"], Fp8.DELAYED, **_NEMO)
 
 
 def long_sequences(folder: Path = DATA) -> Iterator[Row]:
@@ -72,7 +73,7 @@ def long_sequences(folder: Path = DATA) -> Iterator[Row]:
             length = 1024 * int(row["raw"].split("|")[0])
             model = replace(MODELS["llama2-7b"], seq_length=length)
             sizes = {**row, "seq_len": str(length)}
-            yield _row(
+            yield row_of(
                 f"{length:,} tokens, {row['gpus']} GPUs", model, sizes, CLUSTERS["dgx-h100"], Fp8.DELAYED, **_NEMO
             )
 
@@ -86,7 +87,7 @@ _PRECISIONS = {
 """As the recipes call them: current scaling, and blocks of 32."""
 _BRIDGE = {"fp8_parameters": True, "gradients_in_bf16": True, "fused_loss": True}
 """``_perf_precision``, ``_benchmark_common``."""
-_SYSTEMS = {
+SYSTEMS = {
     "DGX-H100": CLUSTERS["dgx-h100"],
     "DGX-B200": CLUSTERS["dgx-b200"],
     "DGX-GB200": replace(RACK, name="gb200-nvl72", gpu=GB200, gpus_per_node=64, inter_node_gb_s=3200),
@@ -117,13 +118,14 @@ def bridge(folder: Path = DATA) -> Iterator[Row]:
             continue
         for recipe, rate in zip(recipes, row["tokens_per_s_per_gpu"].replace(")", "").split(" ("), strict=True):
             name = f"{row['model']}, {row['gpus']} x {row['system'][4:]}, {recipe}, B={row['gbs']}"
-            cluster = _SYSTEMS[row["system"]]
+            cluster = SYSTEMS[row["system"]]
             sizes = {**row, "tokens_per_s_per_gpu": rate}
             free = _LAYOUTS.get((row["model"], int(row["pp"]), int(row["vp"]) if row["vp"].isdigit() else 1), "")
-            yield _row(name, _BRIDGE_MODELS[row["model"]], sizes, cluster, recipe, pipeline_layout=free, **_BRIDGE)
+            yield row_of(name, _BRIDGE_MODELS[row["model"]], sizes, cluster, recipe, pipeline_layout=free, **_BRIDGE)
 
 
-def _row(name: str, model: Model, row: dict[str, str], node: Cluster, recipe: Fp8, **more: bool | str) -> Row:
+def row_of(name: str, model: Model, row: dict[str, str], node: Cluster, recipe: Fp8, **more: Any) -> Row:
+    """A row of NVIDIA's tables: sizes and tokens per second and GPU."""
     gpus, tensor, pipeline, context = (int(row[key]) for key in ("gpus", "tp", "pp", "cp"))
     chunks = int(row["vp"]) if row["vp"].isdigit() else 1
     layout = Layout(
