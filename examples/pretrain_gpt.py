@@ -24,7 +24,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
@@ -46,16 +50,19 @@ def build_model(
     """The layers of this rank's stage, with the embedding on the first and the output layer on the last."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    layers = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=args.transformer_impl == "transformer_engine",
-        normalization=args.normalization,
-        qk_l2_norm=args.qk_l2_norm,
-        vp_stage=vp_stage,
-    )
+    kind = {
+        "use_transformer_engine": args.transformer_impl == "transformer_engine",
+        "normalization": args.normalization,
+        "qk_l2_norm": args.qk_l2_norm,
+    }
+    mtp = None
+    if args.mtp_num_layers:
+        last_layer = get_gpt_decoder_layer_specs(config, **kind)[-1]
+        mtp = get_gpt_mtp_block_spec(config, last_layer, kind["use_transformer_engine"], vp_stage=vp_stage)
     return GPTModel(
         config=config,
-        transformer_layer_spec=layers,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config, **kind, vp_stage=vp_stage),
+        mtp_block_spec=mtp,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -65,6 +72,7 @@ def build_model(
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
@@ -125,7 +133,11 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
     batch = read_batch(data_iterator, model)
     timer.stop()
     output = model(
-        batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),
     )
     return output, partial(masked_loss, batch.get("loss_mask"))
 

@@ -16,6 +16,9 @@ def main() -> None:
         print(f"megatron_2bw: error: {given}{USAGE}", file=sys.stderr)
         raise SystemExit(2)
     script = sys.argv[1]
+    if not sys.flags.safe_path:
+        # The first entry is the working directory. A Megatron beside the script comes before it, as without us.
+        sys.path.insert(0, str(Path(script).resolve().parent))
     from megatron_2bw import install
     from megatron_2bw.mcore.symbols import UnsupportedMegatronError
 
@@ -28,7 +31,8 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(script).resolve().parent)
+    if not sys.flags.safe_path:
+        del sys.path[1]
     # `record` lets torchrun name the rank that failed first, not those that lost their peer.
     record(runpy.run_path)(script, run_name="__main__")
 

@@ -98,8 +98,6 @@ class DelayedOptimizer:
         check_for_nan: bool,
         correction: Correction | None = None,
     ) -> None:
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError("this stage has no weights to train: give it some, or use Megatron's schedule")
         updating = [part for part in undivided(inner) if not part.is_stub_optimizer]
         for part in updating if correction is not None else ():
             _check_correction(correction, part)
@@ -107,7 +105,11 @@ class DelayedOptimizer:
         self._model = model
         self._correction = correction
         sources = sources_of(model)
-        self._captured = CapturedGradients((source.region for source in sources), second_buffer=second_buffer)
+        self._captured = CapturedGradients(
+            (source.region for source in sources),
+            device=next(model.parameters()).device,
+            second_buffer=second_buffer,
+        )
         self._routers = Routers(model)
         self.weights = versions_of(inner, model, self._routers, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}

@@ -268,4 +268,5 @@ def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]
 def _tied_gradient(model: torch.nn.Module, captured: CapturedGradients) -> torch.Tensor | None:
     """With the distributed optimizer its bucket is cut in the same way on both stages."""
     gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-    return captured.within(gpt.shared_embedding_or_output_weight().main_grad)
+    gradient = getattr(gpt.shared_embedding_or_output_weight(), "main_grad", None)  # None where it is frozen.
+    return None if gradient is None else captured.within(gradient)

@@ -105,13 +105,23 @@ def evaluate(original: Any, *args: Any, **keywords: Any) -> Any:
     session = _session()
     if session is None:
         return original(*args, **keywords)
+    from megatron.training import get_timers
+
+    from megatron_2bw.mcore.random_state import RandomState
+
     model = inspect.signature(original).bind(*args, **keywords).arguments["model"]
     session.interrupt()
     try:
-        return original(*args, **keywords)
-    finally:
-        for chunk in model:  # Out of time, Megatron returns without this: it would exit at once.
+        # Forwards of the next batch have run, and a checkpoint has the random state before them: a run that goes on
+        # from it draws for them what was drawn, whatever an evaluation draws in between.
+        with RandomState.present().shown() if session.is_delayed else contextlib.nullcontext():
+            return original(*args, **keywords)
+    finally:  # Out of time, Megatron returns without these: it would exit at once.
+        for chunk in model:
             chunk.train()
+        timer = get_timers()("evaluate", log_level=0)
+        if timer._started:
+            timer.stop()
 
 
 def packed_tokens(original: Any, *args: Any, **keywords: Any) -> Any:

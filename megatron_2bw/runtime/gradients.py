@@ -25,26 +25,26 @@ class CapturedGradients:
     """What is kept of the accumulated gradients of one batch, until its update.
 
     Args:
-        regions: of the accumulation buffers, in the precision of ``main_grad``; emptied of what is there.
+        regions: of the accumulation buffers, in the precision of ``main_grad``; emptied of what is there. None where
+            nothing is trained.
+        device: where they are; that of the first one by default.
         second_buffer: keep a copy of every part; otherwise the gradients stay where they are, and
             the next batch must not add to them before the update.
     """
 
-    def __init__(self, regions: Iterable[Region], *, second_buffer: bool = True) -> None:
+    def __init__(
+        self, regions: Iterable[Region], *, device: torch.device | None = None, second_buffer: bool = True
+    ) -> None:
         self.regions = tuple(regions)
         for region in self.regions:
             region.whole.zero_()
         self.has_second_buffer = second_buffer
         self.kept = tuple(torch.zeros_like(part) if second_buffer else part for _, part in self.regions)
         """One flat tensor per region, as large as its part."""
+        self.device = device or self.kept[0].device
         self._pieces: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for (_, part), kept in zip(self.regions, self.kept, strict=True):
             self._pieces.setdefault(part.untyped_storage().data_ptr(), []).append((part, kept))
-
-    @property
-    def device(self) -> torch.device:
-        """Where the gradients are."""
-        return self.kept[0].device
 
     def capture(self) -> None:
         """Keep the regions without shards; the next batch may accumulate there, from zero."""

@@ -91,6 +91,8 @@ class Case:
     """Value of ``--synchronous-warmup-iters``."""
     fused_gradients: bool = False
     """Weight gradients are added to ``main_grad`` in the backward; see ``stand_ins``."""
+    frozen: tuple[str, ...] = ()
+    """Weights that are not trained: how their names in the undivided model begin."""
     model: tuple[str, ...] = ()
     """Flags that change what is computed; an oracle needs them too."""
     flags: tuple[str, ...] = ()

@@ -109,11 +109,9 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         model: dict[str, Any],
         ddp: dict[str, Any],
         use: Any = None,
-        *,
-        is_frozen: bool = False,
         **keywords: Any,
     ) -> str:
-        bare = build_model(case.kind, *ends).requires_grad_(not is_frozen)
+        bare = build_model(case.kind, *ends)
         for name, value in model.items():
             setattr(bare.config, name, value)
         wrapped = DistributedDataParallel(bare.config, DistributedDataParallelConfig(**ddp), bare)
@@ -138,7 +136,6 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(forward_only=True)),
         answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
         answer("gpipe", {}, {}, lambda pipeline: pipeline.forward_backward(synchronous=True)),
-        answer("2bw", {}, {}, is_frozen=True),
         answer("2bw", {"bf16": True}, {"use_distributed_optimizer": True} | mean_in_fp32),
         answer("2bw", {}, {}, lambda pipeline: None),
         answer("chimera", {}, {}),

@@ -340,7 +340,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
     for parameter, shard in named.items():
         main_of.setdefault(shard, torch.nn.Parameter(parameter.detach().to(torch.float32, copy=True)))
     known = Optimizers(case, record)
-    known.know(main_of.items())
+    known.know({shard: main_of[shard] for parameter, shard in named.items() if parameter.requires_grad}.items())
     config, overrides = get_megatron_optimizer_config(args)
     groups = _get_param_groups([model], config, overrides)
     for group in groups:

@@ -1,4 +1,7 @@
-"""Stand-ins for what a machine does not have, same interface, same mathematics: kernels, and a GPU per rank."""
+"""Stand-ins for what a machine does not have, same interface, same mathematics: kernels, and a GPU per rank.
+
+And models of which a part is frozen, which no flag of Megatron says.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,28 @@ def install(case: Case, args: Any) -> None:
             raise NotImplementedError(f"context parallelism of {case.kind}: the stand-in's attention is causal")
         DotProductAttention.__init__ = _of_any_sequence(DotProductAttention.__init__)
         DotProductAttention.forward = _with_all_keys(DotProductAttention.forward)
+    if case.frozen:
+        from . import model
+
+        model.build_model = _with_frozen(model.build_model, case.frozen)
     if "--multi-latent-attention" in case.model:
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 
         DotProductAttention.__init__ = _told_head_sizes(DotProductAttention.__init__)
+
+
+def _with_frozen(build: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    from .model import global_parameters
+
+    @functools.wraps(build)
+    def wrapper(*args: Any, **keywords: Any) -> Any:
+        built = build(*args, **keywords)
+        for name, parameter in global_parameters(built):
+            if name.startswith(names):
+                parameter.requires_grad_(False)
+        return built
+
+    return wrapper
 
 
 def let_ranks_share_a_gpu() -> None:

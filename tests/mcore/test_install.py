@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +72,38 @@ def test_a_yaml_file_that_would_hide_the_schedule_is_refused(
 def test_a_yaml_file_alone_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml"])
     assert checks.parsed(lambda: argparse.Namespace(lr=1)) == argparse.Namespace(lr=1)
+
+
+def test_a_script_finds_the_megatron_beside_it(tmp_path: Path) -> None:
+    """As ``python SCRIPT`` would, wherever it is started from, though hooks come before the script."""
+    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    checkout.mkdir()
+    elsewhere.mkdir()
+    installed, *_ = importlib.util.find_spec("megatron").submodule_search_locations
+    (checkout / "megatron").symlink_to(installed)
+    (checkout / "script.py").write_text("import sys, megatron.core; print(megatron.core.__file__, *sys.path)")
+    core, first, *others = _launched(checkout / "script.py", elsewhere).split()
+    assert core == str(checkout / "megatron" / "core" / "__init__.py")
+    assert first == str(checkout)
+    assert str(elsewhere) not in others
+
+
+def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
+    """``PYTHONSAFEPATH``: neither the working directory nor that of the script is looked into."""
+    (tmp_path / "script.py").write_text("import sys; print(*sys.path)")
+    found = _launched(tmp_path / "script.py", tmp_path, PYTHONSAFEPATH="1").split()
+    assert found[0] == str(ROOT)
+    assert str(tmp_path) not in found
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def _launched(script: Path, folder: Path, **variables: str) -> str:
+    """The last line that it prints, started in ``folder``."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path} | variables
+    command = [sys.executable, "-m", "megatron_2bw", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()[-1]

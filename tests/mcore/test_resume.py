@@ -15,7 +15,7 @@ from megatron_2bw.mcore.symbols import megatron_version
 
 from .case import Case
 from .compare import FLOOR, deviation, differing
-from .features import BIASED, SEVERAL_TOKENS, SHARDED_BY_LAYERS
+from .features import BIASED, EXPERTS, SEVERAL_TOKENS, SHARDED_BY_LAYERS
 from .harness import collect, launch, merge, run
 from .interrupted import Kill, killed, slow_to_write
 from .oracle import oracle
@@ -54,6 +54,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
 def test_precisions_optimizers_and_models(case: Case, format_: str, tmp_path: Path) -> None:
     whole = save(case, tmp_path, format_, interval=5)
     assert_continues(whole.resumed(10), whole.results, 10)
+
+
+def test_an_evaluation_that_draws_random_numbers(tmp_path: Path) -> None:
+    """It comes after the first forwards of the next batch, which a resumed run repeats from the state before them."""
+    model = (*EXPERTS, "--moe-input-jitter-eps", "0.01")
+    case = replace(DETERMINED, model=model, flags=("--eval-interval", "2", "--eval-iters", "1"))
+    whole = save(case, tmp_path, "torch_dist", interval=4)
+    assert_continues(whole.resumed(8), whole.results, 8)
 
 
 @pytest.mark.parametrize(

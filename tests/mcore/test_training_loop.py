@@ -135,14 +135,19 @@ def test_the_time_is_up_on_one_rank(rank: int) -> None:
     assert differing(found, oracle(replace(CASE, batches=finished), delay=1), norms=False) == []
 
 
-def test_the_time_is_up_in_an_evaluation() -> None:
-    """Megatron leaves its model in evaluation mode then; the batch that still comes must be trained."""
-    every = 5
+@pytest.mark.parametrize("every", [1, 5, CASE.batches])
+def test_the_time_is_up_in_an_evaluation(every: int) -> None:
+    """Megatron leaves its model in evaluation mode then, and a timer running.
+
+    The batch that still comes must be trained, and another evaluation begin: with 1 after it, with all batches at the
+    end.
+    """
     flags = f"--exit-duration-in-mins {DURATION_MINUTES} --eval-interval {every} --eval-iters 2".split()
     case = replace(CASE, flags=tuple(flags))
     found = merge(collect(_with_a_jump_in_an_evaluation, case, case.ranks), case.stages, case.microbatches)
-    assert found.losses.shape[1] == every + 1
-    assert differing(found, oracle(replace(CASE, batches=every + 1), delay=1), norms=False) == []
+    finished = min(every + 1, CASE.batches)
+    assert found.losses.shape[1] == finished
+    assert differing(found, oracle(replace(CASE, batches=finished), delay=1), norms=False) == []
 
 
 def _with_a_jump_of_the_clock(case: Case, rank: int, port: int, folder: Path, *, of: int, call: int) -> None:

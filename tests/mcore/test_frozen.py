@@ -1,0 +1,33 @@
+"""Models of which only a part is trained, beside the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from .case import Case
+from .compare import differing
+from .harness import run
+from .oracle import oracle
+
+CASE = Case(schedule="2bw", stages=2, microbatches=4, batches=8, tied=False)
+FIRST_STAGE = ("embedding.", "decoder.layers.0.", "decoder.layers.1.")
+CASES = {
+    "tied embedding": replace(CASE, tied=True, frozen=("embedding.word_embeddings.", "output_layer.")),
+    "lower layers": replace(CASE, frozen=FIRST_STAGE[1:]),
+    "first stage": replace(CASE, frozen=FIRST_STAGE),
+    "first stage, one buffer": replace(CASE, frozen=FIRST_STAGE, flags=("--pipeline-gradient-buffers", "1")),
+    "first stage, bf16, distributed optimizer": replace(
+        CASE, frozen=FIRST_STAGE, precision="bf16", replicas=2, microbatches=2, distributed_optimizer=True
+    ),
+    "last stage, fp16": replace(
+        CASE, frozen=("decoder.layers.2.", "decoder.layers.3.", "decoder.final", "output"), precision="fp16"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_the_oracle(name: str) -> None:
+    case = CASES[name]
+    assert differing(run(case), oracle(case, delay=1), norms=False) == []
