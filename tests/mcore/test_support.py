@@ -43,7 +43,6 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--calculate-per-token-loss": [{"calculate_per_token_loss": True}],
     "--log-num-zeros-in-grad": [{"log_num_zeros_in_grad": True}],
     "--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank": [
-        {"num_layers_per_virtual_pipeline_stage": 1},
         {"num_virtual_stages_per_pipeline_rank": 2},
         {"virtual_pipeline_model_parallel_size": 2},
     ],

@@ -35,6 +35,8 @@ REPLICATED = replace(CASE, replicas=2)
         ("--exit-signal-handler", "--exit-duration-in-mins", "1000"),
         ("--no-check-for-nan-in-loss-and-grad",),
         ("--timing-log-level", "2", "--log-interval", "3"),
+        ("--num-virtual-stages-per-pipeline-rank", "1"),
+        ("--num-layers-per-virtual-pipeline-stage", "2"),  # All of a stage.
     ],
     ids=lambda flags: flags[0],
 )

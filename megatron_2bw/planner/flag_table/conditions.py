@@ -73,6 +73,12 @@ def leaves_copies_of_experts_apart(args: Any) -> bool:
     return bool(args.num_experts and copies > 1 and replicas == 1 and is_sharded_by_layers(args))
 
 
+def interleaves(args: Any) -> bool:
+    """A rank has several virtual stages; how many, Megatron derives from numbers of layers and from layouts."""
+    derived = getattr(args, "virtual_pipeline_model_parallel_size", None)
+    return (derived or getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1) > 1
+
+
 def layout_of_stages(args: Any) -> tuple[str, ...]:
     """The layers of every stage of a pipeline layout, in its letters; empty without one."""
     layout = getattr(args, "pipeline_model_parallel_layout", None)

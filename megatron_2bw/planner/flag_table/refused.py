@@ -7,6 +7,7 @@ from math import inf
 from megatron_2bw.planner.flag_table.conditions import (
     attends_sparsely,
     gathers_weights_one_by_one,
+    interleaves,
     is_sharded_by_layers,
     leads_lion,
     leads_too_far,
@@ -25,7 +26,6 @@ from megatron_2bw.planner.flag_table.rows import (
     STOCK,
     USE_FLUSH,
     USE_MEGATRON,
-    VIRTUAL,
     Refused,
     above,
     given,
@@ -108,14 +108,14 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
-        is_set=given(*VIRTUAL),
+        is_set=interleaves,
         schedules=DELAYED,
         reason="interleaving shrinks a bubble, and this schedule leaves none",
         remedy="leave the flag out, or use --pipeline-schedule megatron for the interleaved schedule",
     ),
     Refused(
         flag="--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
-        is_set=given(*VIRTUAL),
+        is_set=interleaves,
         schedules=FLUSHED,
         reason="it selects Megatron's interleaved schedule",
         remedy=USE_MEGATRON,

@@ -17,12 +17,6 @@ STOCK = frozenset({MEGATRON})
 USE_FLUSH = "use --pipeline-schedule 1f1b-flush, or leave the flag out"
 USE_MEGATRON = "use --pipeline-schedule megatron, or leave the flag out"
 
-VIRTUAL = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "virtual_pipeline_model_parallel_size",  # Derived, from a pipeline layout for one.
-)
-
 
 def attribute(flag: str) -> str:
     """What the parser calls the argument of ``flag``."""
