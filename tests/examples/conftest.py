@@ -25,7 +25,8 @@ def run_on_two() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a script, by its path in the repository, in two processes."""
 
     def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # May hold a Megatron.
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*torchrun, str(ROOT / script), *flags]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
