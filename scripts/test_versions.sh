@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests of the adapter under every supported megatron-core. Arguments go to pytest.
+# Run the tests of the adapter under every supported megatron-core, or those in VERSIONS. Arguments go to pytest.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -7,7 +7,7 @@ source "$ROOT/scripts/lib/python.sh"
 ensure_venv requirements-test.txt
 cd "$ROOT"
 
-for version in 0.18.2 0.19.2; do
+for version in ${VERSIONS:-0.18.2 0.19.2}; do
     # Beside the pinned version, which keeps its dependencies: Python takes the first on its path.
     packages="$VENV/megatron-core-$version"
     if [ ! -e "$packages/megatron" ]; then
