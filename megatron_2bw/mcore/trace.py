@@ -12,8 +12,9 @@ import torch.distributed as dist
 from megatron_2bw.mcore.clock import SharedClock
 from megatron_2bw.mcore.groups import TransferGroups
 from megatron_2bw.runtime.recorder import Recorder
-from megatron_2bw.schedule.measured import Run, trace_of
+from megatron_2bw.schedule.measured import Run
 from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.run_file import trace_of
 from megatron_2bw.schedule.timeline import Event, Timeline
 
 logger = logging.getLogger(__name__)

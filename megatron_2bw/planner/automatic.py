@@ -38,6 +38,7 @@ def choose(model: Model, layout: Layout, memory_bytes: float) -> Layout:
 
 
 def _span(layout: Layout) -> float:
-    from megatron_2bw.schedule.simulate import Durations, simulate  # A search does without it.
+    from megatron_2bw.schedule.durations import Durations
+    from megatron_2bw.schedule.simulate import simulate  # A search does without it.
 
     return simulate(programs_of(layout), Durations(forward_s=1, backward_s=2), 1).makespan_s

@@ -68,7 +68,8 @@ def _running(layout: Layout, stages: int, steps: int) -> list[int]:
 
 def _running_both_ways(programs: Schedule) -> list[int]:
     """The same, with a backward that takes two forwards."""
-    from megatron_2bw.schedule.simulate import Durations, simulate
+    from megatron_2bw.schedule.durations import Durations
+    from megatron_2bw.schedule.simulate import simulate
 
     timeline = simulate(programs, Durations(forward_s=1, backward_s=2), 1)
     running = [0] * int(timeline.makespan_s)
@@ -140,8 +141,9 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
         PlanError: Megatron's interleaved schedule, which the executor does not run.
     """
     # A search does not need the simulator, and a tenth of a second to load it is long.
+    from megatron_2bw.schedule.durations import Durations
     from megatron_2bw.schedule.lowering import with_gradient_copy
-    from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+    from megatron_2bw.schedule.simulate import simulate, steady_state
 
     if layout.chunks > 1:
         raise PlanError(f"chunks {layout.chunks}: the executor has no interleaved schedule; use 1")

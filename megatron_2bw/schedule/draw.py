@@ -5,8 +5,9 @@ from __future__ import annotations
 from string import ascii_lowercase
 
 from megatron_2bw.schedule.action import COMPUTE, ActionType
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.simulate import Durations, simulate
+from megatron_2bw.schedule.simulate import simulate
 from megatron_2bw.schedule.timeline import Event
 
 LEGEND = "a0 forward, A0 backward of microbatch 0 in batch a (b, c: the next ones); | update; . idle"

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 from megatron_2bw.schedule.action import Action
 from megatron_2bw.schedule.calls import lowered
-from megatron_2bw.schedule.engine import Durations, Outcome, Seconds, run
+from megatron_2bw.schedule.durations import Durations, Seconds
+from megatron_2bw.schedule.engine import Outcome, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.timeline import Event, Timeline, ratio
-
-__all__ = ["Durations", "SteadyState", "simulate", "steady_state"]
 
 ROUNDING = 1e-11
 """Of floating times that are equal."""

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from xml.sax.saxutils import escape, quoteattr
 
 from megatron_2bw.schedule.action import COMPUTE, ActionType
-from megatron_2bw.schedule.engine import Seconds
+from megatron_2bw.schedule.durations import Seconds
 from megatron_2bw.schedule.timeline import Event, Timeline
 
 _HUES = (("#a9cdf8", "#2563b5"), ("#fcd19c", "#bf5f0b"), ("#b4dfb7", "#2a7d43"), ("#dbc6f0", "#7140ab"))

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType
-from megatron_2bw.schedule.engine import Seconds
+from megatron_2bw.schedule.durations import Seconds
 
 REDUCTIONS, DATA = "reductions", "data"
 """Rows beside the actions: chains of reductions, and the reading of microbatches within forwards."""

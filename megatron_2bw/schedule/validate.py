@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from megatron_2bw.schedule.action import Action, Reduction
 from megatron_2bw.schedule.calls import WHOLE, Part, Phase, Span, lowered, walk_of
 from megatron_2bw.schedule.channels import Channels, Place, RuleBrokenAt
-from megatron_2bw.schedule.engine import Blocked, Durations, Model, run
+from megatron_2bw.schedule.durations import Durations
+from megatron_2bw.schedule.engine import Blocked, Model, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.first_calls import FIRST_CALLS
 from megatron_2bw.schedule.inventory import Misplaced, check_communication, check_compute, check_declaration

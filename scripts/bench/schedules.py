@@ -30,8 +30,9 @@ from report import heading, put
 from systems import report_timed
 
 from megatron_2bw.schedule.action import Action, ActionType
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.simulate import Durations, steady_state
+from megatron_2bw.schedule.simulate import steady_state
 
 LOG_INTERVAL = 4
 WARM = MEASURED = LOG_INTERVAL

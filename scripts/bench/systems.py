@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from timed_stage import BACKWARD_S, FORWARD_S, Run, measure, steady_period_s
 
-from megatron_2bw.schedule.engine import Durations
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import PER_MICROBATCH, build
 from megatron_2bw.schedule.simulate import steady_state
 

@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_2bw.schedule.action import Action, ActionType, Reduction
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.simulate import Durations, simulate
+from megatron_2bw.schedule.simulate import simulate
 
 from .case import Case, Fault
 from .features import EXPERTS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.schedule.engine import Durations
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate
 

@@ -17,8 +17,9 @@ from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.periods import Pipeline, Stage, gpipe_s, inter_layer_s, interleaved_s, two_bw_s
 from megatron_2bw.planner.stages import chunks_in_flight
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.simulate import Durations, simulate
+from megatron_2bw.schedule.simulate import simulate
 
 from .interleaved import interleaved
 

@@ -13,8 +13,9 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.stages import chunks_in_flight, contents_of
 from megatron_2bw.planner.weights import weights_of
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.simulate import Durations, simulate
+from megatron_2bw.schedule.simulate import simulate
 
 from . import measured
 from .interleaved import interleaved

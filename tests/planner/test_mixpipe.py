@@ -14,9 +14,10 @@ from megatron_2bw.planner.blocks import Blocks, compute_s, estimate
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.mixpipe import claimed_span
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.simulate import Durations, simulate
+from megatron_2bw.schedule.simulate import simulate
 
 GIB = 2**30
 SERVERS = dataclasses.replace(CLUSTERS["p3dn.24xlarge"], nodes=4)

@@ -18,10 +18,11 @@ from megatron_2bw.planner.periods import (
     one_f_one_b_s,
     two_bw_s,
 )
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.lowering import with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+from megatron_2bw.schedule.simulate import simulate, steady_state
 
 from .interleaved import interleaved
 

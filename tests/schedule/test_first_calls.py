@@ -14,7 +14,8 @@ from megatron_2bw.schedule import first_calls as module
 from megatron_2bw.schedule import lowering
 from megatron_2bw.schedule.action import RECEIVES, TRANSFERS, Action, Reduction
 from megatron_2bw.schedule.calls import lowered
-from megatron_2bw.schedule.engine import Durations, Model, run
+from megatron_2bw.schedule.durations import Durations
+from megatron_2bw.schedule.engine import Model, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.first_calls import FIRST_CALLS, first_calls
 from megatron_2bw.schedule.lowering import lower

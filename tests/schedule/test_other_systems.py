@@ -6,12 +6,13 @@ from fractions import Fraction
 
 import pytest
 
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.feasible import refusal
 from megatron_2bw.schedule.mixpipe import claimed_span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+from megatron_2bw.schedule.simulate import simulate, steady_state
 from megatron_2bw.schedule.timeline import Timeline
 
 ONE_TWO = Durations(forward_s=1, backward_s=2)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from fractions import Fraction
 
-from megatron_2bw.schedule.engine import Seconds
+from megatron_2bw.schedule.durations import Seconds
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES
 
 

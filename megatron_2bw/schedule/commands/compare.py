@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_2bw.schedule.commands.arguments import percent
-from megatron_2bw.schedule.engine import Durations, Seconds
+from megatron_2bw.schedule.durations import Durations, Seconds
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.simulate import simulate
 

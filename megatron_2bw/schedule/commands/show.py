@@ -92,7 +92,8 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _show_simulated(args: argparse.Namespace) -> int:
-    from megatron_2bw.schedule.simulate import Durations, simulate, steady_state
+    from megatron_2bw.schedule.durations import Durations
+    from megatron_2bw.schedule.simulate import simulate, steady_state
 
     durations = Durations(forward_s=args.forward_time, backward_s=args.backward_time)
     schedules = list(_schedules(args))
@@ -112,7 +113,7 @@ def _show_simulated(args: argparse.Namespace) -> int:
 
 def _show_measured(args: argparse.Namespace) -> int:
     from megatron_2bw.schedule.commands.measured import beside_each_other, report
-    from megatron_2bw.schedule.measured import read_run
+    from megatron_2bw.schedule.run_file import read_run
 
     others = {"schedules": [], "stages": None, "microbatches": None, "programs": False, **_DEFAULTS}
     given = [name.replace("_", "-") for name, default in others.items() if getattr(args, name) != default]
