@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from torch.utils import _pytree
 
 from megatron_2bw.mcore.mirror import MicrobatchData, Mirror, at_stage
-from megatron_2bw.mcore.stage import Call, FlushedStage, MegatronStage
+from megatron_2bw.mcore.stage import Call, FlushedStage
 from megatron_2bw.schedule.action import Action
 
 
@@ -49,12 +49,16 @@ class MirroredStage(FlushedStage):
         self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
         with at_stage(action.stage):
-            result = MegatronStage.backward(self, action, received, output, grad)
+            result = super().backward(action, received, output, grad)
         if action.stage != self._own:
             self._backwards_left -= 1
             if self._backwards_left == 0:
                 self._mirror.start_gradients()
         return result
+
+    def _reduces_in(self, action: Action) -> bool:
+        """In none: those of the stage's other copy are added first."""
+        return False
 
     def update(self, action: Action) -> None:
         """Once for both stages, which end together."""

@@ -238,10 +238,14 @@ class FlushedStage(MegatronStage):
     def backward(
         self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-        if action.microbatch == self.call.num_microbatches - 1 and (self.config.grad_sync_func is None or is_first):
+        if self._reduces_in(action):
             self._no_sync.close()
         return super().backward(action, received, output, grad)
+
+    def _reduces_in(self, action: Action) -> bool:
+        """Whether gradients are reduced during this backward; else in ``update``."""
+        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        return action.microbatch == self.call.num_microbatches - 1 and (self.config.grad_sync_func is None or is_first)
 
     def reduce_start(self, action: Action) -> None:
         """Megatron reduces in one step, in ``update``."""
