@@ -17,7 +17,8 @@ def main() -> None:
         raise SystemExit(2)
     script = sys.argv[1]
     if not sys.flags.safe_path:
-        # The first entry is the working directory. A Megatron beside the script comes before it, as without us.
+        working_directory = sys.path[0]
+        # A Megatron beside the script comes before it, as without us.
         sys.path.insert(0, str(Path(script).resolve().parent))
     from megatron_2bw import install
     from megatron_2bw.mcore.symbols import UnsupportedMegatronError
@@ -32,7 +33,7 @@ def main() -> None:
 
     sys.argv = sys.argv[1:]
     if not sys.flags.safe_path:
-        del sys.path[1]
+        sys.path.remove(working_directory)
     # `record` lets torchrun name the rank that failed first, not those that lost their peer.
     record(runpy.run_path)(script, run_name="__main__")
 

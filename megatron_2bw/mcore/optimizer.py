@@ -107,7 +107,7 @@ class DelayedOptimizer:
         sources = sources_of(model)
         self._captured = CapturedGradients(
             (source.region for source in sources),
-            device=next(model.parameters()).device,
+            device=_device_of(model),
             second_buffer=second_buffer,
         )
         self._routers = Routers(model)
@@ -328,6 +328,18 @@ class DelayedOptimizer:
     def _set(self, hyperparameters: list[dict[str, float]]) -> None:
         for group, values in zip(self._inner.param_groups, hyperparameters, strict=True):
             group.update(values)
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    """Where the weights are, trained or not.
+
+    Raises:
+        ValueError: there are none.
+    """
+    weight = next(model.parameters(), None)
+    if weight is None:
+        raise ValueError("this stage has no weights: give it some, or use Megatron's schedule")
+    return weight.device
 
 
 def _check_correction(correction: Correction, optimizer: Any) -> None:

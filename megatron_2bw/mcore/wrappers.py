@@ -115,13 +115,14 @@ def evaluate(original: Any, *args: Any, **keywords: Any) -> Any:
         # Forwards of the next batch have run, and a checkpoint has the random state before them: a run that goes on
         # from it draws for them what was drawn, whatever an evaluation draws in between.
         with RandomState.present().shown() if session.is_delayed else contextlib.nullcontext():
-            return original(*args, **keywords)
-    finally:  # Out of time, Megatron returns without these: it would exit at once.
-        for chunk in model:
+            result = original(*args, **keywords)
+    finally:
+        for chunk in model:  # Out of time, Megatron returns without this: it would exit at once.
             chunk.train()
-        timer = get_timers()("evaluate", log_level=0)
-        if timer._started:
-            timer.stop()
+    timer = get_timers()("evaluate", log_level=0)
+    if getattr(timer, "_started", False):  # The same.
+        timer.stop()
+    return result
 
 
 def packed_tokens(original: Any, *args: Any, **keywords: Any) -> Any:

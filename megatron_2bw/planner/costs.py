@@ -47,7 +47,7 @@ class Iteration:
     parts: dict[str, float]
     """Seconds of ``time_s`` on the slowest stage, by what they are spent on."""
     relative_error: float
-    """Of ``time_s``: nine of ten batches of the runs that ``error_source`` names first are nearer."""
+    """A share of ``time_s``: nine of ten batches of the runs that ``error_source`` begins with were nearer to it."""
     error_source: str
 
 

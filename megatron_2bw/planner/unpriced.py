@@ -24,6 +24,11 @@ def _given(options: Options, flag: str) -> bool:
     return options.values.get(flag, ["none"])[:1] not in (["none"], ["0"])
 
 
+def _present(options: Options, flag: str) -> bool:
+    """Of a list, in which 0 is one more number."""
+    return flag in options
+
+
 def _shards_weights(options: Options, flag: str) -> bool:
     tensor = options.number("--tensor-model-parallel-size", 1)
     whole = options.number("--expert-tensor-parallel-size", tensor) if flag.startswith("--expert") else tensor
@@ -86,9 +91,8 @@ def _orthogonalizes_otherwise(options: Options, flag: str) -> bool:
 
 
 _ADAPTERS = ("--lora-r", "--lora-target-modules")
-_EXCHANGED = ("--swap-attention", "--swap-optimizer", "--swap-modules")
+_EXCHANGED = ("--swap-attention", "--swap-optimizer")
 _UNUSED_LAYERS = ("--noop-layers", "--num-layer-list")
-_OTHER_EXPERTS = ("--first-k-dense-replace", "--n-shared-experts")
 _ATTENDING_IN_TURN = ("--full-attention-interval", "--interleave-sliding-window")
 _ZERO_BUBBLE = ("--enable-zero-bubble", "--enable-zb-runtime", "--enable-zbh1-pipeline", "--zero-bubble-v-schedule")
 """Of forks of Megatron, these and those above."""
@@ -125,8 +129,9 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--hetero-mode": (_given, "stages on unequal GPUs"),
     **dict.fromkeys(_ADAPTERS, (_given, "adapters that are trained in place of the weights")),
     **dict.fromkeys(_EXCHANGED, (_given, "offloading")),
-    **dict.fromkeys(_UNUSED_LAYERS, (_given, "layers that do nothing, or are counted by stage")),
-    **dict.fromkeys(_OTHER_EXPERTS, (_given, "that spelling of dense layers and shared experts")),
+    **dict.fromkeys(_UNUSED_LAYERS, (_present, "layers that do nothing, or are counted by stage")),
+    "--first-k-dense-replace": (_given, "that spelling; Megatron's is --moe-layer-freq"),
+    "--n-shared-experts": (_given, "that spelling; Megatron's is --moe-shared-expert-intermediate-size"),
     **dict.fromkeys(_ATTENDING_IN_TURN, (_given, "layers that attend in different ways")),
     GROUP: (_has_other_groups, "groups of more microbatches than there are stages"),
 }

@@ -39,6 +39,8 @@ class FiniteCheck:
             NotFiniteError: as `answer` does.
         """
         self.answer()
+        if not gradients:
+            return
         # The largest: finite numbers cannot overflow in it.
         norms = torch.stack(torch._foreach_norm(list(gradients), float("inf"))).to("cpu", non_blocking=True)
         on_gpu = gradients[0].is_cuda

@@ -86,7 +86,7 @@ def vtrain(which: str, title: str, folder: Path) -> Iterator[str]:
         if len(chosen) > 1:
             yield from (Accuracy.of(predict, chosen).line(f"{part}: {name}") for name, predict in predictors.items())
     inside = statistics.mean(
-        abs(batch.time_s / row.measured - 1) <= batch.relative_error
+        abs(row.measured / batch.time_s - 1) <= batch.relative_error
         for row in rows
         for batch in [costs.iteration(row.model, row.layout, row.cluster)]
     )
@@ -155,10 +155,11 @@ def ranges(title: str, rows: Iterable[Row]) -> Iterator[str]:
     within = []
     for row in rows:
         found = costs.iteration(row.model, row.layout, row.cluster)
-        errors.setdefault(row.group, []).append(error := found.time_s / row.measured - 1)
-        within.append(abs(error) <= found.relative_error)
+        errors.setdefault(row.group, []).append(found.time_s / row.measured - 1)
+        within.append(abs(row.measured / found.time_s - 1) <= found.relative_error)
     for group, off in errors.items():
-        yield f"{group:<44} {len(off):>3} rows, {min(off):+.1%} to {max(off):+.1%}"
+        span = f"{min(off):+.1%} to {max(off):+.1%}" if len(off) > 1 else f"{off[0]:+.1%}"
+        yield f"{group:<44} {len(off):>3} row{'s' * (len(off) > 1)}, {span}"
     yield f"within the stated error bar: {sum(within) / len(within):.0%} of {len(within)} rows"
 
 
@@ -313,7 +314,7 @@ def memory_lines(folder: Path) -> Iterator[str]:
 def published_memory(folder: Path) -> Iterator[str]:
     """How many of NVIDIA's runs are said not to fit, though they ran; how much they took is not published."""
     rows = [*measured_fp8.nemo(folder), *measured_fp8.long_sequences(folder), *measured_fp8.bridge(folder)]
-    rows += measured_dgxc.steps()
+    rows += measured_dgxc.steps(folder)
     refused = [row.name for row in rows if memory.largest(row.model, row.layout).total_bytes > row.cluster.memory_bytes]
     yield f"Said not to fit, though they ran: {len(refused)} of {len(rows)} ({'; '.join(refused)})."
 
@@ -347,7 +348,7 @@ def report(folder: Path) -> Iterator[str]:
     yield from single(
         "H100, B200, GB200, GB300, products in 8 bits (Megatron-Bridge; not fitted)", measured_fp8.bridge(folder)
     )
-    yield from ranges("H100, GB200, 8 to 2,048 GPUs (dgxc-benchmarking; not fitted)", measured_dgxc.steps())
+    yield from ranges("H100, GB200, 8 to 2,048 GPUs (dgxc-benchmarking; not fitted)", measured_dgxc.steps(folder))
     yield from published_memory(folder)
     golden = "Interleaved, fused attention, deterministic kernels (Megatron's own test case; not fitted)"
     yield from single(golden, measured.golden_times(folder))

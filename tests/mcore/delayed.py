@@ -334,7 +334,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
     model = _model(case.kind, rules, args)
     record.initial = weights(model)
     model.cuda().to(_DTYPES[case.precision])
-    routers = Routers(model, args)
+    routers = Routers(model, args, case.replicas)
     named = {parameter: shard for shard, parameter in shards(model)}
     main_of: dict[Shard, torch.nn.Parameter] = {}
     for parameter, shard in named.items():

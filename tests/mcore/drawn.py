@@ -49,7 +49,10 @@ def drawn(seed: str) -> Case:
         batches=draw.choice([8, 12]),
         tied=draw.random() < 0.5,
         clip=draw.choice([0.0, 0.5, 1.0, 1.0]),
-        recompute=draw.choice(["no", "no", "selective", "full"]),
+        # What the oracle shows routers of the replicas' tokens it shows once per microbatch.
+        recompute="no"
+        if replicas > 1 and experts == GLOBALLY_BALANCED and "--mtp-num-layers" in model
+        else draw.choice(["no", "no", "selective", "full"]),
         tensor_parallel=tensor,
         sequence_parallel=tensor > 1 and kind == "gpt" and (bool(experts) or draw.random() < 0.5),
         expert_tensor_parallel=split,

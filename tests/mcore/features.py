@@ -63,6 +63,9 @@ EXACT = {
     "multi-token prediction, tied, fused gradients, bf16": replace(
         CASE, model=SEVERAL_TOKENS, precision="bf16", fused_gradients=True, tied=True
     ),
+    "GQA, experts, loss over the batch, multi-token prediction, full recompute": replace(
+        CASE, model=(*LLAMA, *GLOBALLY_BALANCED, *SEVERAL_TOKENS), recompute="full"
+    ),
     "multi-token prediction, more in flight": replace(
         CASE, stages=4, model=SEVERAL_TOKENS, microbatches=6, flags=("--pipeline-extra-in-flight", "1")
     ),

@@ -37,7 +37,8 @@ def oracle(
         case,
         schedule=None,
         stages=1,
-        recompute="no",
+        # Where several further tokens are predicted it changes the order in which gradients of one tensor are added.
+        recompute=case.recompute if "--mtp-num-layers" in case.model else "no",
         expert_parallel=1,
         expert_tensor_parallel=case.expert_tensor_parallel if case.expert_tensor_parallel < case.tensor_parallel else 0,
         distributed_optimizer=False,

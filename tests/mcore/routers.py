@@ -47,9 +47,10 @@ class Routers:
     Args:
         model: in the precision of forward and backward.
         args: Megatron's.
+        replicas: whose batches the model computes one after the other.
     """
 
-    def __init__(self, model: Any, args: Any) -> None:
+    def __init__(self, model: Any, args: Any, replicas: int) -> None:
         self._model = model
         self._rate = args.moe_router_bias_update_rate
         for _, router in _biased(model):
@@ -58,7 +59,8 @@ class Routers:
         self.biases = [bias for _, bias in biases(model)]
         """What the routers use, of any version."""
         self.newest = [bias.clone() for bias in self.biases]
-        self.count_over_replicas = bool(args.num_experts) and "global_aux_loss" in args.moe_router_load_balancing_type
+        counts = bool(args.num_experts) and "global_aux_loss" in args.moe_router_load_balancing_type
+        self.count_over_replicas = counts and replicas > 1
         self._counts: dict[int, list[torch.Tensor]] = {}
         """By microbatch: the tokens per expert of all replicas, of the routers in their order."""
 

@@ -13,6 +13,7 @@ from .oracle import oracle
 
 CASE = Case(schedule="2bw", stages=2, microbatches=4, batches=8, tied=False)
 FIRST_STAGE = ("embedding.", "decoder.layers.0.", "decoder.layers.1.")
+LAST_STAGE = ("decoder.layers.2.", "decoder.layers.3.", "decoder.final", "output")
 CASES = {
     "tied embedding": replace(CASE, tied=True, frozen=("embedding.word_embeddings.", "output_layer.")),
     "lower layers": replace(CASE, frozen=FIRST_STAGE[1:]),
@@ -21,13 +22,15 @@ CASES = {
     "first stage, bf16, distributed optimizer": replace(
         CASE, frozen=FIRST_STAGE, precision="bf16", replicas=2, microbatches=2, distributed_optimizer=True
     ),
-    "last stage, fp16": replace(
-        CASE, frozen=("decoder.layers.2.", "decoder.layers.3.", "decoder.final", "output"), precision="fp16"
-    ),
+    "last stage, fp16": replace(CASE, frozen=LAST_STAGE, precision="fp16"),
+    "first stage, clipping, lead, half delayed": replace(CASE, frozen=FIRST_STAGE, clip=0.5, lead=2.0, delayed=2),
+    "last stage, PipeDream": replace(CASE, schedule="pipedream", microbatches=1, frozen=LAST_STAGE),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_oracle(name: str) -> None:
     case = CASES[name]
-    assert differing(run(case), oracle(case, delay=1), norms=False) == []
+    found = run(case)
+    expected = oracle(case, delay=0 if case.schedule == "pipedream" else 1, norms=found.norms if case.clip else None)
+    assert differing(found, expected, norms=False) == []

@@ -258,7 +258,7 @@ def test_many_ways():
         ("mpiexec -n 32", 32),
         ("deepspeed --num_gpus 8 --num_nodes 2", 16),
         ('srun -N2 --ntasks-per-node 4 --container-image a:b sh -c "{}"', 8),
-        ("srun --ntasks=8 --export=ALL,A=1 bash -lc 'cd /work; {}'", 8),
+        ("srun --ntasks=8 --export=ALL,A=1 bash -lc 'cd /mnt; {}'", 8),
         ("GPUS=4; mpirun -np 2 bash -c 'torchrun --nproc-per-node $GPUS --nnodes 2 {}'", None),
         ("sbatch -N 2 --ntasks-per-node=4 --wrap '{}'", 8),
         ("N=2; cat > job.sh <<E\n#SBATCH -N 2 --ntasks-per-node 4\nsrun {}\nE\nsbatch job.sh", 8),

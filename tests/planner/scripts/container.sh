@@ -39,9 +39,9 @@ export RUN="--micro-batch-size 2 --global-batch-size $((DP * 16)) --bf16 $SHARIN
 cp -r "$PWD" /scratch
 (RUN="--fp16"; export PP=8)
 
-srun -l --container-image=/images/pytorch.sqsh --container-mounts "/data:/data,/scratch:/work" \
+srun -l --container-image=/images/pytorch.sqsh --container-mounts "/data:/data,/scratch:/mnt" \
     --output="log_%j" --export=ALL,SCHEDULE=2bw bash -lc "
-        cd /work
+        cd /mnt
         export RANK=\$SLURM_PROCID
         torchrun --nnodes \$SLURM_NNODES --nproc_per_node \$SLURM_GPUS_ON_NODE --node_rank \$RANK \
             --master_addr $head --master_port \$MASTER_PORT -m \$MODULE pretrain_gpt.py \
