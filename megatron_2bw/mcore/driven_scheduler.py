@@ -14,20 +14,23 @@ class DrivenScheduler:
 
     Args:
         inner: Megatron's schedule.
-        samples_of_batch: by how much the optimizer moves it for the newest batch.
+        samples_of_batch: by how much the optimizer moves it for the newest batch; None where it no longer does.
     """
 
-    def __init__(self, inner: Any, samples_of_batch: Callable[[], int]) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, samples_of_batch: Callable[[], int | None]) -> None:
+        self.inner = inner
         self._samples_of_batch = samples_of_batch
 
     def step(self, increment: int) -> None:
-        """Does nothing: the optimizer has done it.
+        """Does nothing, as the optimizer has done it, until the pipeline is closed.
 
         Raises:
             RuntimeError: the loop counts something else than the optimizer has counted.
         """
         samples = self._samples_of_batch()
+        if samples is None:
+            self.inner.step(increment=increment)
+            return
         if increment != samples:
             raise RuntimeError(
                 f"the training loop moves the learning-rate schedule by {increment}, and a batch has "
@@ -37,4 +40,4 @@ class DrivenScheduler:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)

@@ -149,6 +149,7 @@ class DelayedOptimizer:
         """Of the newest finished update."""
         self.skipped = 0
         """Of the updates that ``step`` reported last: how many were skipped. After a drain it reports two."""
+        self._is_released = False
         self._taken_over = ExitStack()
         self._take_over()
         for part in updating if correction is not None else ():
@@ -169,6 +170,8 @@ class DelayedOptimizer:
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Report the updates finished since the last call: usually that of the batch before."""
+        if self._is_released:
+            return self._inner.step()
         outcomes, self._outcomes = self._outcomes, []
         self.skipped = sum(not outcome.successful for outcome in outcomes)
         if not outcomes:
@@ -177,7 +180,8 @@ class DelayedOptimizer:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale of the batch that is computed, or else of the weights in use."""
-        return self.scales.scaled(loss) if self.scales.by_version else self._inner.scale_loss(loss)
+        is_ours = self.scales.by_version and not self._is_released
+        return self.scales.scaled(loss) if is_ours else self._inner.scale_loss(loss)
 
     @contextmanager
     def computing(self, batch: int) -> Iterator[None]:
@@ -189,7 +193,7 @@ class DelayedOptimizer:
     def drive(self, scheduler: Any) -> DrivenScheduler:
         """Take over Megatron's learning-rate schedule; returns what its training loop may hold."""
         self._scheduler = scheduler
-        return DrivenScheduler(scheduler, lambda: self.samples)
+        return DrivenScheduler(scheduler, lambda: None if self._is_released else self.samples)
 
     @contextmanager
     def synchronous(self) -> Iterator[None]:
@@ -251,7 +255,7 @@ class DelayedOptimizer:
                 norm = self._statistics.norm if self._has_norm else None
                 self._check.require(batch, norm=norm, gradients=self._captured.kept)
             forget_shards_of_weights(self._model)
-            successful, norm, zeros = self._inner.step()
+            successful, norm, zeros = self._step_of_megatron()
             self._routers.update()
             self.outcome = UpdateOutcome(batch, successful, norm if self._has_norm else None, zeros)
         self._inner.zero_grad()
@@ -271,6 +275,7 @@ class DelayedOptimizer:
 
     def release(self) -> None:
         """Give Megatron's optimizer and gradient buffers their own methods back, as after `settle`; the last call."""
+        self._is_released = True
         self._taken_over.close()
         self._routers.release()
         self._pending.close()
@@ -285,6 +290,8 @@ class DelayedOptimizer:
     def _take_over(self) -> None:
         """Give Megatron's step what the chain has found out, where it would ask all ranks."""
         inner = self._inner
+        self._step_of_megatron = inner.step
+        self._replace(inner, "step", _refuse_to_step)
         for optimizer in inner.chained_optimizers:
             self._replace(optimizer, "prepare_grads", functools.partial(self._prepare_grads, optimizer))
         self._replace(inner, "get_grad_norm", lambda: self._statistics.norm)
@@ -340,6 +347,23 @@ def _device_of(model: torch.nn.Module) -> torch.device:
     if weight is None:
         raise ValueError("this stage has no weights: give it some, or use Megatron's schedule")
     return weight.device
+
+
+def megatrons(optimizer: Any) -> Any:
+    """Megatron's optimizer, also where a loop goes on with that of a pipeline that it has closed.
+
+    Raises:
+        ValueError: a pipeline uses it.
+    """
+    inner = optimizer._inner if isinstance(optimizer, DelayedOptimizer) else optimizer
+    if inner.step is _refuse_to_step:
+        raise ValueError("the optimizer belongs to a pipeline that is in use: close() that one first")
+    return inner
+
+
+def _refuse_to_step() -> None:
+    """In place of the step of an optimizer that a pipeline uses."""
+    raise RuntimeError("a pipeline updates with this optimizer by itself: call step() of pipeline.optimizer")
 
 
 def _check_correction(correction: Correction, optimizer: Any) -> None:

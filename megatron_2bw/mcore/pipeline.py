@@ -15,11 +15,12 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.configs import check_configs
+from megatron_2bw.mcore.driven_scheduler import DrivenScheduler
 from megatron_2bw.mcore.failure import end_at_once_on_errors, end_at_once_where_nccl_fails
 from megatron_2bw.mcore.mirror import Mirror
 from megatron_2bw.mcore.mirrored_stage import MirroredStage
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
-from megatron_2bw.mcore.optimizer import DelayedOptimizer
+from megatron_2bw.mcore.optimizer import DelayedOptimizer, megatrons
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
 from megatron_2bw.mcore.symbols import replace
@@ -86,6 +87,7 @@ class Pipeline:
         timeout: timedelta = timedelta(minutes=10),
         logs_this_batch: Callable[[], bool] = lambda: True,
     ) -> None:
+        optimizer = megatrons(optimizer)
         self.schedule_name = canonical_name(name)
         self.is_delayed = self.schedule_name in DELAYED
         """Whether updates come after the call of their batch."""
@@ -139,6 +141,7 @@ class Pipeline:
                 check_for_nan=model.ddp_config.check_for_nan_in_grad,
                 correction=correction,
             )
+        self._is_closed = False
         self._undo = contextlib.ExitStack()
         self._undo.callback(end_at_once_on_errors(self.where))
         if self.is_delayed:
@@ -151,7 +154,8 @@ class Pipeline:
         Returns:
             what the training loop steps in its place, by the samples of a batch.
         """
-        return self.optimizer.drive(scheduler) if self.is_delayed else scheduler
+        inner = scheduler.inner if isinstance(scheduler, DrivenScheduler) else scheduler
+        return self.optimizer.drive(inner) if self.is_delayed else inner
 
     def forward_backward(
         self, *, left: int | None = None, synchronous: bool = False, **keywords: Any
@@ -186,6 +190,12 @@ class Pipeline:
             raise ValueError(
                 f"{self.schedule_name} has no delay of one batch to leave out: use 2bw, or not synchronous"
             )
+        if left is not None and left < 0:
+            raise ValueError(
+                f"left {left}: the batch before this one was announced as the last; give 0 or more, or None"
+            )
+        if self._is_closed:
+            raise RuntimeError("the pipeline is closed: make another one")
         call = Call.of(keywords, self.schedule_name)
         if self._stage is None:
             self.start(call)
@@ -217,6 +227,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Give process, config and optimizer back what they had before; waits for nobody."""
+        self._is_closed = True
         self._undo.close()
 
     def _put_back_scale(self, function: Callable[..., Any] | None) -> None:

@@ -49,7 +49,7 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
     model = build()
     config, overrides = training.get_megatron_optimizer_config(args)
     optimizer = training.get_megatron_optimizer(config, [model], config_overrides=overrides)
-    megatrons = training.get_optimizer_param_scheduler(optimizer)
+    scheduler = training.get_optimizer_param_scheduler(optimizer)
     mirrored = megatron_2bw.build_mirrored(build) if case.schedule == "chimera" else None
     data = _microbatches(case, parallel_state.get_data_parallel_rank())
     spans = {case.schedule: range(case.batches)}
@@ -60,10 +60,10 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
         pipeline = megatron_2bw.Pipeline(
             schedule, model, optimizer, mirrored=mirrored, delayed_microbatches=case.delayed or None
         )
-        scheduler = pipeline.drive(megatrons)
+        optimizer, scheduler = pipeline.optimizer, pipeline.drive(scheduler)
         for batch in batches:
             model.zero_grad_buffer()
-            pipeline.optimizer.zero_grad()
+            optimizer.zero_grad()
             pipeline.forward_backward(
                 forward_step_func=partial(forward_step, case.kind, record),
                 data_iterator=data,
@@ -74,7 +74,7 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
                 left=batches[-1] - batch,
                 synchronous=batch < case.synchronous,
             )
-            pipeline.optimizer.step()
+            optimizer.step()
             scheduler.step(case.global_batch_size)
         pipeline.close()
     if args.bf16:
@@ -137,6 +137,10 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
         answer("gpipe", {}, {}, lambda pipeline: pipeline.forward_backward(synchronous=True)),
         answer("2bw", {"bf16": True}, {"use_distributed_optimizer": True} | mean_in_fp32),
+        answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(left=-1)),
+        answer("2bw", {}, {}, lambda pipeline: (pipeline.forget(), pipeline.forward_backward(left=0))),
+        answer("2bw", {}, {}, lambda pipeline: pipeline.optimizer._inner.step()),
+        answer("2bw", {}, {}, lambda pipeline: megatron_2bw.Pipeline("gpipe", pipeline._model, pipeline.optimizer)),
         answer("2bw", {}, {}, lambda pipeline: None),
         answer("chimera", {}, {}),
     ]
