@@ -75,6 +75,8 @@ class Session:
         self._batch_sizes = BatchSizes(args)
         self._clock: SharedClock | None = None
         """Where a trace is to be written."""
+        self._foreseen = 0
+        """Of the newest batch: an update to be skipped that the log counts already."""
         if self.is_delayed:
             Checkpoints.current = Checkpoints()
 
@@ -87,6 +89,23 @@ class Session:
     def optimizer(self) -> DelayedOptimizer | None:
         """Ours; None where the schedule leaves updates to Megatron's."""
         return self.pipeline.optimizer if self.is_delayed else None
+
+    def skipped_iterations(self, losses: Mapping[str, torch.Tensor]) -> int:
+        """For the log of the newest batch, of a delayed schedule: updates that were found to be skipped.
+
+        Where its loss is no number, a dynamic loss scale will have its own update skipped. That is counted now, as
+        Megatron then leaves the loss out of the mean and counts it, too.
+
+        Args:
+            losses: of that batch, on the last stage.
+        """
+        found = max(self.optimizer.skipped - self._foreseen, 0)
+        newest = self.optimizer.outcome
+        is_known = newest is not None and newest.batch == self.pipeline.batch - 1
+        self._foreseen = 0
+        if self.optimizer.scales.by_version and not is_known:  # Only then is waiting for the loss worth it.
+            self._foreseen = int(not all(torch.isfinite(loss).all() for loss in losses.values()))
+        return found + self._foreseen
 
     def forward_backward(self, stock: Callable[..., Any], **keywords: Any) -> list[Any]:
         """Megatron's forward-backward function: one batch, or evaluation by the stock schedule."""

@@ -139,8 +139,8 @@ def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
     if session is None:
         return original(*args, **keywords)
     call = inspect.signature(original).bind(*args, **keywords)
-    if session.optimizer is not None and call.arguments["skipped_iter"]:
-        call.arguments["skipped_iter"] = session.optimizer.skipped
+    if session.optimizer is not None:
+        call.arguments["skipped_iter"] = session.skipped_iterations(call.arguments["loss_dict"])
     if session.monitor is not None and call.arguments["loss_dict"]:
         totals = call.arguments["total_loss_dict"]
         session.monitor.add_to(call.arguments["loss_dict"], totals, totals.get("advanced iterations", 0))

@@ -6,14 +6,16 @@ import itertools
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from .case import Case
 from .features import EXPERTS, SEVERAL_TOKENS
 from .growing import GrowingCase, grown
-from .harness import run
+from .harness import collect, run
 
 OF_EXPERTS = ("load_balancing_loss", "z_loss")
 OF_SEVERAL_TOKENS = ("mtp_1 loss", "mtp_2 loss")
@@ -80,6 +82,47 @@ def _logged(case: Case, losses: tuple[str, ...]) -> list[tuple[float, ...]]:
     shown = ".*".join([r"iteration +(\d+)/", *(rf"\| {loss}: (\S+)" for loss in losses)])
     results = grown(case) if isinstance(case, GrowingCase) else run(case)
     return [tuple(map(float, values)) for values in re.findall(shown, results.outputs[-1])]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_a_loss_that_is_no_number_is_counted_and_left_out(interval: int) -> None:
+    """In fp16, in the line of its batch, though its update is found to be skipped one batch later."""
+    case = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=8, precision="fp16", model=NO_UPDATES)
+    case = replace(case, flags=("--log-interval", str(interval)))
+    found, expected = (
+        re.findall(LOSSES, collect(_with_an_infinite_loss, one, one.ranks)[-1].output)
+        for one in (case, replace(case, schedule=None))
+    )
+    assert found == expected
+    assert sum(int(nan) for *_, nan in found) == sum(int(skipped) for *_, skipped, _ in found) == 1
+
+
+LOSSES = (
+    r"iteration +(\d+)/.*global batch size: +\d+ \|(?: lm loss: (\S+) \|)?.*"
+    r"skipped iterations: +(\d+) \| number of nan iterations: +(\d+)"
+)
+
+
+def _with_an_infinite_loss(case: Case, rank: int, port: int, folder: Path) -> None:
+    """That of the first microbatch of the fourth batch."""
+    from . import faults, worker
+
+    before_forward, calls = faults.before_forward, itertools.count()
+
+    def prepared(*args: Any) -> Any:
+        step = before_forward(*args)
+
+        def infinite(data: Any, model: Any) -> Any:
+            from megatron.core import parallel_state
+
+            output, loss = step(data, model)
+            is_it = parallel_state.is_pipeline_last_stage() and model.training
+            return output * (float("inf") if is_it and next(calls) == 3 * case.microbatches else 1.0), loss
+
+        return infinite
+
+    faults.before_forward = prepared
+    worker.main(case, rank, port, folder)
 
 
 @pytest.mark.parametrize(
