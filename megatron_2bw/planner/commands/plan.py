@@ -136,6 +136,8 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         raise PlanError("--script and --run-args say how --verify-top runs layouts; give that too, or leave them out")
     if args.plot and args.plot.suffix != ".svg":
         raise PlanError(f"--plot {args.plot}: it is an SVG; give a name ending in .svg")
+    if args.plot:
+        args.plot.touch()  # Where it cannot be written, before a search and perhaps runs, whose outcome would be lost.
     if args.verify_top is not None and args.explain:
         raise PlanError("--explain says what the prediction rests on, --verify-top measures; leave one out")
     for flag, given in (("--json", args.json), ("--flags-only", args.flags_only)):
