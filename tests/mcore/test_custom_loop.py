@@ -76,7 +76,7 @@ def test_what_does_not_work_is_refused() -> None:
         "--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective sets does not work with 2bw",
     ]
     expected += [
-        "left -1: the batch before was announced as the last; give 0 or more, or None",
+        "left -1: the batch before this one was announced as the last; give 0 or more, or None",
         "the pipeline is closed: make another one",
         "a pipeline updates with this optimizer by itself: call step() of pipeline.optimizer",
         "the optimizer belongs to a pipeline that is in use: close() that one first",
