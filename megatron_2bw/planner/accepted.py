@@ -32,6 +32,8 @@ _REPLACED = {
     **dict.fromkeys(("--intermediate-size", "--hidden-dim-multiplier"), "--ffn-hidden-size"),
     "--pad-vocab-size-to": "--padded-vocab-size",
     "--moe-num-experts": "--num-experts",
+    "--first-k-dense-replace": "--moe-layer-freq",
+    "--n-shared-experts": "--moe-shared-expert-intermediate-size",
     **dict.fromkeys(("--moe-top-k", "--moe-topk", "--topk"), "--moe-router-topk"),
     **dict.fromkeys(
         ("--moe-expert-model-parallelism", "--moe-expert-parallel-size"),

@@ -9,6 +9,7 @@ from megatron_2bw.planner.memory import largest
 from megatron_2bw.planner.mixpipe import choices
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.programs import programs_of
+from megatron_2bw.schedule.durations import Durations
 
 AUTO = "auto"
 """Value of ``--mixpipe-k`` that asks for it."""
@@ -38,7 +39,6 @@ def choose(model: Model, layout: Layout, memory_bytes: float) -> Layout:
 
 
 def _span(layout: Layout) -> float:
-    from megatron_2bw.schedule.durations import Durations
     from megatron_2bw.schedule.simulate import simulate  # A search does without it.
 
     return simulate(programs_of(layout), Durations(forward_s=1, backward_s=2), 1).makespan_s

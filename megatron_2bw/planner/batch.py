@@ -13,6 +13,7 @@ from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.periods import Pipeline
 from megatron_2bw.planner.programs import programs_of, shortened
 from megatron_2bw.schedule.action import COMPUTE
+from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import DELAYED, MIRRORED
 
@@ -68,7 +69,6 @@ def _running(layout: Layout, stages: int, steps: int) -> list[int]:
 
 def _running_both_ways(programs: Schedule) -> list[int]:
     """The same, with a backward that takes two forwards."""
-    from megatron_2bw.schedule.durations import Durations
     from megatron_2bw.schedule.simulate import simulate
 
     timeline = simulate(programs, Durations(forward_s=1, backward_s=2), 1)
@@ -141,7 +141,6 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
         PlanError: Megatron's interleaved schedule, which the executor does not run.
     """
     # A search does not need the simulator, and a tenth of a second to load it is long.
-    from megatron_2bw.schedule.durations import Durations
     from megatron_2bw.schedule.lowering import with_gradient_copy
     from megatron_2bw.schedule.simulate import simulate, steady_state
 

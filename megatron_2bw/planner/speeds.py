@@ -210,12 +210,12 @@ class Machine:
         """
         nodes = self._nodes(ranks, stride)
         steps = min(2 * nodes, 2 * math.ceil(math.log2(nodes)) + 2)
-        return self._collective_s(steps, 2 * (ranks - 1) / ranks * size_bytes, ranks, stride)
+        return self._moved_s(steps, 2 * (ranks - 1) / ranks * size_bytes, ranks, stride)
 
     def reduce_scatter_s(self, size_bytes: float, ranks: int, stride: int) -> float:
         """Half a ring's all-reduce; an all-gather takes as long."""
         passed = (ranks - 1) / ranks * size_bytes
-        return self._collective_s(self._nodes(ranks, stride), passed, ranks, stride)
+        return self._moved_s(self._nodes(ranks, stride), passed, ranks, stride)
 
     def _nodes(self, ranks: int, stride: int) -> int:
         """How many nodes a group is spread over."""
@@ -225,8 +225,8 @@ class Machine:
         """Ranks of a group on one node."""
         return max(1, self.gpus_per_node // stride)
 
-    def _collective_s(self, steps: int, passed: float, ranks: int, stride: int) -> float:
-        """With ``passed`` bytes through every rank of each group."""
+    def _moved_s(self, steps: int, passed: float, ranks: int, stride: int) -> float:
+        """A collective of so many steps that moves ``passed`` bytes through every rank of each group."""
         if ranks == 1:
             return 0.0
         started_s = steps * self.collective_s / 2

@@ -130,8 +130,6 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     **dict.fromkeys(_ADAPTERS, (_given, "adapters that are trained in place of the weights")),
     **dict.fromkeys(_EXCHANGED, (_given, "offloading")),
     **dict.fromkeys(_UNUSED_LAYERS, (_present, "layers that do nothing, or are counted by stage")),
-    "--first-k-dense-replace": (_given, "that spelling; Megatron's is --moe-layer-freq"),
-    "--n-shared-experts": (_given, "that spelling; Megatron's is --moe-shared-expert-intermediate-size"),
     **dict.fromkeys(_ATTENDING_IN_TURN, (_given, "layers that attend in different ways")),
     GROUP: (_has_other_groups, "groups of more microbatches than there are stages"),
 }

@@ -25,9 +25,9 @@ class CapturedGradients:
     """What is kept of the accumulated gradients of one batch, until its update.
 
     Args:
-        regions: of the accumulation buffers, in the precision of ``main_grad``; emptied of what is there. None where
-            nothing is trained.
-        device: where they are; that of the first one by default.
+        regions: of the accumulation buffers, in the precision of ``main_grad``; emptied of what is there. No
+            regions where nothing is trained.
+        device: where gradients are, or would be; that of the first region by default.
         second_buffer: keep a copy of every part; otherwise the gradients stay where they are, and
             the next batch must not add to them before the update.
     """

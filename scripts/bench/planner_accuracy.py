@@ -85,11 +85,7 @@ def vtrain(which: str, title: str, folder: Path) -> Iterator[str]:
     for part, chosen in parts.items():
         if len(chosen) > 1:
             yield from (Accuracy.of(predict, chosen).line(f"{part}: {name}") for name, predict in predictors.items())
-    inside = statistics.mean(
-        abs(row.measured / batch.time_s - 1) <= batch.relative_error
-        for row in rows
-        for batch in [costs.iteration(row.model, row.layout, row.cluster)]
-    )
+    inside = statistics.mean(is_as_stated(row) for row in rows)
     yield f"within the stated error bar: {inside:.0%} of all rows"
     yield from refused
 
@@ -148,15 +144,20 @@ def single(title: str, rows: Iterable[Row]) -> Iterator[str]:
     yield from map(_line, rows)
 
 
+def is_as_stated(row: Row) -> bool:
+    """Whether it took what is predicted, but for the error that is stated."""
+    batch = costs.iteration(row.model, row.layout, row.cluster)
+    return abs(row.measured / batch.time_s - 1) <= batch.relative_error
+
+
 def ranges(title: str, rows: Iterable[Row]) -> Iterator[str]:
     """One line per group: how far off its rows are."""
     yield from ("", title)
     errors: dict[str, list[float]] = {}
     within = []
     for row in rows:
-        found = costs.iteration(row.model, row.layout, row.cluster)
-        errors.setdefault(row.group, []).append(found.time_s / row.measured - 1)
-        within.append(abs(row.measured / found.time_s - 1) <= found.relative_error)
+        errors.setdefault(row.group, []).append(predicted_s(row) / row.measured - 1)
+        within.append(is_as_stated(row))
     for group, off in errors.items():
         span = f"{min(off):+.1%} to {max(off):+.1%}" if len(off) > 1 else f"{off[0]:+.1%}"
         yield f"{group:<44} {len(off):>3} row{'s' * (len(off) > 1)}, {span}"

@@ -10,8 +10,8 @@ import pytest
 from megatron_2bw.mcore.arguments import add_arguments
 from megatron_2bw.mcore.checks import ArgumentError, adapt, exit_with, refuse
 from megatron_2bw.mcore.symbols import megatron_version
-from megatron_2bw.planner.flag_table.rows import STOCK
-from megatron_2bw.planner.flag_table.table import MAPPED, OURS, REFUSED, SLOWED
+from megatron_2bw.planner.flag_table.rows import OURS, STOCK
+from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.refusals import BY_FLAGS, DEFAULTS, refusal

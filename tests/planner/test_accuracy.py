@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from accuracy import Accuracy, features, linear, naive, spearman
+from planner_accuracy import report
 
 from . import measured
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of the scripts is where they look for each other."""
-    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
-
-
 def test_accuracy():
-    from accuracy import Accuracy
-
     base = measured.vtrain("multi_node")[0]
     times = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 3.0}
     predicted = {"a": 2.2, "b": 2.0, "c": 3.0, "d": 3.3}
@@ -37,15 +30,11 @@ def test_accuracy():
 
 
 def test_ranks_of_equal_values():
-    from accuracy import spearman
-
     assert spearman([1, 1, 2, 3], [1, 1, 2, 3]) == pytest.approx(1)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
 
 
 def test_the_linear_model_finds_its_own_constants():
-    from accuracy import features, linear, naive
-
     rows = measured.vtrain("multi_node")
     weights = (1.5, 0.2, 3.0, 0.4, 0.3, 0.05, 0.7)
     made_up = [replace(row, measured=sum(a * b for a, b in zip(weights, features(row), strict=True))) for row in rows]
@@ -57,7 +46,5 @@ def test_the_linear_model_finds_its_own_constants():
 
 def test_the_committed_report_is_current():
     """Made by ``python scripts/bench/planner_accuracy.py --output scripts/bench/results/planner_accuracy.txt``."""
-    from planner_accuracy import report
-
     committed = (BENCH / "results" / "planner_accuracy.txt").read_text().splitlines()
     assert [*report(measured.DATA)][1:] == committed[1:]

@@ -586,6 +586,7 @@ def test_nonsense_gets_one_message_and_exit_code_2(capsys: pytest.CaptureFixture
     (message,) = err.splitlines()
     assert message.startswith("megatron-2bw: error: ")
     assert BAD[command] in message
+    assert not Path("a.svg").exists()
 
 
 @pytest.mark.parametrize(

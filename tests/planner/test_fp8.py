@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from planner_accuracy import is_as_stated
 
 from megatron_2bw.planner import activations, costs, memory
 from megatron_2bw.planner.cluster import CLUSTERS, GPUS
@@ -26,7 +27,6 @@ from megatron_2bw.planner.speeds import machine_of
 from megatron_2bw.planner.stages import Contents
 from megatron_2bw.planner.weights import weights_of
 from tests.planner import measured_fp8
-from tests.planner.measured import Row
 
 MODEL = Model(num_layers=24, hidden_size=4096, num_attention_heads=32, seq_length=2048, vocab_size=50257)
 EXPERTS = replace(MODEL, num_experts=8, moe_router_topk=2, bias=False, ffn_hidden_size=1024)
@@ -413,11 +413,6 @@ def test_rows_that_contradict_themselves(given: dict, message: str):
 @pytest.mark.parametrize("rows", [measured_fp8.nemo, measured_fp8.long_sequences, measured_fp8.bridge])
 def test_published_runs_are_within_what_is_stated(rows):
     """Nothing was fitted on them."""
-    inside = [_is_inside(row) for row in rows()]
+    inside = [is_as_stated(row) for row in rows()]
     assert len(inside) >= 5
     assert sum(inside) >= 0.8 * len(inside)
-
-
-def _is_inside(row: Row) -> bool:
-    batch = costs.iteration(row.model, row.layout, row.cluster)
-    return abs(row.measured / batch.time_s - 1) <= batch.relative_error

@@ -137,7 +137,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     if args.plot and args.plot.suffix != ".svg":
         raise PlanError(f"--plot {args.plot}: it is an SVG; give a name ending in .svg")
     if args.plot:
-        args.plot.touch()  # Where it cannot be written, before a search and perhaps runs, whose outcome would be lost.
+        _check_writable(args.plot)
     if args.verify_top is not None and args.explain:
         raise PlanError("--explain says what the prediction rests on, --verify-top measures; leave one out")
     for flag, given in (("--json", args.json), ("--flags-only", args.flags_only)):
@@ -252,6 +252,14 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
     else:
         print("\n".join(paper_lines(*problem, args.top)))
     return 0
+
+
+def _check_writable(file: Path) -> None:
+    """Before a search, and perhaps runs, whose outcome would be lost; leaves no file behind."""
+    is_new = not file.exists()
+    file.open("a").close()
+    if is_new:
+        file.unlink()
 
 
 def _space(args: argparse.Namespace) -> Space:

@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_2bw.planner.flag_table.refused import REFUSED
 from megatron_2bw.planner.flag_table.rows import (
-    OURS,
     PIPEDREAM,
     Mapped,
     Slowed,
@@ -22,7 +21,7 @@ from megatron_2bw.planner.flag_table.rows import (
 )
 from megatron_2bw.schedule.registry import DELAYED, MIRRORED, TWO_BW
 
-__all__ = ["MAPPED", "OURS", "REFUSED", "SLOWED", "table"]
+__all__ = ["MAPPED", "REFUSED", "SLOWED", "table"]
 
 
 def _off(flag: str, schedules: frozenset[str], reason: str, is_set: Callable[[Any], bool] | None = None) -> Mapped:
