@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -20,7 +21,11 @@ from megatron_2bw.schedule.errors import ScheduleError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 1 when nothing could be validated, 2 for bad input."""
+    """Run the command.
+
+    Returns:
+        Its exit code: 0, 1 when nothing could be validated, 2 for bad input, 130 after Ctrl-C.
+    """
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
     if flags and not args.takes_flags:
@@ -34,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader has seen enough.
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # As a shell counts; the user knows why.
     except OSError as error:
         message = f"cannot write {error.filename}: {error.strerror}"
     print(f"megatron-2bw: error: {message}", file=sys.stderr)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.model import Model
@@ -39,7 +42,10 @@ def lines_of(words: Sequence[str], *, ranks: int, what: str) -> Iterator[str]:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ  # Megatron asks for it with tensor parallelism.
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     ended = False
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as job:
+    with (
+        _exit_when_terminated(),
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as job,
+    ):
         try:
             for line in job.stdout:
                 ended = ended or _END_OF_OUTPUT.search(line) is not None
@@ -48,6 +54,25 @@ def lines_of(words: Sequence[str], *, ranks: int, what: str) -> Iterator[str]:
                 yield line.rstrip("\n")
         except BaseException:  # Nobody reads on: torchrun ends its ranks when it is told to.
             job.terminate()
+            job.wait()
             raise
     if job.returncode:
         raise PlanError(f"{what} failed on this machine; the end of its output:\n{''.join(tail).rstrip()}")
+
+
+@contextlib.contextmanager
+def _exit_when_terminated() -> Iterator[None]:
+    """By an exception, after which a job is ended; the signal itself would leave it running."""
+    try:
+        before = signal.signal(signal.SIGTERM, _exit)
+    except ValueError:  # Only a process's first thread hears of signals.
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, _: Any) -> NoReturn:
+    sys.exit(128 + number)

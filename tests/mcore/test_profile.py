@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -148,3 +153,29 @@ def test_a_profile_of_other_versions_is_not_gone_on_with(tmp_path: Path, capfd: 
     assert "was measured on another" in error
     assert "give another --output" in error
     assert "ChildFailedError" not in error
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_ended_ends_its_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    words = ["profile", "--gpus", str(RANKS), "--micro-batch-size", "1,2,4,8,16,32", "--output", str(path), *FLAGS]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "megatron_2bw.cli", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell may start what runs in the background with this signal ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    next(line for line in command.stderr if " 1/" in line)
+    command.send_signal(number)
+    assert command.wait(60) == 128 + number
+    assert "Traceback" not in command.stderr.read()
+    assert not list(running(path))
+
+
+def running(path: Path) -> Iterator[int]:
+    """Ranks whose profile has this path."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if os.fsencode(path) in Path("/proc", pid, "cmdline").read_bytes():
+                yield int(pid)
