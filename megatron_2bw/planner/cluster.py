@@ -45,6 +45,9 @@ class Cluster:
     """Of one GPU within its node, one direction."""
     inter_node_gb_s: float
     """Of one node to the others, one direction, over all of its network cards."""
+    group_gb_s: tuple[tuple[int, float], ...] = ()
+    """As ``intra_node_gb_s``, of groups of so many ranks at most, smaller ones first: in nodes without a switch, where
+    a group has only the links between its members."""
     profile: Any = field(default=None, metadata={"from_file": False})
     """A `profile.Profile` measured there, which prices layers, updates and links; None for the cost model."""
     whole_node: int | None = field(default=None, metadata={"from_file": False})
@@ -52,6 +55,15 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        sizes = [ranks for ranks, _ in self.group_gb_s]
+        if sizes != sorted({ranks for ranks in sizes if ranks > 1}):
+            raise PlanError(f"group_gb_s {reprlib.repr(sizes)} of {self.name}: give more ranks each time, 2 at least")
+        for ranks, gb_s in self.group_gb_s:
+            if not _LEAST <= gb_s <= self.intra_node_gb_s:
+                raise PlanError(
+                    f"group_gb_s {reprlib.repr(gb_s)} of {self.name}, of {ranks} ranks: give a number from {_LEAST:g} "
+                    f"to intra_node_gb_s, {self.intra_node_gb_s:g}"
+                )
 
     @property
     def gpus(self) -> int:
@@ -101,7 +113,16 @@ vllm-project/vllm (27508; H100); for H200 and B200, in logs of such errors in pu
 """
 
 
-def _cluster(name: str, gpu: str, inter_node_gbit_s: float) -> Cluster:
+MESHES = {4: ((2, 50.0),), 8: ((2, 25.0), (4, 100.0))}
+"""``Cluster.group_gb_s`` of nodes of so many V100s, each of which has six links of 25 GB/s.
+
+Of four, it has two to each other one. Of eight, it has one or two to four others: ``nvidia-smi topo -m`` shows one
+between the first two, and nine among the first four (Oneflow-Inc/DLPerf, Megatron-LM/README.md), through which two
+rings of single links run, each both ways; through all eight run three.
+"""
+
+
+def _cluster(name: str, gpu: str, inter_node_gbit_s: float, **more: Any) -> Cluster:
     """One node of eight GPUs."""
     return Cluster(
         name=name,
@@ -110,14 +131,15 @@ def _cluster(name: str, gpu: str, inter_node_gbit_s: float) -> Cluster:
         nodes=1,
         intra_node_gb_s=GPUS[gpu].nvlink_gb_s,
         inter_node_gb_s=inter_node_gbit_s / 8,
+        **more,
     )
 
 
 CLUSTERS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
-        _cluster("p3.16xlarge", "v100-16gb", 25),
-        _cluster("p3dn.24xlarge", "v100-32gb", 100),
+        _cluster("p3.16xlarge", "v100-16gb", 25, group_gb_s=MESHES[8]),
+        _cluster("p3dn.24xlarge", "v100-32gb", 100, group_gb_s=MESHES[8]),
         _cluster("p4d.24xlarge", "a100-40gb", 400),
         _cluster("dgx-a100", "a100-80gb", 1600),
         _cluster("p5.48xlarge", "h100-80gb", 3200),

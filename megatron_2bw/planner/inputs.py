@@ -9,9 +9,9 @@ from collections.abc import Collection
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster, Gpu, known
+from megatron_2bw.planner.cluster import CLUSTERS, GPUS, MESHES, Cluster, Gpu, known
 from megatron_2bw.planner.errors import MOST, PlanError, wrong_count
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
@@ -19,7 +19,7 @@ from megatron_2bw.planner.multiples import nearest_multiple
 
 _ALIKE = 0.88
 """From which ratio of difflib on a word looks misspelled: as low as no other flag of Megatron looks like one read."""
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 
 
 def load_model(source: str) -> Model:
@@ -94,7 +94,7 @@ def saved_model(values: dict[str, Any], where: str) -> Model:
 def cluster_of(values: dict[str, Any], where: str) -> Cluster:
     """The Cluster that a JSON object describes: ``gpu`` is a name or an object.
 
-    ``nodes`` is 1 and ``intra_node_gb_s`` the GPU's NVLink where they are not given.
+    ``nodes`` is 1 and ``intra_node_gb_s`` the GPU's NVLink where they are not given; then, V100s have no switch.
 
     Raises:
         PlanError: a key is missing, unknown or of the wrong type; ``where`` says where.
@@ -109,7 +109,10 @@ def cluster_of(values: dict[str, Any], where: str) -> Cluster:
     else:
         raise PlanError(f"{where}: gpu is missing; give a name, one of {', '.join(GPUS)}, or an object")
     defaults = {"name": Path(where).stem, "nodes": 1, "intra_node_gb_s": gpu.nvlink_gb_s}
-    return build(Cluster, {**defaults, **values, "gpu": gpu}, where)
+    cluster = build(Cluster, {**defaults, **values, "gpu": gpu}, where)
+    if values.keys() & {"intra_node_gb_s", "group_gb_s"} or not gpu.name.startswith("v100"):
+        return cluster
+    return dataclasses.replace(cluster, group_gb_s=MESHES.get(cluster.gpus_per_node, ()))
 
 
 def build[Thing](kind: type[Thing], values: dict[str, Any], where: str) -> Thing:
@@ -179,6 +182,13 @@ def checked(value: Any, kind: type, where: str) -> Any:
     Raises:
         PlanError: it is none.
     """
+    if get_origin(kind) is tuple:
+        kinds, parts = get_args(kind), checked(value, list, where)
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(parts)
+        if len(kinds) != len(parts):
+            raise PlanError(f"{where} {value!r}: give a list of {len(kinds)}")
+        return tuple(checked(part, kind, where) for part, kind in zip(parts, kinds, strict=True))
     if issubclass(kind, Enum):
         try:
             return kind(value)

@@ -147,6 +147,8 @@ def error_bar(
         )
     if family in ("b200", "b300", "gb200", "gb300") and fused_attention:
         return ErrorBar(0.34, "NVIDIA's runs on B200, GB200 and GB300: 24 rows, which took 1 to 36% longer")
+    if family == "v100" and not fused_attention and not shared:
+        return ErrorBar(0.20, "runs on V100s: 18 by Megatron-LM of 2021, which took 3 to 26% longer")
     if family != "a100" or shared:
         return ErrorBar(0.30, "assumed: constants of A100, scaled by the data sheet and the largest product measured")
     if fused_attention:
@@ -172,6 +174,9 @@ class Machine:
     flash_flops_per_s: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    """Of one GPU, in a group of all ranks of a node."""
+    group_shares: tuple[tuple[int, float], ...]
+    """Of that, in groups of so many ranks at most; see `Cluster.group_gb_s`."""
     network_bytes_per_s: float
     """Of a whole node."""
     gpus_per_node: int
@@ -225,18 +230,22 @@ class Machine:
         """Ranks of a group on one node."""
         return max(1, self.gpus_per_node // stride)
 
+    def _link_bytes_per_s(self, ranks: int) -> float:
+        """Of one GPU, in a group of so many ranks of a node."""
+        return self.link_bytes_per_s * next((share for most, share in self.group_shares if ranks <= most), 1.0)
+
     def _moved_s(self, steps: int, passed: float, ranks: int, stride: int) -> float:
         """A collective of so many steps that moves ``passed`` bytes through every rank of each group."""
         if ranks == 1:
             return 0.0
         started_s = steps * self.collective_s / 2
         if self._nodes(ranks, stride) == 1:
-            return started_s + passed / self.link_bytes_per_s
+            return started_s + passed / self._link_bytes_per_s(ranks)
         local = self._local(stride)
         # A group that fills nodes has their network to itself; of others, each ring has one GPU's share of it, or that
         # of all its GPUs on a node.
         groups = self.gpus_per_node / (local if self.shares_cards or local == self.gpus_per_node else 1)
-        inside_s = passed / self.link_bytes_per_s if local > 1 else 0.0
+        inside_s = passed / self._link_bytes_per_s(local) if local > 1 else 0.0
         return started_s + max(inside_s, passed * groups / self.network_bytes_per_s)
 
     def all_to_all_s(self, size_bytes: float, ranks: int, stride: int) -> float:
@@ -247,20 +256,20 @@ class Machine:
         if ranks == 1:
             return 0.0
         local = min(ranks, max(1, self.gpus_per_node // stride))
-        inside_s = (local - 1) / ranks * size_bytes / self.link_bytes_per_s
+        inside_s = (local - 1) / ranks * size_bytes / self._link_bytes_per_s(local)
         outside_s = (ranks - local) / ranks * size_bytes * self.gpus_per_node / self.network_bytes_per_s
         return self.collective_s + max(inside_s, outside_s)
 
     def pass_on_s(self, size_bytes: float, ranks: int, stride: int) -> float:
         """To the next rank of a ring, ``stride`` further; to another node, over one GPU's share of the network."""
         if ranks * stride <= self.gpus_per_node:
-            return self.collective_s + size_bytes / self.link_bytes_per_s
+            return self.collective_s + size_bytes / self._link_bytes_per_s(2)
         return self.collective_s + size_bytes * self.gpus_per_node / self.network_bytes_per_s
 
     def send_s(self, size_bytes: float, distance: int, ranks: int) -> float:
         """To the rank ``distance`` further, of ``ranks`` in all; the slowest such link, as all send at once."""
         if ranks <= self.gpus_per_node:
-            return self.collective_s + size_bytes / self.link_bytes_per_s
+            return self.collective_s + size_bytes / self._link_bytes_per_s(2)
         return self.collective_s + size_bytes * min(distance, self.gpus_per_node) / self.network_bytes_per_s
 
 
@@ -275,6 +284,7 @@ def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
         flash_flops_per_s=speed.attention_efficiency * peak,
         memory_bytes_per_s=speed.hbm_efficiency * cluster.gpu.hbm_gb_s * 1e9,
         link_bytes_per_s=speed.nvlink_efficiency * cluster.intra_node_gb_s * 1e9,
+        group_shares=tuple((ranks, gb_s / cluster.intra_node_gb_s) for ranks, gb_s in cluster.group_gb_s),
         network_bytes_per_s=speed.network_efficiency * cluster.inter_node_gb_s * 1e9,
         gpus_per_node=cluster.gpus_per_node,
         kernel_s=speed.kernel_s,

@@ -85,8 +85,7 @@ def vtrain(which: str, title: str, folder: Path) -> Iterator[str]:
     for part, chosen in parts.items():
         if len(chosen) > 1:
             yield from (Accuracy.of(predict, chosen).line(f"{part}: {name}") for name, predict in predictors.items())
-    inside = statistics.mean(is_as_stated(row) for row in rows)
-    yield f"within the stated error bar: {inside:.0%} of all rows"
+    yield _as_stated(rows)
     yield from refused
 
 
@@ -150,18 +149,21 @@ def is_as_stated(row: Row) -> bool:
     return abs(row.measured / batch.time_s - 1) <= batch.relative_error
 
 
+def _as_stated(rows: list[Row]) -> str:
+    return f"within the stated error bar: {statistics.mean(map(is_as_stated, rows)):.0%} of {len(rows)} rows"
+
+
 def ranges(title: str, rows: Iterable[Row]) -> Iterator[str]:
     """One line per group: how far off its rows are."""
     yield from ("", title)
+    rows = list(rows)
     errors: dict[str, list[float]] = {}
-    within = []
     for row in rows:
         errors.setdefault(row.group, []).append(predicted_s(row) / row.measured - 1)
-        within.append(is_as_stated(row))
     for group, off in errors.items():
         span = f"{min(off):+.1%} to {max(off):+.1%}" if len(off) > 1 else f"{off[0]:+.1%}"
         yield f"{group:<44} {len(off):>3} row{'s' * (len(off) > 1)}, {span}"
-    yield f"within the stated error bar: {sum(within) / len(within):.0%} of {len(within)} rows"
+    yield _as_stated(rows)
 
 
 def _line(row: Row) -> str:
@@ -223,6 +225,15 @@ def bigscience(folder: Path) -> Iterator[str]:
     for name, group in {**by_group(rows), "all rows": rows}.items():
         yield Accuracy.of(predicted_s, group).line(name)
     yield from map(_line, rows)
+
+
+def v100s(folder: Path) -> Iterator[str]:
+    """In all, and one line per row."""
+    yield from ("", "32 V100s, Megatron-LM of March 2021 (Oneflow-Inc/DLPerf; not fitted)", HEADING)
+    rows = list(measured.dlperf(folder))
+    yield Accuracy.of(predicted_s, rows).line("all rows")
+    yield from map(_line, rows)
+    yield from (_as_stated(rows), _not_to_fit(rows))
 
 
 def h100s() -> Iterator[Row]:
@@ -308,16 +319,19 @@ def memory_lines(folder: Path) -> Iterator[str]:
         )
     yield from SCRATCH_NOTE
     ran = [row for which in ("multi_node", "single_node") for row in _priced(measured.vtrain(which, folder))[0]]
-    refused = sum(memory.largest(row.model, row.layout).total_bytes > row.cluster.memory_bytes for row in ran)
-    yield f"vTrain's layouts, which all ran on 80 GB: {refused} of {len(ran)} said not to fit"
+    yield f"vTrain's layouts, on 80 GB: {_not_to_fit(ran)}"
 
 
 def published_memory(folder: Path) -> Iterator[str]:
     """How many of NVIDIA's runs are said not to fit, though they ran; how much they took is not published."""
     rows = [*measured_fp8.nemo(folder), *measured_fp8.long_sequences(folder), *measured_fp8.bridge(folder)]
-    rows += measured_dgxc.steps(folder)
+    yield _not_to_fit([*rows, *measured_dgxc.steps(folder)])
+
+
+def _not_to_fit(rows: list[Row]) -> str:
     refused = [row.name for row in rows if memory.largest(row.model, row.layout).total_bytes > row.cluster.memory_bytes]
-    yield f"Said not to fit, though they ran: {len(refused)} of {len(rows)} ({'; '.join(refused)})."
+    named = f" ({'; '.join(refused)})" if refused else ""
+    return f"Said not to fit, though they ran: {len(refused)} of {len(rows)}{named}."
 
 
 def report(folder: Path) -> Iterator[str]:
@@ -341,6 +355,7 @@ def report(folder: Path) -> Iterator[str]:
     yield from single("PTD-P (Narayanan et al., 2021, Table 2; best chunks; not fitted)", sc21_table_2(folder))
     yield from single("Megatron-DeepSpeed (Smith et al., MT-NLG 530B, section 2.4; not fitted)", mt_nlg(folder))
     yield from bigscience(folder)
+    yield from v100s(folder)
     yield from single("H100, fused attention (Megatron-LM's table; best microbatch and chunks; not fitted)", h100s())
     in_8_bits = "H100, products in 8 bits (NeMo 24.07; not fitted)"
     yield from single(in_8_bits, measured_fp8.nemo(folder))

@@ -96,6 +96,24 @@ def _bigscience_row(row: dict[str, str]) -> Row:
     )
 
 
+def dlperf(folder: Path = DATA) -> Iterator[Row]:
+    """Megatron-LM of March 2021 on nodes of eight V100s with one network card of 100 Gbit/s: full recomputation, 1F1B.
+
+    Tensor-parallel ranks did not yet split transfers.
+    """
+    for row in read("dlperf_v100.csv", folder):
+        layout, gpus = replace(_recomputed(row), split_transfers=False), int(row["gpus"])
+        node, per_node = CLUSTERS["p3.16xlarge"], min(gpus, 8)
+        yield Row(
+            name=f"{row['layers']} layers, h={row['hidden']}, B={row['gbs']}, {_degrees(layout)}",
+            group=f"{row['layers']} layers, h={row['hidden']}, {gpus} GPUs, B={row['gbs']}",
+            model=gpt(row),
+            layout=layout,
+            cluster=replace(node, gpus_per_node=per_node, nodes=gpus // per_node, inter_node_gb_s=12.5),
+            measured=float(row["iteration_time_ms"]) / 1e3,
+        )
+
+
 def _recomputed(row: dict[str, str]) -> Layout:
     """Everything recomputed, under 1F1B."""
     return Layout(

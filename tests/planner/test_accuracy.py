@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from accuracy import Accuracy, features, linear, naive, spearman
-from planner_accuracy import report
+from planner_accuracy import is_as_stated, predicted_s, report
 
 from . import measured
 
@@ -42,6 +42,18 @@ def test_the_linear_model_finds_its_own_constants():
     assert all(math.isclose(predict(row), row.measured, rel_tol=1e-4) for row in made_up)
     one = naive(rows[:1])
     assert one(rows[0]) == pytest.approx(rows[0].measured)
+
+
+def test_runs_on_v100s_are_within_what_is_stated():
+    rows = list(measured.dlperf())
+    assert sum(map(is_as_stated, rows)) >= 0.9 * len(rows)
+
+
+def test_layouts_of_a_node_without_a_switch_rank_as_measured():
+    rows = [row for row in measured.dlperf() if row.group == "16 layers, h=1536, 8 GPUs, B=16"]
+    order = sorted(rows, key=predicted_s)
+    assert [row.layout.tensor for row in order] == [1, 1, 4, 2, 8, 8]
+    assert spearman([predicted_s(row) for row in rows], [row.measured for row in rows]) > 0.95
 
 
 def test_the_committed_report_is_current():

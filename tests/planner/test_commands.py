@@ -499,6 +499,8 @@ def test_files_of_model_and_cluster(capsys: pytest.CaptureFixture[str], tmp_path
     cluster.write_text(json.dumps(node))
     same = f"plan --model {model} --cluster {cluster} --global-batch-size 512 --flags-only"
     assert run(capsys, same) == run(capsys, f"{PLAN} --flags-only")
+    cluster.write_text(json.dumps({**node, "group_gb_s": [[2, 1.5], [4, 2]]}))
+    assert run(capsys, same) != run(capsys, f"{PLAN} --flags-only")
     cluster.write_text(json.dumps({**node, "gpu": {"memory_gb": 1, "peak_tflops": 9, "hbm_gb_s": 9, "nvlink_gb_s": 9}}))
     assert "needs" in run(capsys, same)[2]
 
@@ -602,7 +604,13 @@ def test_nonsense_gets_one_message_and_exit_code_2(capsys: pytest.CaptureFixture
         ({"gpu": 3}, "gpu is missing; give a name"),
         ({"gpu": {"memory_gb": 16}}, "gpu: peak_tflops is missing; give a number"),
         ({"intra_node": 3}, "unknown key 'intra_node'; did you mean 'intra_node_gb_s'?"),
-        ({"profiled": 3}, "intra_node_gb_s, inter_node_gb_s\n"),
+        ({"profiled": 3}, "intra_node_gb_s, inter_node_gb_s, group_gb_s\n"),
+        ({"group_gb_s": {"2": 25}}, "group_gb_s {'2': 25}: give a list"),
+        ({"group_gb_s": [[2, 25], [4]]}, "group_gb_s [4]: give a list of 2"),
+        ({"group_gb_s": [[2.5, 25]]}, "group_gb_s 2.5: give a whole number"),
+        ({"group_gb_s": [[4, 25], [2, 25]]}, "group_gb_s [4, 2] of mine: give more ranks each time, 2 at least"),
+        ({"group_gb_s": [[1, 25]]}, "group_gb_s [1] of mine: give more ranks each time, 2 at least"),
+        ({"group_gb_s": [[2, 200]]}, "group_gb_s 200 of mine, of 2 ranks: give a number from 1e-09 to intra_node_gb_s"),
         ({"whole_node": 3}, "unknown key 'whole_node'; did you mean"),
         ({"profile": 3}, "unknown key 'profile'; give the file of a profile as --profile FILE"),
         ({"inter_node_gb_s": None}, "inter_node_gb_s None: give a number"),

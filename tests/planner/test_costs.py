@@ -315,6 +315,27 @@ def test_transfers():
     assert pipeline_of(layout(pipeline=1)).send_s == 0
 
 
+@pytest.mark.parametrize(("per_node", "ranks", "gb_s"), [(8, 2, 25), (8, 4, 100), (4, 4, 100), (8, 8, 150)])
+def test_a_group_without_a_switch_has_the_links_between_its_ranks(per_node: int, ranks: int, gb_s: int):
+    """Pairs of V100s are slower than the node, a part of a node is no faster for being the whole plan; A100s differ."""
+    machine = machine_of(replace(CLUSTERS["p3.16xlarge"], gpus_per_node=per_node))
+    mine, theirs = gb_s * 1e9 * A100.nvlink_efficiency, 300e9 * A100.nvlink_efficiency
+    for on, bytes_per_s in ((machine, mine), (machine_of(DGX), theirs)):
+        started_s, passed = A100.collective_s, 2 * (ranks - 1) / ranks * 1e9
+        assert on.all_reduce_s(1e9, ranks, 1) == pytest.approx(started_s + passed / bytes_per_s)
+        assert on.reduce_scatter_s(1e9, ranks, 1) == pytest.approx(started_s / 2 + passed / 2 / bytes_per_s)
+        assert on.all_to_all_s(1e9, ranks, 1) == pytest.approx(started_s + passed / 2 / bytes_per_s)
+
+
+def test_neighbours_without_a_switch_have_one_link():
+    node = CLUSTERS["p3.16xlarge"]
+    machine = machine_of(node)
+    one_s = A100.collective_s + 1 / (25 * A100.nvlink_efficiency)
+    assert machine.send_s(1e9, 1, 8) == machine.pass_on_s(1e9, 4, 1) == pytest.approx(one_s)
+    fast = machine_of(replace(node, nodes=2, inter_node_gb_s=1e4))
+    assert fast.all_reduce_s(1e9, 4, 4) == pytest.approx(2 * A100.collective_s + 1.5 / (25 * A100.nvlink_efficiency))
+
+
 def test_sums_and_updates():
     """The distributed optimizer halves the sum of gradients and gathers weights; ends sum their tied embedding."""
     base = layout(data=4)
