@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,28 +24,36 @@ class Phase(NamedTuple):
 
 
 class BatchSizes:
-    """The sizes of the batches of a run, asked of a calculator that Megatron builds.
-
-    It is not the one that the training loop moves on, so that the next size can be asked for
-    without a trace.
+    """The sizes of the batches of a run, asked of a calculator of its own, so that it can say the next one.
 
     Args:
         args: Megatron's arguments, validated.
+        calculator: one that nobody else moves on.
     """
 
-    def __init__(self, args: Any) -> None:
-        replicas = args.data_parallel_size * getattr(args, "gtp_weight_remat_size", 1)
-        self._calculator = num_microbatches_calculator._build_num_microbatches_calculator(
+    def __init__(self, args: Any, calculator: Any) -> None:
+        self._args = args
+        self._calculator = calculator
+        self._samples_per_microbatch = args.micro_batch_size * _replicas(args)
+
+    @classmethod
+    def of_arguments(cls, args: Any) -> BatchSizes:
+        """Before Megatron has a calculator."""
+        calculator = num_microbatches_calculator._build_num_microbatches_calculator(
             rank=-1,  # Rank 0 would log what Megatron logs a second time.
             global_batch_size=args.global_batch_size,
             micro_batch_size=args.micro_batch_size,
-            data_parallel_size=replicas,
+            data_parallel_size=_replicas(args),
             decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
             step_batch_size_schedule=args.step_batch_size_schedule,
             seq_length=args.seq_length,
         )
-        self._args = args
-        self._samples_per_microbatch = args.micro_batch_size * replicas
+        return cls(args, calculator)
+
+    @classmethod
+    def of_training(cls, args: Any) -> BatchSizes:
+        """As Megatron's calculator says, even where a model has set another sequence length since then."""
+        return cls(args, copy.deepcopy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR))
 
     def microbatches(self, samples: int) -> int:
         """Of a batch that begins after ``samples`` consumed samples."""
@@ -109,3 +118,7 @@ class BatchSizes:
         consumed = args.consumed_train_samples + batches * microbatches * self._samples_per_microbatch
         is_skipped = done + 1 in args.iterations_to_skip  # Megatron counts these from 1.
         return leaves or is_skipped or self.microbatches(consumed) != microbatches
+
+
+def _replicas(args: Any) -> int:
+    return args.data_parallel_size * getattr(args, "gtp_weight_remat_size", 1)

@@ -52,7 +52,7 @@ def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
                 if args.mixpipe_k == AUTO:
                     _print_once([_automatic(args)])
                 # How far a loaded run has come is known only later; then `checked_before_training` looks again.
-                check_batches(args, only_last_phase=args.load is not None)
+                check_batches(args, BatchSizes.of_arguments(args), only_last_phase=args.load is not None)
     except ArgumentError as error:
         exit_with(error)
     return result
@@ -61,16 +61,20 @@ def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
 def checked_before_training(args: Any) -> None:
     """Check the batches that are left, once it is known how many there are; exit with code 2 on a refusal."""
     try:
-        check_batches(args, samples=args.consumed_train_samples, batches_done=args.iteration)
+        sizes = BatchSizes.of_training(args)
+        check_batches(args, sizes, samples=args.consumed_train_samples, batches_done=args.iteration)
     except ArgumentError as error:
         exit_with(error)
 
 
-def check_batches(args: Any, *, samples: int = 0, batches_done: int = 0, only_last_phase: bool = False) -> None:
+def check_batches(
+    args: Any, sizes: BatchSizes, *, samples: int = 0, batches_done: int = 0, only_last_phase: bool = False
+) -> None:
     """Refuse depths and numbers of microbatches that the validator refuses, in any phase of the run.
 
     Args:
         args: Megatron's arguments, validated.
+        sizes: of the batches.
         samples: consumed so far.
         batches_done: so far.
         only_last_phase: leave out the phases before the last one.
@@ -79,7 +83,7 @@ def check_batches(args: Any, *, samples: int = 0, batches_done: int = 0, only_la
         ArgumentError: with the phase and the smallest number of microbatches that works.
     """
     try:
-        phases = list(BatchSizes(args).phases(samples, batches_done))
+        phases = list(sizes.phases(samples, batches_done))
     except ValueError as error:
         raise ArgumentError(str(error)) from error
     name, stages = canonical_name(args.pipeline_schedule), args.pipeline_model_parallel_size

@@ -116,7 +116,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         module=_TRAINING,
         name="reduce_max_stat_across_model_parallel_group",
-        wrapper=wrappers.locally,
+        wrapper=wrappers.rounded,
         parameters=("stat",),
         why="asks all stages after every batch for gradient norm and learning rate",
     ),
@@ -248,6 +248,7 @@ USED: tuple[Used, ...] = (
     Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_main_grads_for_grad_norm", until=(0, 19)),
     Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.prepare_grads"),
     Used(module=f"{_OPTIMIZER}.layer_wise_optimizer", name="LayerWiseDistributedOptimizer"),
+    Used(module="megatron.core.num_microbatches_calculator", name="_GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
     Used(
         module="megatron.core.num_microbatches_calculator",
         name="_build_num_microbatches_calculator",

@@ -72,7 +72,7 @@ class Session:
         self.monitor: PipelineMonitor | None = None
         self.exits: ExitRequests | None = None
         """Where the schedule must not wait for early exits to be agreed on."""
-        self._batch_sizes = BatchSizes(args)
+        self._batch_sizes = BatchSizes.of_training(args)
         self._clock: SharedClock | None = None
         """Where a trace is to be written."""
         self._foreseen = 0

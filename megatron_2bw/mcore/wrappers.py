@@ -11,6 +11,8 @@ import functools
 import inspect
 from typing import Any
 
+import torch
+
 
 def add_arguments(original: Any, parser: Any) -> Any:
     from megatron_2bw.mcore.arguments import add_arguments
@@ -92,6 +94,12 @@ def locally(original: Any, value: Any, *rest: Any, **keywords: Any) -> Any:
     if session is not None and session.is_delayed:
         return value
     return original(value, *rest, **keywords)
+
+
+def rounded(original: Any, stat: Any, *rest: Any, **keywords: Any) -> Any:
+    value = locally(original, stat, *rest, **keywords)
+    # Megatron asks all stages by way of fp32, which its log shows.
+    return None if value is None else torch.tensor(value, dtype=torch.float32).item()
 
 
 def settled(original: Any, *args: Any, **keywords: Any) -> Any:

@@ -16,6 +16,8 @@ class PeerLostError(RuntimeError):
 
 def place_of(action: Action) -> str:
     """Where in a run ``action`` is, for messages."""
+    if action.version is not None:
+        action = action._replace(version=max(action.version, 0))  # What is older than the first weights runs with them.
     return f"stage {action.stage}: {action} (batches counted from the start of the run)"
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import num_microbatches_calculator as calculator
+
+from megatron_2bw.mcore.batches import BatchSizes
 
 from .case import Case
 from .compare import differing
@@ -131,3 +135,25 @@ def _refusal(case: Case, folder: Path) -> str:
 def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.shape == expected.shape
     return ((found.double() - expected.double()).abs() / expected.double().abs()).max().item()
+
+
+def test_a_schedule_in_tokens_counts_by_the_length_that_megatron_validated() -> None:
+    """A vision model sets another one when it is built."""
+    args = SimpleNamespace(data_parallel_size=1, micro_batch_size=2, seq_length=40, train_iters=0, train_samples=64)
+    calculator.init_num_microbatches_calculator(
+        rank=-1,
+        global_batch_size=None,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=False,
+        step_batch_size_schedule="0:8 640:16",
+        seq_length=args.seq_length,
+    )
+    args.seq_length = 5
+    try:
+        sizes = BatchSizes.of_training(args)
+        assert [phase.first_sample for phase in sizes.phases(0, 0)] == [0, 16]
+        assert (sizes.microbatches(16), sizes.microbatches(0), sizes.microbatches(63)) == (8, 4, 8)
+        assert calculator.get_num_microbatches() == 4, "Megatron's own stays where it is"
+    finally:
+        calculator.unset_num_microbatches_calculator()

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_2bw.mcore import wrappers
+
 from .case import Case
 from .features import EXPERTS, SEVERAL_TOKENS
 from .growing import GrowingCase, grown
@@ -158,3 +160,13 @@ def _batches(asked: str, monkeypatch: pytest.MonkeyPatch, **log: object) -> list
         args.curr_iteration, running.pipeline.batches_run = batch - 1, batch
         found += [batch] * getattr(session.Session, asked)(running)
     return found
+
+
+@pytest.mark.parametrize(("stat", "logged"), [(1e-3 / 3, 3.3333332976326346e-4), (18818, 18818.0), (None, None)])
+def test_statistics_are_rounded_as_megatrons_are(
+    stat: float | None, logged: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron takes the largest of all stages in an fp32 tensor; under a delay no stage is asked."""
+    monkeypatch.setattr(wrappers, "_session", lambda: SimpleNamespace(is_delayed=True))
+    value = wrappers.rounded(None, stat)
+    assert (value, type(value)) == (logged, type(logged))

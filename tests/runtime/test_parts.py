@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_2bw.runtime.background import Background
-from megatron_2bw.runtime.errors import PeerLostError, needs_peers
+from megatron_2bw.runtime.errors import PeerLostError, needs_peers, place_of
 from megatron_2bw.runtime.gradients import CapturedGradients, Region, whole_regions
 from megatron_2bw.runtime.links import ONE_WAY, Boundary, Links
 from megatron_2bw.runtime.update import PendingUpdate
@@ -253,3 +253,8 @@ def test_the_oldest_receive_that_the_device_waits_for(monkeypatch):
     assert links.waiting(str(ONE_WAY[0])).startswith("stage 0: 0RECV_B1 ")
     done.update((1, 2))
     assert links.waiting(str(ONE_WAY[0])) is None
+
+
+@pytest.mark.parametrize(("action", "named"), [("1F2v-1", "1F2v0"), ("1F2@3v2", "1F2@3v2"), ("1UPDATE", "1UPDATE")])
+def test_a_place_names_weights_that_there_are(action, named):
+    assert place_of(Action.parse(action)).startswith(f"stage 1: {named} (")
