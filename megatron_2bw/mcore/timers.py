@@ -16,7 +16,7 @@ class CallTimers(Timers):
 
     To wait for the device is to wait for every receive that was posted early, and one of these may
     depend on what this rank has yet to send. What is marked in a call is added to Megatron's timers
-    at the end of the next one, when the device has done it in any case.
+    at the end of the next one, when the device has done it in any case; on CPUs, of the same one.
     """
 
     def __init__(self, log_level: int, log_option: str) -> None:
@@ -59,9 +59,11 @@ class _MarkedTimer:
         self._spans.append((self._start, _mark()))
 
     def add_to_megatrons(self) -> None:
-        elapsed_s = sum(_seconds(start, end) for start, end in self._spans_before)
+        if torch.cuda.is_available():
+            self._spans, self._spans_before = self._spans_before, self._spans
+        elapsed_s = sum(_seconds(start, end) for start, end in self._spans)
         self._timer.set_elapsed(self._timer.elapsed(reset=False) + elapsed_s)
-        self._spans_before, self._spans = self._spans, []
+        self._spans.clear()
 
 
 def _mark() -> Any:

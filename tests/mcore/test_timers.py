@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -24,7 +25,24 @@ def test_no_timer_waits_for_the_device_inside_a_call(monkeypatch: pytest.MonkeyP
             timers("forward-compute").stop()
     assert len(waits) == 2
     elapsed_s = timers("forward-compute").elapsed()
-    assert 0.05 <= elapsed_s < 0.1  # The second call is added at the end of the third.
+    assert 0.1 <= elapsed_s < 0.2
+
+
+def test_on_a_device_a_call_is_added_at_the_end_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_2bw.mcore import timers as ours
+
+    clock_s = itertools.count(0.0, 7.0)
+    monkeypatch.setattr(ours, "_mark", lambda: next(clock_s))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timers = ours.CallTimers(2, "all")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    elapsed_s = []
+    for _ in range(3):
+        with timers.inside_call():
+            timers("forward-compute", log_level=2).start()
+            timers("forward-compute").stop()
+        elapsed_s.append(timers("forward-compute").elapsed(reset=False))
+    assert elapsed_s == [0.0, 7.0, 14.0]
 
 
 def test_timers_above_the_log_level_stay_silent_inside_a_call() -> None:

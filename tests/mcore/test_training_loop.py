@@ -46,7 +46,7 @@ def test_no_number_changes(flags: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
 def test_timers_inside_a_call_are_logged(schedule: str, tmp_path: Path) -> None:
-    """``--timing-log-level 2``, after the third batch for the first two: one batch late.
+    """``--timing-log-level 2``, after the third batch.
 
     Without a logging level, Megatron says nothing of its timers where emerging-optimizers is installed, which
     configures Python's logging before it.

@@ -111,7 +111,8 @@ SLOWED: tuple[Slowed, ...] = (
         flag="--timing-log-level above 0",
         is_set=above("timing_log_level", 0),
         schedules=DELAYED,
-        reason="all ranks gather their timers at every log line, and level 1 waits for the device after every batch",
+        reason="all ranks gather their timers at every log line, and level 1 waits for the device after every batch; "
+        "level 2 has no timers of transfers, which run beside computation (--pipeline-trace shows them)",
     ),
     Slowed(
         flag="--train-sync-interval",
