@@ -11,11 +11,13 @@ from megatron_2bw.planner import mixpipe
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.costs import PRICED, SCHEDULES
 from megatron_2bw.planner.decisions import Decisions
+from megatron_2bw.planner.ends import counted_ends
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.multiples import divisors
+from megatron_2bw.planner.multiples import divisors, nearest_divisor
 from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.pipeline_layout import chunks_of, stages_of
 from megatron_2bw.planner.rules import (
     MEGATRON,
     TWO_BW,
@@ -36,6 +38,8 @@ from megatron_2bw.planner.space import Space, field_of
 from megatron_2bw.planner.stages import layers_of_stages
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
+WITHOUT_ENDS = {"first_stage_layers": 0, "last_stage_layers": 0}
+"""Where a ``pipeline_layout`` says how many layers they have."""
 ROUNDING = 1e-9
 """By which a share of a whole number may miss another one."""
 
@@ -96,30 +100,45 @@ class Candidates:
     def bases(self) -> Iterator[Layout]:
         """Layouts without recomputation and with two gradient buffers; all others derive from them."""
         for shape in self.shapes:
-            for schedule, chunks in self._schedules(shape):
+            for scheduled in self._schedules(shape):
                 for microbatch in self.decisions.allowed("microbatches", self.shapes.microbatches(shape)):
-                    base = {"schedule": schedule, "chunks": chunks, "microbatch": microbatch}
-                    for order in self._orders(shape, schedule, microbatch):
+                    base = scheduled | {"microbatch": microbatch}
+                    for order in self._orders(shape, base["schedule"], microbatch):
                         yield from self._switched(shape, base | order)
 
-    def _schedules(self, shape: Shape) -> Iterator[tuple[str, int]]:
-        """(schedule, chunks)"""
-        even = self.shapes.layout(shape, {"schedule": MEGATRON, "global_batch": shape.data})
-        layers = math.gcd(*layers_of_stages(self.model, even))
+    def _schedules(self, shape: Shape) -> Iterator[dict[str, Any]]:
+        """Schedules, with what says how many chunks a stage has and which layers."""
         for schedule in self.decisions.allowed("schedules", PRICED if self.space.schedules else SCHEDULES):
-            interleaves = schedule == MEGATRON and shape.pipeline > 1
-            chunks = divisors(layers) if interleaves else (1,)
-            if interleaves and self.space.chunks is None and self.space.schedules is None:
-                chunks = chunks[1:]  # With one chunk it is 1f1b-flush.
-            for count in self.decisions.allowed("chunks", chunks):
-                layout = self.shapes.layout(shape, {"schedule": schedule, "chunks": count})
+            ways = [*self._spread(shape, interleaves=schedule == MEGATRON and shape.pipeline > 1)]
+            counts = self.decisions.allowed("chunks", [way["chunks"] for way in ways])
+            for fields in ({"schedule": schedule} | way for way in ways if way["chunks"] in counts):
+                layout = self.shapes.layout(shape, fields)
                 of_model = model_problem(self.model, layout) or stage_problem(self.model, layout)
                 if problem := schedule_problem(layout):
                     self.decisions.reject("schedule", "the schedule suits the depth", problem, name(layout))
                 elif of_model:
                     self.decisions.reject("schedule", "the schedule suits the model", of_model, name(layout))
                 else:
-                    yield schedule, count
+                    yield fields
+
+    def _spread(self, shape: Shape, *, interleaves: bool) -> Iterator[dict[str, Any]]:
+        """Ways to spread the layers: as given, or evenly, also with embedding and loss counted as layers."""
+        if self.space.pipeline_layout is not None:
+            for text in self.space.pipeline_layout:
+                if problem := _stages_of_layout_problem(text, shape.pipeline, interleaves=interleaves):
+                    self.decisions.reject("schedule", "stages are those of the layout", problem, shape.name)
+                else:
+                    chunks = chunks_of(text, shape.pipeline)
+                    yield {"chunks": chunks, "pipeline_layout": text} | WITHOUT_ENDS
+            return
+        even = self.shapes.layout(shape, {"schedule": MEGATRON, "global_batch": shape.data})
+        counts = divisors(math.gcd(*layers_of_stages(self.model, even))) if interleaves else (1,)
+        if interleaves and self.space.chunks is None and self.space.schedules is None:
+            counts = counts[1:]  # With one chunk it is 1f1b-flush.
+        yield from ({"chunks": count} for count in counts)
+        if interleaves and not self.space.has_ends and not shape.microbatches:
+            for count, text in counted_ends(self.model.num_layers, self.model.mtp_num_layers, shape.pipeline):
+                yield {"chunks": count, "pipeline_layout": text} | WITHOUT_ENDS
 
     def _orders(self, shape: Shape, schedule: str, microbatch: int) -> Iterator[dict[str, int]]:
         """What a schedule leaves open of the order of its actions."""
@@ -248,6 +267,17 @@ class Candidates:
                             yield Saving(base, buffers, recompute, method, sizes)
                 elif recompute == Recompute.NONE or not base.fused_attention or space.recomputes is not None:
                     yield Saving(base, buffers, recompute, base.recompute_method, (1,))
+
+
+def _stages_of_layout_problem(text: str, pipeline: int, *, interleaves: bool) -> Problem | None:
+    """Why so many ranks do not run what ``text`` describes, in chunks or without."""
+    stages = len(stages_of(text))
+    reason = f"pipeline_layout {text!r} has {stages} stages"
+    if stages % pipeline:
+        return Problem(f"{reason}, no multiple of pipeline {pipeline}", f"use {nearest_divisor(stages, pipeline)}")
+    if stages > pipeline and not interleaves:
+        return Problem(f"{reason}: only schedule {MEGATRON} has several per rank", f"use pipeline {stages}")
+    return None
 
 
 def _overlaps(shape: Shape, fields: Mapping[str, Any]) -> dict[str, bool]:

@@ -117,9 +117,11 @@ def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
     has_ends = layout.first_stage_layers or layout.last_stage_layers or model.dense_layers
     is_uneven = layout.schedule == "1f1b-flush" and has_ends
     times = times_of(model, layout, cluster)
-    if not (is_uneven or layout.schedule in MIRRORED) or processor_share(cluster) < 1:
-        return shared_s(layout, times.pipeline, cluster, times.work_s(layout))
     pipeline = times.pipeline
+    if pipeline.each and layout.chunks > 1 and processor_share(cluster) == 1:
+        return periods.least_interleaved_s(pipeline)
+    if not (is_uneven or layout.schedule in MIRRORED) or processor_share(cluster) < 1:
+        return shared_s(layout, pipeline, cluster, times.work_s(layout))
     if is_uneven:
         return periods.one_f_one_b_s(pipeline)
     m, half = layout.microbatches, layout.pipeline // 2

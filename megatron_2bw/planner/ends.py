@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 
 from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.pieces import stage_pieces, time_of
+from megatron_2bw.planner.pipeline_layout import EMBEDDING, LAYER, LOSS, MTP
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import Machine
 from megatron_2bw.planner.stages import Contents
@@ -24,6 +27,30 @@ def shorter_ends(layers: int, stages: int) -> tuple[int, int]:
     """
     left = layers - -(-layers // stages) * (stages - 2)
     return (left - left // 2, left // 2) if layers % stages and left >= 2 else (0, 0)
+
+
+def counted_ends(layers: int, mtp: int, stages: int) -> Iterator[tuple[int, str]]:
+    """(chunks, ``pipeline_layout``) with as much in every chunk, embedding, loss and further tokens counted as layers.
+
+    Megatron's ``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split`` count so.
+
+    Args:
+        layers: of the decoder.
+        mtp: layers that predict further tokens.
+        stages: ranks of the pipeline, at least 2.
+
+    >>> [*counted_ends(126, 0, 16)]
+    [(2, 'Ettt|(tttt|)*30tttL'), (4, 'Et|(tt|)*62tL'), (8, 'E|(t|)*126L')]
+    >>> [*counted_ends(61, 1, 16)]
+    [(2, 'Et|(tt|)*30mL')]
+    """
+    whole, left = divmod(layers + mtp + 2, stages)
+    for chunks in divisors(whole)[1:] if not left else ():
+        each = whole // chunks
+        if each > mtp:  # All further tokens are predicted on one stage.
+            first, middle = EMBEDDING + LAYER * (each - 1), LAYER * each
+            last = LAYER * (each - 1 - mtp) + MTP * mtp + LOSS
+            yield chunks, f"{first}|({middle}|)*{stages * chunks - 2}{last}"
 
 
 def balanced_ends(model: Model, layout: Layout, machine: Machine) -> tuple[int, int]:

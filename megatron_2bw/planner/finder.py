@@ -138,6 +138,9 @@ class Finder:
             needed, layout = self._first_that_fits(saving)
             if needed <= candidates.cluster.memory_bytes:
                 nothing_fits = False
+                is_slow_to_price = bool(layout.pipeline_layout)  # Chunks are followed.
+                if is_beaten and is_slow_to_price and is_beaten(base.schedule, self._bound_s(costs.least_s, layout)):
+                    continue
                 yield price(candidates.model, layout, candidates.cluster, progress=self.progress)
                 if layout == base:
                     return

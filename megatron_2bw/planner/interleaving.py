@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_2bw.planner.periods import Pipeline
 
@@ -44,13 +47,26 @@ def most_kept(rank: int, kept: Sequence[float], *, ranks: int, microbatches: int
         kept: by one forward of each chunk.
         microbatches: of a batch.
     """
-    most = now = 0.0
-    for forward, chunk, _ in order(
-        rank, ranks=ranks, microbatches=min(microbatches, _GROUPS * ranks), chunks=len(kept)
-    ):
-        now += kept[chunk] if forward else -kept[chunk]
-        most = max(most, now)
-    return most
+    sizes = {"ranks": ranks, "microbatches": min(microbatches, _GROUPS * ranks), "chunks": len(kept)}
+    return max(sum(map(operator.mul, counts, kept)) for counts in _most_in_flight(rank, **sizes))
+
+
+@lru_cache(maxsize=4096)
+def _most_in_flight(rank: int, *, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Forwards in flight of each chunk, at the moments of which one has most, whatever each of them keeps.
+
+    After the first forwards, one backward comes before every other one: the same number is in flight again.
+
+    >>> sorted(_most_in_flight(0, ranks=2, microbatches=4, chunks=2))
+    [(3, 2), (4, 1)]
+    """
+    now, moments, was_forward = [0] * chunks, set(), False
+    for forward, chunk, _ in order(rank, ranks=ranks, microbatches=microbatches, chunks=chunks):
+        if was_forward and not forward:
+            moments.add(tuple(now))
+        now[chunk] += 1 if forward else -1
+        was_forward = forward
+    return tuple(moments)
 
 
 def followed_s(pipeline: Pipeline) -> float:
@@ -61,22 +77,45 @@ def followed_s(pipeline: Pipeline) -> float:
     """
     p, count = pipeline, len(pipeline.each)
     sizes = {"ranks": p.stages, "microbatches": p.microbatches, "chunks": count // p.stages}
-    waiting = [deque(order(rank, **sizes)) for rank in range(p.stages)]
-    ends_s, arrivals_s = [0.0] * p.stages, {}
-    sent_s = dict.fromkeys(itertools.product(range(p.stages), (True, False)), 0.0)
+    forwards_s, backwards_s = {i: deque() for i in range(1, count)}, {i: deque() for i in range(count - 1)}
+    # When what a stage needs arrives, in the order of microbatches. The first forward and backward need nothing.
+
+    def step(forward: bool, stage: int) -> _Step:
+        target, arrivals_s = (stage + 1, forwards_s) if forward else (stage - 1, backwards_s)
+        link_s = p.links_s[min(stage, target)] if target in arrivals_s else 0.0
+        return _Step(arrivals_s.get(stage), arrivals_s.get(target), p.each[stage][not forward], link_s, forward)
+
+    steps = {key: step(*key) for key in itertools.product((True, False), range(count))}
+    waiting = [
+        deque(steps[forward, chunk * p.stages + rank] for forward, chunk, _ in order(rank, **sizes))
+        for rank in range(p.stages)
+    ]
+    ends_s, sent_s = [0.0] * p.stages, [[0.0, 0.0] for _ in range(p.stages)]
     while any(waiting):
         for rank, actions in enumerate(waiting):
+            end_s, of_rank_s = ends_s[rank], sent_s[rank]
             while actions:
-                forward, chunk, microbatch = actions[0]
-                stage = chunk * p.stages + rank
-                source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-                needs = forward, stage, microbatch
-                if 0 <= source < count and needs not in arrivals_s:
-                    break
+                arrived_s, arriving_s, takes_s, link_s, forward = actions[0]
+                if arrived_s is not None:
+                    if not arrived_s:
+                        break
+                    end_s = max(end_s, arrived_s.popleft())
+                end_s += takes_s
+                if arriving_s is not None:
+                    of_rank_s[forward] = max(end_s, of_rank_s[forward]) + link_s
+                    arriving_s.append(of_rank_s[forward])
                 actions.popleft()
-                ends_s[rank] = max(ends_s[rank], arrivals_s.pop(needs, 0.0)) + p.each[stage][not forward]
-                if 0 <= target < count:
-                    begin_s = max(ends_s[rank], sent_s[rank, forward])
-                    sent_s[rank, forward] = begin_s + p.links_s[min(stage, target)]
-                    arrivals_s[forward, target, microbatch] = sent_s[rank, forward]
+            ends_s[rank] = end_s
     return max(ends_s)
+
+
+class _Step(NamedTuple):
+    """A forward or backward of one stage, of any microbatch."""
+
+    arrived_s: deque[float] | None
+    """What it needs, of its next microbatches."""
+    arriving_s: deque[float] | None
+    """What the next one on its way needs."""
+    takes_s: float
+    link_s: float
+    forward: bool

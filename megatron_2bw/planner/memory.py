@@ -89,7 +89,7 @@ def largest(model: Model, layout: Layout) -> StageMemory:
     """The stage that needs most memory, without a look at every stage.
 
     Stages between the first and the last differ only in their forwards in flight and older weights, which fall from
-    stage to stage, but in both directions and where layers are spread freely.
+    stage to stage, but in both directions and where layers are spread so freely that chunks between them differ.
 
     Raises:
         PlanError: the layers cannot be spread over the stages.
@@ -114,7 +114,8 @@ def needs_more(model: Model, layout: Layout, than_bytes: float) -> bool:
 
 def _may_be_fullest(model: Model, layout: Layout) -> Sequence[int]:
     """Stages of which one needs most."""
-    if layout.schedule in MIRRORED or free_stages(model, layout):
+    between = free_stages(model, layout)[1:-1]
+    if layout.schedule in MIRRORED or len({chunk for chunks in between for chunk in chunks}) > 1:
         return range(layout.pipeline)
     return sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
 

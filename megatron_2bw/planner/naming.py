@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.pipeline_layout import EMBEDDING
 from megatron_2bw.planner.rules import MEGATRON
 from megatron_2bw.planner.space import Space
 from megatron_2bw.schedule.errors import ScheduleError
@@ -88,6 +89,8 @@ def chosen(text: str) -> dict[str, Any]:
         count, recompute = re.fullmatch(r"([a-z])(\d+)", part), _RECOMPUTE.fullmatch(part)
         if count and count[1] in _COUNTS and part != "s0":
             values[_COUNTS[count[1]]] = int(count[2])
+        elif part.startswith(EMBEDDING):
+            values["pipeline_layout"] = part
         elif part in _SWITCHES:
             dimension, value = _SWITCHES[part]
             values[dimension] = value
@@ -100,7 +103,7 @@ def chosen(text: str) -> dict[str, Any]:
         else:
             raise PlanError(
                 f"layout {text!r}: {part!r} is none of {', '.join(f'{key}N' for key in _COUNTS)}, "
-                f"{', '.join(_SWITCHES)}, none, selective, full, blockN, uniformN; write such as 2bw:d4,t2,w1,b1"
+                f"{', '.join(_SWITCHES)}, Et|tL, none, selective, full, blockN, uniformN; write such as 2bw:d4,t2,w1,b1"
             )
     return values
 

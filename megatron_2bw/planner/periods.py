@@ -261,6 +261,22 @@ def interleaved_s(pipeline: Pipeline, chunks: int) -> float:
     return max(slowest_s, last_s) + fill_s + 2 * (p.stages * chunks - 1) * p.send_s + flush_s(p)
 
 
+def least_interleaved_s(pipeline: Pipeline) -> float:
+    """The same for chunks that differ, without what waits in the middle of a batch: nowhere too long.
+
+    Until the first microbatch has come to the last chunk of a rank, and after the last one has gone back from there,
+    this rank has d microbatches of its other chunks to compute, and in between all of the rest.
+    """
+    p, way_s, ranks_s, kinds = pipeline, 0.0, [], pipeline.kinds
+    for index, (chunk, link_s) in enumerate(zip(p.each, (*p.links_s, 0.0), strict=True)):
+        rank = index - (len(p.each) - p.stages)
+        if rank >= 0:
+            at_ends_s = p.stages * (kinds[rank].pair_s - chunk.pair_s)
+            ranks_s.append(way_s + p.microbatches * kinds[rank].pair_s - at_ends_s)
+        way_s += chunk.pair_s + 2 * link_s
+    return max(ranks_s) + flush_s(p)
+
+
 def two_bw_s(
     pipeline: Pipeline,
     *,

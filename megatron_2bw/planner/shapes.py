@@ -87,8 +87,7 @@ class Shapes:
     def _balanced(self, shape: Shape) -> Iterator[Shape]:
         """With other layers on the ends, so that the slowest stage is faster, where nothing says how many."""
         space, machine = self.decisions.space, machine_of(self.cluster)
-        is_given = space.first_stage_layers is not None or space.last_stage_layers is not None
-        if shape.pipeline == 1 or is_given or self.global_batch % shape.data:
+        if shape.pipeline == 1 or space.has_ends or self.global_batch % shape.data:
             return
         usual = shape.first_stage_layers, shape.last_stage_layers
         fields = {"schedule": MEGATRON} | self._usual_sequence(shape)

@@ -54,6 +54,9 @@ class Space:
     """0: as many as the other stages. None: that, or fewer where the depth does not divide the layers; and those with
     which embedding and loss slow no stage down more than need be, if they are faster."""
     last_stage_layers: tuple[int, ...] | None = None
+    pipeline_layout: tuple[str, ...] | None = None
+    """What every stage holds. None: as above, and where chunks interleave, as much in each with embedding and loss
+    counted as layers."""
     recomputes: tuple[Recompute, ...] | None = None
     recompute_methods: tuple[RecomputeMethod, ...] | None = None
     recompute_layers: tuple[int, ...] | None = None
@@ -75,6 +78,12 @@ class Space:
     """None: where the GPU has such kernels in that precision."""
     tight: bool = False
     """Let 2bw run with its least m, d-1, in place of d."""
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether the layers of the first or of the last stage are given."""
+        given = self.first_stage_layers, self.last_stage_layers, self.pipeline_layout
+        return any(limit is not None for limit in given)
 
     def on(self, gpu: Gpu) -> Space:
         """With the precision and the attention that ``gpu`` has, where there are no limits.

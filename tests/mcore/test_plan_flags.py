@@ -78,7 +78,7 @@ SPACES: dict[str, Space] = {
     "2bw, tight": Space(schedules=("2bw",), tight=True, gradient_buffers=(1,)),
     "flush": Space(schedules=("1f1b-flush", "gpipe")),
     "megatron": Space(schedules=("megatron",)),
-    "interleaved": Space(schedules=("megatron",), pipelines=(2, 3, 4), chunks=(2, 4, 5)),
+    "interleaved": Space(schedules=("megatron",), pipelines=(2, 3, 4), chunks=(2, 3, 4, 5, 6)),
     "stages that cannot be equal": Space(pipelines=(6,)),
     "both ways": Space(schedules=("gems", "chimera", "mixpipe")),
     "pipedream": Space(schedules=("pipedream",)),
@@ -196,7 +196,7 @@ def test_megatron_accepts_what_is_printed(model: str, space: str, validate: Vali
         assert shares == (layout.context, layout.expert, layout.expert_tensor)
         ends = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
         assert ends == (layout.first_stage_layers or None, layout.last_stage_layers or None)
-        assert (space == "stages that cannot be equal") <= any(ends)
+        assert (space == "stages that cannot be equal") <= (any(ends) or layout.pipeline_layout != "")
         assert (config.virtual_pipeline_model_parallel_size or 1) == layout.chunks
         assert (config.recompute_granularity or "none") == layout.recompute
         assert config.sequence_parallel == layout.sequence_parallel

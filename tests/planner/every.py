@@ -39,6 +39,17 @@ def cluster(gpus: int, memory_gb: float, base: str = "dgx-a100") -> Cluster:
     return dataclasses.replace(whole, gpu=dataclasses.replace(whole.gpu, memory_gb=memory_gb))
 
 
+def counting_ends(layers: int, pipeline: int) -> list[str]:
+    """What several chunks per stage hold if each has as much, embedding and loss being as much as a layer."""
+    all_of_model = "E" + "t" * layers + "L"
+    spreads = []
+    for chunks in range(2, layers + 1):
+        size, left = divmod(len(all_of_model), pipeline * chunks)
+        if pipeline > 1 and size and not left:
+            spreads.append("|".join(all_of_model[at : at + size] for at in range(0, len(all_of_model), size)))
+    return spreads
+
+
 def every_layout(
     model: Model,
     machine: Cluster,
@@ -56,8 +67,8 @@ def every_layout(
         (Recompute.SELECTIVE, RecomputeMethod.UNIFORM, 1),
         *((Recompute.FULL, *which) for which in itertools.product(RecomputeMethod, range(1, model.num_layers + 1))),
     ]
-    schedules = [(name, 1) for name in ("2bw", "1f1b-flush", "gpipe")]
-    schedules += [("megatron", chunks) for chunks in range(1, model.num_layers + 1)]
+    schedules = [(name, 1, "") for name in ("2bw", "1f1b-flush", "gpipe")]
+    schedules += [("megatron", chunks, "") for chunks in range(1, model.num_layers + 1)]
     for pipeline, tensor in itertools.product(range(1, gpus + 1), range(1, machine.gpus_per_node + 1)):
         if gpus % (pipeline * tensor) or batch % (gpus // (pipeline * tensor)):
             continue
@@ -73,30 +84,39 @@ def every_layout(
                 precision=Precision.BF16 if has_bf16 else Precision.FP16,
                 fused_attention=has_bf16,
             )
+            pairs = list(ends(plain))
             for (
                 (first, last),
-                (schedule, chunks),
+                (schedule, chunks, spread),
                 (recompute, method, layers),
                 sequence,
                 distributed,
                 buffers,
                 extra,
-            ) in itertools.product(ends(plain), schedules, recomputes, (False, True), (False, True), (1, 2), (0, 1)):
-                if schedule not in TWO_BW and (buffers == 1 or extra == 1):
+            ) in itertools.product(
+                pairs,
+                schedules + [("megatron", 1, spread) for spread in counting_ends(model.num_layers, pipeline)],
+                recomputes,
+                *((False, True), (False, True), (1, 2), (0, 1)),
+            ):
+                if (schedule not in TWO_BW and (buffers == 1 or extra == 1)) or (spread and (first, last) != pairs[0]):
                     continue
                 layout = dataclasses.replace(
                     plain,
                     schedule=schedule,
-                    first_stage_layers=first,
-                    last_stage_layers=last,
+                    first_stage_layers=0 if spread else first,
+                    last_stage_layers=0 if spread else last,
                     chunks=chunks,
+                    pipeline_layout=spread,
                     recompute=recompute,
                     recompute_method=method,
                     recompute_layers=layers,
                     sequence_parallel=sequence,
                     distributed_optimizer=distributed,
                     overlap_gradients=data > 1 and schedule not in TWO_BW,
-                    overlap_parameters=distributed and schedule not in TWO_BW and (pipeline == 1 or chunks > 1),
+                    overlap_parameters=distributed
+                    and schedule not in TWO_BW
+                    and (pipeline == 1 or chunks > 1 or bool(spread)),
                     gradient_buffers=buffers,
                     extra_in_flight=extra,
                 )

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_2bw.planner import costs, interleaving, memory
+from megatron_2bw.planner import costs, interleaving, memory, periods
 from megatron_2bw.planner.activations import of_layer
 from megatron_2bw.planner.batch import batch_s, simulated_s
 from megatron_2bw.planner.cluster import CLUSTERS
@@ -125,6 +125,19 @@ def test_the_most_that_is_kept(ranks: int, microbatches: int, chunks: int):
             found.append(now)
         assert now == 0
         assert interleaving.most_kept(rank, kept, **sizes) == max(found)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_batch_of_chunks_is_faster_than_its_least(seed: int):
+    """The bound of a search; with equal chunks and free transfers it is the batch itself."""
+    rng = random.Random(seed)
+    stages, chunks, groups = rng.randint(2, 5), rng.randint(2, 4), rng.randint(1, 6)
+    each = tuple(Stage(rng.uniform(1, 3), rng.uniform(2, 5)) for _ in range(stages * chunks))
+    sends_s = tuple(rng.uniform(0, 1) for _ in each[1:])
+    uneven = pipeline(each, stages, groups * stages, sends_s=sends_s, update_s=2, norm_s=1)
+    assert periods.least_interleaved_s(uneven) <= interleaving.followed_s(uneven) + periods.flush_s(uneven) + 1e-9
+    even = pipeline((Stage(1, 2),) * len(each), stages, groups * stages)
+    assert periods.least_interleaved_s(even) == interleaving.followed_s(even) + periods.flush_s(even)
 
 
 def test_memory_of_chunks_that_differ():

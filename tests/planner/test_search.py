@@ -70,7 +70,8 @@ def within_limits(layout: Layout, space: Space) -> bool:
         "microbatches": layout.microbatch,
         "pipelines": layout.pipeline,
     }
-    return all(space.allows(dimension, (value,)) for dimension, value in pairs.items())
+    is_allowed = all(space.allows(dimension, (value,)) for dimension, value in pairs.items())
+    return is_allowed and not (layout.pipeline_layout and space.has_ends)
 
 
 @cache

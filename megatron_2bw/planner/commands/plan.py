@@ -116,6 +116,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits of the search; lists are separated by commas")
     for flag, (dimension, _) in _LIMITS.items():
         limits.add_argument(flag, dest=dimension, metavar="LIST")
+    layout, example = "--pipeline-model-parallel-layout", "what each stage holds, such as 'Et|(tt|)*14tL'; one alone"
+    limits.add_argument(layout, dest="pipeline_layout", metavar="LAYOUT", help=example)
     for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
     add_kernels(limits, "what the GPU has")
@@ -289,6 +291,8 @@ def _space(args: argparse.Namespace) -> Space:
     ):
         if value is not None:
             limits[dimension] = (value,)
+    if args.pipeline_layout is not None:
+        limits["pipeline_layout"] = (args.pipeline_layout.replace(",", ""),)
     if args.optimizer is not None:
         first, *others = listed("--optimizer", args.optimizer, layout.Optimizer)
         if others:
