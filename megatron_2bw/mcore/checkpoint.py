@@ -42,24 +42,35 @@ class Checkpoints:
     """Of this process's last delayed run; saves may come after the run itself has ended."""
 
     def __init__(self) -> None:
+        self.layers_of_gpt: Any = None
+        """Where a GPT's checkpoint has the layers of a hybrid model, if one is being loaded into the other."""
         self._found: dict[str, Any] = {}
         """Our entry in the checkpoint that is being loaded."""
 
     def add_to(self, state: dict[str, Any], args: Any, model: Any, optimizer: DelayedOptimizer, **rest: Any) -> None:
         """Add our entry to Megatron's state dict, to be saved, or to be filled from a torch_dist checkpoint."""
         if (rest.get("optim_sd_kwargs") or {}).get("is_loading"):
-            # Filled in place, so they must not share memory with the newest weights.
-            entry = {
-                _key(distance): _sharded(model, _key(distance), rest["model_sd_kwargs"], torch.empty_like)
-                for distance in _distances(args, self._found)
-            }
-            if entry:
-                state[ENTRY] = entry
+            # To finetune a hybrid model, Megatron asks for a GPT's optimizer state, too.
+            older = {} if args.finetune else self._to_fill(args, model, rest["model_sd_kwargs"])
+            if older:
+                state[ENTRY] = older
         elif not args.no_save_optim:
             manifest = _manifest(args, optimizer, rest["iteration"])
             state[ENTRY] = {MANIFEST: manifest}
             for distance in range(1, len(manifest["versions"])):
                 state[ENTRY][_key(distance)] = _older(args, model, optimizer.weights, distance, rest["model_sd_kwargs"])
+
+    def _to_fill(self, args: Any, model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The older versions that the checkpoint has, in memory of their own."""
+        entry = {}
+        for distance in _distances(args, self._found):
+            # What a GPT's checkpoint lacks of a hybrid model is as new in the older version.
+            entry[_key(distance)] = _sharded(model, _key(distance), keywords, torch.clone)
+            if self.layers_of_gpt is not None:
+                from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop  # Since 0.19.
+
+                interop.retarget_sharded_state_dict_to_gpt_checkpoint(entry[_key(distance)], self.layers_of_gpt)
+        return entry
 
     def read(self, result: tuple[Any, ...]) -> None:
         """Keep our entry of what Megatron has read: first what is common to all ranks, then all of it."""

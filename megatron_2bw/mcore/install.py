@@ -169,6 +169,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         module=_CHECKPOINTING,
+        name="_maybe_setup_gpt_to_hybrid_load",
+        wrapper=wrappers.map_layers_of_gpt,
+        since=(0, 19),
+        why="the older weights of a GPT that a hybrid model loads are under the GPT's keys, too",
+    ),
+    Hook(
+        module=_CHECKPOINTING,
         name="generate_state_dict",
         wrapper=wrappers.generate_state_dict,
         parameters=("args", "model", "optimizer", "iteration", "optim_sd_kwargs", "model_sd_kwargs"),

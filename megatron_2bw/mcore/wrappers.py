@@ -224,6 +224,15 @@ def read_checkpoint(original: Any, *args: Any, **keywords: Any) -> Any:
     return result
 
 
+def map_layers_of_gpt(original: Any, *args: Any, **keywords: Any) -> Any:
+    from megatron_2bw.mcore.checkpoint import Checkpoints
+
+    result = original(*args, **keywords)
+    if Checkpoints.current is not None:
+        Checkpoints.current.layers_of_gpt, _ = result
+    return result
+
+
 def generate_state_dict(original: Any, args: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
     state = original(args, model, optimizer, *rest, **keywords)
     checkpoints = _checkpoints(optimizer)

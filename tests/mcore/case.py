@@ -56,7 +56,7 @@ class Case:
     schedule: str | None = "megatron"
     """Value of ``--pipeline-schedule``; None runs Megatron without the extension."""
     kind: str = "gpt"
-    """Of the model: gpt or bert."""
+    """Of the model: gpt, bert or hybrid."""
     stages: int = 1
     microbatches: int = 1
     """Per batch and replica."""

@@ -13,10 +13,10 @@ from megatron.core.datasets.utils import Split
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 
-from . import bert, gpt
+from . import bert, gpt, hybrid
 from .shards import Shard, part_of, whole_shape
 
-KINDS = {"gpt": gpt, "bert": bert}
+KINDS = {"gpt": gpt, "bert": bert, "hybrid": hybrid}
 VALIDATION_OFFSET = 1_000_000
 TIED_WEIGHT = "embedding.word_embeddings.weight"
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_2bw.mcore.symbols import megatron_version
+
 from .case import EVALUATION_ITERATIONS, Case, Fault
 from .compare import differing
 from .harness import Results, run
@@ -137,3 +139,18 @@ def test_of_non_persistent_checkpoints_only_the_named_one_stays(
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
     remove_all_but_the_named(tmp_path)
     assert [path.name for path in tmp_path.glob("iter_*")] == left
+
+
+@pytest.mark.skipif(megatron_version() < "0.19", reason="Megatron 0.18 loads no GPT into a hybrid model")
+@pytest.mark.parametrize("saved", ["torch_dist"], indirect=True)
+@pytest.mark.parametrize(("more", "alike"), [((), CASE.batches), (("--finetune",), 2)], ids=["resumed", "finetuned"])
+def test_a_hybrid_model_goes_on_from_a_gpt(saved: Saved, more: tuple[str, ...], alike: int) -> None:
+    """As the GPT does, with both weight versions; finetuned, from the newest alone.
+
+    Then Megatron gives the states of optimizer and scheduler to the hybrid model alone: two batches are alike.
+    """
+    flags = (*saved.opened(INTERVAL), *more)
+    hybrid = ("--hybrid-layer-pattern", "*-*-|*-*-")
+    found, expected = run(replace(CASE, kind="hybrid", model=hybrid, flags=flags)), run(replace(CASE, flags=flags))
+    assert torch.equal(found.losses[:, :alike], expected.losses[:, :alike])
+    assert more or found.rates == expected.rates
