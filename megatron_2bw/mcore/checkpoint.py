@@ -22,7 +22,6 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
-from megatron_2bw.mcore.checkpoint_folders import finish_all_replacements
 from megatron_2bw.mcore.optimizer import DelayedOptimizer
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.registry import TWO_BW, build, canonical_name
@@ -81,7 +80,6 @@ class Checkpoints:
         """Load as Megatron does; then, where the checkpoint has them, the older versions."""
         self._found = {}
         args = get_args()
-        finish_all_replacements(args)
         result = original(model, optimizer, *rest, **keywords)
         if not args.finetune and not args.no_load_optim:
             if _distances(args, self._found):

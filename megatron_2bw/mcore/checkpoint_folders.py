@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,30 @@ def save(original: Callable[..., Any], iteration: int, *rest: Any, **keywords: A
     return result
 
 
-def finish_all_replacements(args: Any) -> None:
-    """In every folder that a run with these arguments loads from. Collective."""
+def load(original: Callable[..., Any], *rest: Any, **keywords: Any) -> Any:
+    """Load as Megatron does, all of the same iteration, or fail where it would end as if nothing were wrong.
+
+    Raises:
+        RuntimeError: it cannot read the checkpoint.
+    """
+    args = get_args()
+    folders = [folder for folder in (args.load, args.pretrained_checkpoint) if folder is not None]
     if dist.get_rank() == 0:
-        for folder in (args.load, _non_persistent(args, args.load)):
+        for folder in (*folders, _non_persistent(args, args.load)):
             if folder is not None:
                 finish_replacements(Path(folder))
     dist.barrier()
+    trackers = [checkpointing.get_checkpoint_tracker_filename(folder) for folder in folders]
+    try:
+        with _reading_step(args.ckpt_step, trackers):
+            return original(*rest, **keywords)
+    except SystemExit as exit_:
+        if exit_.code or not any(map(os.path.isfile, trackers)):
+            raise  # What --exit-on-missing-checkpoint asks for.
+        raise RuntimeError(
+            f"the checkpoint in {' or '.join(folders)} is damaged: Megatron cannot read it; load an earlier one by "
+            "--ckpt-step"
+        ) from exit_
 
 
 def replace(present: Path, new: Path) -> None:
@@ -109,6 +126,24 @@ def _non_persistent(args: Any, folder: str | None) -> str | None:
     if args.non_persistent_global_ckpt_dir or folder is None:
         return args.non_persistent_global_ckpt_dir
     return os.path.join(folder, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+
+
+@contextlib.contextmanager
+def _reading_step(step: int | None, trackers: Sequence[str]) -> Iterator[None]:
+    """Let ``--ckpt-step`` decide wherever Megatron asks these files for an iteration.
+
+    In the torch format it asks once more, for the distributed optimizer's state, and forgets the step.
+    """
+    original = checkpointing.read_metadata
+
+    def read(tracker: str) -> tuple[int, bool]:
+        return (step, False) if step and tracker in trackers else original(tracker)
+
+    checkpointing.read_metadata = read
+    try:
+        yield
+    finally:
+        checkpointing.read_metadata = original
 
 
 @contextlib.contextmanager

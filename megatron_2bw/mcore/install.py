@@ -269,6 +269,10 @@ USED: tuple[Used, ...] = (
             "seq_length",
         ),
     ),
+    Used(module=_CHECKPOINTING, name="get_checkpoint_name", parameters=("iteration", "return_base_dir")),
+    Used(module=_CHECKPOINTING, name="get_checkpoint_tracker_filename"),
+    Used(module=_CHECKPOINTING, name="read_metadata", parameters=("tracker_filename",)),
+    Used(module=_CHECKPOINTING, name="_NON_PERSISTENT_CKPT_SUBDIR"),
     Used(module=_TRAINING, name="_TRAIN_START_TIME"),
     Used(module="megatron.core.rerun_state_machine", name="_GLOBAL_RERUN_STATE_MACHINE"),
     Used(

@@ -210,8 +210,11 @@ def save_checkpoint(original: Any, iteration: Any, model: Any, optimizer: Any, *
 
 
 def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
-    checkpoints = _checkpoints(optimizer)
-    load = original if checkpoints is None else functools.partial(checkpoints.load, original)
+    from megatron_2bw.mcore import checkpoint_folders
+
+    checkpoints, load = _checkpoints(optimizer), functools.partial(checkpoint_folders.load, original)
+    if checkpoints is not None:
+        load = functools.partial(checkpoints.load, load)
     return load(model, optimizer, *rest, **keywords)
 
 

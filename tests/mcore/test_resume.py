@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from dataclasses import replace
@@ -20,6 +21,7 @@ from .harness import collect, launch, merge, run
 from .interrupted import Kill, killed, slow_to_write
 from .oracle import oracle
 from .saved import BATCHES, CASE, DETERMINED, TRACKER, Saved, assert_continues, resume, save, saving, tail
+from .worker import main
 
 FORMATS = ["torch", "torch_dist"]
 ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
@@ -82,6 +84,27 @@ def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint(saved: Saved, 
     complete = int((folder / TRACKER).read_text())
     assert 3 <= complete < BATCHES
     assert_continues(resume(CASE, folder, saved.format), saved.results, complete)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
+def test_a_chosen_step_is_loaded_whole(schedule: str, tmp_path: Path) -> None:
+    """In the torch format Megatron would take the distributed optimizer's state of the newest checkpoint."""
+    case = replace(DETERMINED, schedule=schedule, microbatches=2, replicas=2, distributed_optimizer=True)
+    whole = save(case, tmp_path, "torch", interval=4)
+    for format_ in FORMATS:  # Of the flags: what is read is found out from the folder.
+        flags = ("--load", str(tmp_path), "--ckpt-step", "4", "--ckpt-format", format_)
+        assert_continues(run(replace(case, flags=flags)), whole.results, 4)
+
+
+def test_a_run_that_cannot_read_its_checkpoint_fails(tmp_path: Path) -> None:
+    """Megatron would print an error and end as if training were done."""
+    case = replace(CASE, batches=1)
+    save(case, tmp_path, "torch")
+    (damaged,) = (tmp_path / "iter_0000001").glob("mp_rank_00_001/model_optim_rng.pt")
+    os.truncate(damaged, 1000)
+    ended = launch(main, replace(case, flags=("--load", str(tmp_path), "--ckpt-format", "torch")), 2, tmp_path)
+    assert all(ended.exit_codes), ended.tails()
+    assert f"the checkpoint in {tmp_path} is damaged: Megatron cannot read it" in ended.outputs[1]
 
 
 def copy(saved: Saved, folder: Path, *iterations: int) -> None:

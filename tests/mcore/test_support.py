@@ -120,7 +120,18 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--mtp-detach-heads": [{"mtp_detach_heads": True}],
     "--ckpt-format": [{"save": "folder", "ckpt_format": "torch_dcp"}, {"load": "folder", "ckpt_format": "torch_dcp"}],
     "--non-persistent-ckpt-type local": [{"non_persistent_ckpt_type": "local"}],
-    "--ckpt-step": [{"ckpt_step": 2, "ckpt_format": "torch", "use_distributed_optimizer": True}],
+    "--async-save with --ckpt-format torch": [{"save": "folder", "async_save": True, "ckpt_format": "torch"}],
+    "--non-persistent-save-interval with --ckpt-format torch": [
+        {
+            "save": "folder",
+            "non_persistent_save_interval": 2,
+            "non_persistent_ckpt_type": "global",
+            "ckpt_format": "torch",
+        }
+    ],
+    "--non-persistent-save-interval without --non-persistent-ckpt-type": [
+        {"save": "folder", "non_persistent_save_interval": 2}
+    ],
     "--qk-clip": [{"qk_clip": True}, {"log_max_attention_logit": True}],
     "--save-params-interval and the like for activations, gradients and tokens per expert": [
         {f"save_{what}_interval": 1} for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert")

@@ -372,12 +372,25 @@ REFUSED: tuple[Refused, ...] = (
         remedy="use --non-persistent-ckpt-type global",
     ),
     Refused(
-        flag="--ckpt-step",
-        is_set=lambda args: args.ckpt_step and args.ckpt_format == "torch" and args.use_distributed_optimizer,
+        flag="--async-save with --ckpt-format torch",
+        is_set=lambda args: args.save and args.async_save and args.ckpt_format == "torch",
         schedules=OURS,
-        reason="in the torch format, Megatron reads the distributed optimizer's state of the newest checkpoint all the "
-        "same",
-        remedy="use --ckpt-format torch_dist, or put the iteration into latest_checkpointed_iteration.txt",
+        reason="Megatron would end at the first save: it does not write this format beside training",
+        remedy="use --ckpt-format torch_dist, or leave --async-save out",
+    ),
+    Refused(
+        flag="--non-persistent-save-interval with --ckpt-format torch",
+        is_set=lambda args: args.save and args.non_persistent_save_interval and args.ckpt_format == "torch",
+        schedules=OURS,
+        reason="Megatron would end at the first such save: non-persistent checkpoints have another format",
+        remedy="use --ckpt-format torch_dist, or leave the interval out",
+    ),
+    Refused(
+        flag="--non-persistent-save-interval without --non-persistent-ckpt-type",
+        is_set=lambda args: args.save and args.non_persistent_save_interval and args.non_persistent_ckpt_type is None,
+        schedules=OURS,
+        reason="Megatron would end at the first such save: it does not know where to put it",
+        remedy="use --non-persistent-ckpt-type global",
     ),
     Refused(
         flag="--qk-clip",
