@@ -15,7 +15,7 @@ from megatron_2bw.planner.work import Product
 
 
 class Elementwise(NamedTuple):
-    """Kernels that are no products, beyond those of attention without latent vectors."""
+    """Kernels that are no products, beyond those of plain attention with learned positions."""
 
     moved: float = 0.0
     """Numbers read or written."""
@@ -62,13 +62,15 @@ def gathered(model: Model, tensor: int, *, sequence_parallel: bool, backward: bo
 
 
 def elementwise(model: Model, tokens: float, tensor: int, outside: int, *, backward: bool = False) -> Elementwise:
-    """Norms of latent vectors, positions, and in the backward the sum of both latent vectors' gradients.
+    """Rotary positions; of latent vectors, norms, and in the backward the sum of both latent vectors' gradients.
 
-    Of queries the channels of the position are read and written in place; keys and values are written anew:
+    Two kernels turn queries and keys by rotary positions: ``fused_apply_rotary_pos_emb``. Where they come from latent
+    vectors, only the channels of the position are read and written of queries; keys and values are written anew:
     ``fused_apply_mla_rope_for_q`` and ``fused_apply_mla_rope_for_kv``.
     """
     if not model.multi_latent_attention:
-        return Elementwise()
+        is_turned = model.rotary and not model.learned_positions
+        return Elementwise(2 * tokens * (model.query_size + model.key_size) / tensor, 2) if is_turned else Elementwise()
     turned = model.num_attention_heads * model.qk_pos_emb_head_dim / tensor
     content = model.num_attention_heads * model.qk_head_dim / tensor + model.value_size / tensor
     moved = 2 * turned + content + model.qk_pos_emb_head_dim + (model.key_size + model.value_size) / tensor

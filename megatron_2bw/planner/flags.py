@@ -14,7 +14,7 @@ from megatron_2bw.planner.inputs import misspelled
 from megatron_2bw.planner.kernels import fuses_attention, gpu_problem
 from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
-from megatron_2bw.planner.model_flags import MODEL_FLAGS, MODEL_SWITCHES, read_model
+from megatron_2bw.planner.model_flags import DROPOUT, MODEL_FLAGS, MODEL_NUMBERS, MODEL_SWITCHES, read_model
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
@@ -61,6 +61,8 @@ SWITCHES = frozenset(
     }
 )
 """Flags without a value."""
+_COUNTED = frozenset({*MODEL_NUMBERS, *LAYOUT_NUMBERS, *SWITCHES, "--global-batch-size", *DROPOUT})
+"""Flags with one value or none."""
 SPELLED = frozenset(
     {
         *MODEL_FLAGS,
@@ -116,6 +118,7 @@ def read(
     from megatron_2bw.planner.refusals import refusal  # A search prints flags and reads none.
 
     check_accepted(options)
+    _check_counts(options)
     priced, doubts = check_priced(options), tuple(_misspelled(options))
     model = model or read_model(options, kind=kind)
     notes = (*priced, *doubts, *_without_effect(options, model))
@@ -131,6 +134,20 @@ def read(
         # What is misspelled may be why.
         raise PlanError("; ".join(map(str, (refused, *doubts))) if doubts else refused)
     return Configuration(model=model, layout=layout, notes=notes)
+
+
+def _check_counts(options: Options) -> None:
+    """Whether every flag has as many values as Megatron's parser takes.
+
+    Raises:
+        PlanError: one has more.
+    """
+    for flag, words in options.values.items():
+        most = 0 if flag in SWITCHES else 1
+        known = [word for word in words if options.is_known(word)]  # What nothing sets may be no word at all.
+        if flag in _COUNTED and len(known) > most:
+            rule = "it takes one value" if most else "it takes no value"
+            raise PlanError(f"{flag} {' '.join(map(options.explain, known))}: {rule}; leave out {known[most]!r}")
 
 
 def _misspelled(options: Options) -> Iterator[str]:

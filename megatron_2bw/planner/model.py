@@ -81,6 +81,8 @@ class Model:
     """Norms without a bias."""
     learned_positions: bool = True
     """A weight per position, up to the sequence length."""
+    rotary: bool = True
+    """Positions turn queries and keys, where there is no weight per position."""
     tied: bool = True
     """Embedding and output layer share their weight."""
     dropout: bool = True
@@ -314,4 +316,6 @@ def _unused(model: Model) -> dict[str, int]:
     names += [] if model.moe_shared_expert_intermediate_size else ["moe_shared_expert_gate"]
     names += [] if model.dense_layers else ["dense_ffn_hidden_size"]
     unused = {name: type(getattr(model, name))() for name in names}
+    if model.learned_positions or model.multi_latent_attention:  # Which is rotary.
+        unused["rotary"] = True
     return unused if model.num_experts else {**unused, "moe_router_topk": 2}

@@ -29,11 +29,13 @@ MODEL_NUMBERS: dict[str, str] = {
     "--make-vocab-size-divisible-by": "make_vocab_size_divisible_by",
 }
 """Flags with a number of the Model."""
+_NOT_ZERO = {"--kv-channels", "--ffn-hidden-size", "--num-query-groups", "--moe-ffn-hidden-size"}
 REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
 DROPOUT = ("--attention-dropout", "--hidden-dropout")
 """Flags that are both 0 where nothing is dropped."""
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
+_ROTARY = ("rope", "yarn", "mrope")
+POSITIONS = ("learned_absolute", *_ROTARY, "relative", "none")
 VOCABULARIES: dict[str, int] = {
     "GPT2BPETokenizer": 50257,
     "Llama2Tokenizer": 32000,
@@ -93,6 +95,9 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
     """
     check_model(options)
     numbers = {name: options.number(flag) for flag, name in MODEL_NUMBERS.items() if flag in options}
+    for flag in sorted(_NOT_ZERO & options.values.keys()):
+        if options.number(flag) == 0:
+            raise PlanError(f"{flag} 0: give a whole number of at least 1, or leave it out for Megatron's default")
     if "seq_length" not in numbers and "--encoder-seq-length" in options:
         numbers["seq_length"] = options.number("--encoder-seq-length")
     missing = [flag for flag in REQUIRED if MODEL_NUMBERS[flag] not in numbers]
@@ -114,7 +119,7 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
         swiglu="--swiglu" in options or "--quick-geglu" in options,
         bias="--disable-bias-linear" not in options,
         rmsnorm=options.choice("--normalization", NORMALIZATIONS, NORMALIZATIONS[0]) == "RMSNorm",
-        learned_positions=learns_positions(options),
+        **positions_of(options),
         dropout=max(options.real(flag, 0.1, most=1) for flag in DROPOUT) > 0,
         tied="--untie-embeddings-and-output-weights" not in options,
         moe_shared_expert_gate="--moe-shared-expert-gate" in options,
@@ -125,10 +130,11 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
     )
 
 
-def learns_positions(options: Options) -> bool:
-    """Whether there is a weight per position."""
+def positions_of(options: Options) -> dict[str, bool]:
+    """Fields of the Model that say how it knows positions."""
     positions = options.choice("--position-embedding-type", POSITIONS, POSITIONS[0])
-    return positions == "learned_absolute" and "--use-rotary-position-embeddings" not in options
+    is_rotary = positions in _ROTARY or "--use-rotary-position-embeddings" in options
+    return {"learned_positions": positions == POSITIONS[0] and not is_rotary, "rotary": is_rotary}
 
 
 def _given(options: Options, seq_length: int) -> str:
@@ -207,7 +213,7 @@ def model_flags(model: Model) -> list[str]:
         "--swiglu": model.swiglu,
         "--disable-bias-linear": not model.bias,
         "--normalization RMSNorm": model.rmsnorm,
-        "--position-embedding-type rope": not model.learned_positions,
+        f"--position-embedding-type {'rope' if model.rotary else 'none'}": not model.learned_positions,
         " ".join(f"{flag} 0" for flag in DROPOUT): not model.dropout,
         "--untie-embeddings-and-output-weights": not model.tied,
     }

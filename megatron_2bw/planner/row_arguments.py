@@ -75,7 +75,7 @@ def check_spelling(row: dict[str, Any]) -> None:
     """
     for key in row.keys() - _KEYS:
         is_spelled = key in OURS or hasattr(Layout, key) or "--" + key.replace("_", "-") in SPELLED
-        nearest = None if is_spelled else misspelled(key, _KEYS)
+        nearest = None if is_spelled else misspelled(key, _KEYS - {"name"})
         if nearest is not None and nearest not in row:
             raise PlanError(f"unknown key {key!r}; did you mean {nearest!r}?")
 

@@ -28,7 +28,7 @@ from megatron_2bw.planner.inputs import (
 from megatron_2bw.planner.kernels import fuses_attention
 from megatron_2bw.planner.layout import Layout, Precision
 from megatron_2bw.planner.model import Kind, Model
-from megatron_2bw.planner.model_flags import learns_positions, model_flags, vocabulary
+from megatron_2bw.planner.model_flags import model_flags, positions_of, vocabulary
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.report import prediction_json
@@ -45,9 +45,10 @@ from megatron_2bw.planner.row_arguments import (
 from megatron_2bw.planner.rules import MEGATRON
 from megatron_2bw.planner.unpriced import GROUPED
 
-_DECIDED = "tied bias rmsnorm learned_positions dropout dense_layers recompute fp8".split()
+_DECIDED = "tied bias rmsnorm learned_positions rotary dropout dense_layers recompute fp8".split()
 _DECIDED += "chunks fused_attention fused_swiglu fused_loss distributed_optimizer".split()
 """Fields of ours that Megatron says in other words, too."""
+_POSITIONS = {"--position-embedding-type", "--use-rotary-position-embeddings"}
 _NOT_IN_FLAGS = ("split_transfers", "keeps_main_gradients")
 """Fields of a Layout that today's Megatron does not have."""
 _SIZES = ("nodes", "gpus", "data")
@@ -139,7 +140,8 @@ def _model(ours: dict[str, Any], options: Options) -> Model:
     """The model as far as fields of ours describe it."""
     fields = {key: value for key, value in ours.items() if key in MODEL}
     if "model" not in ours:
-        fields.setdefault("learned_positions", learns_positions(options))
+        if _POSITIONS.intersection(options.values):
+            fields = positions_of(options) | fields
         if "--moe-layer-freq" in options:  # It says which layers have experts, and what the widths are of.
             fields = {
                 key: value for key, value in fields.items() if key not in ("dense_layers", "dense_ffn_hidden_size")

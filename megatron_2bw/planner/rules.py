@@ -139,7 +139,7 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
         return None
     if model.bias:
         return Problem(
-            "experts with a bias: Megatron weights what its activation functions give, which no bias goes with",
+            "experts with a bias are not priced, and with a fused SwiGLU Megatron does not weight what they give",
             "give --disable-bias-linear, or a model without bias",
         )
     ranks = layout.tensor * layout.replicas

@@ -84,9 +84,12 @@ def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) ->
     if rest > 0 and rest % even == first % chunks == last % chunks == each % chunks == 0:
         return Layers(first or each, (last or each) if stages == 2 else each, last or each)
     if first or last:
+        ends = [f"first_stage_layers {first}"] * (first > 0) + [f"last_stage_layers {last}"] * (last > 0)
+        uneven = f" of {chunks} chunks" if chunks > 1 else ""
         return Problem(
-            f"num_layers {num_layers} leaves {max(rest, 0) or 'no'} layers for {even} equal stages of {chunks} chunks",
-            f"give first_stage_layers and last_stage_layers that leave a multiple of {even * chunks}",
+            f"num_layers {num_layers} leaves {max(rest, 0) or 'no'} layers for {even} equal stages{uneven} beside "
+            f"{' and '.join(ends)}",
+            _other_end(num_layers, even, chunks, first, last),
         )
     per_stage = num_layers // stages
     if chunks > 1 and num_layers % stages == 0:
@@ -98,6 +101,16 @@ def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) ->
         f"pipeline {stages} x chunks {chunks} does not divide num_layers {num_layers}",
         f"use {nearest_divisor(num_layers, stages)} stages, or give first_stage_layers or last_stage_layers",
     )
+
+
+def _other_end(num_layers: int, even: int, chunks: int, first: int, last: int) -> str:
+    """What to use in place of one of these, so that ``even`` stages of so many chunks share the other layers."""
+    name, given, other = ("first", first, last) if first else ("last", last, 0)
+    counts = range(chunks, num_layers - other, chunks)
+    fitting = [count for count in counts if (num_layers - other - count) % (even * chunks) == 0]
+    if other % chunks or not fitting:
+        return f"leave a multiple of {even * chunks}"
+    return f"use {name}_stage_layers {min(fitting, key=lambda count: abs(count - given))}"
 
 
 def contents_of(model: Model, layout: Layout, stage: int) -> tuple[Contents, ...]:

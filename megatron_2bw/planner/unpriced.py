@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron_2bw.planner.accepted import DIST_MUON, GROUP, interleaves, stages
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Optimizer
-from megatron_2bw.planner.model_flags import learns_positions
+from megatron_2bw.planner.model_flags import positions_of
 from megatron_2bw.planner.options import Options
 
 DISPATCHER = "alltoall"
@@ -74,7 +74,7 @@ def _has_other_groups(options: Options, flag: str) -> bool:
 
 def _has_more_positions(options: Options, flag: str) -> bool:
     length = options.number("--seq-length", options.number("--encoder-seq-length", 0))
-    return learns_positions(options) and options.number(flag, 0) > length
+    return positions_of(options)["learned_positions"] and options.number(flag, 0) > length
 
 
 def _scales_by_own_rule(options: Options, flag: str) -> bool:
@@ -123,6 +123,7 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--account-for-embedding-in-pipeline-split": (_given, "the embedding counted as a layer"),
     "--account-for-loss-in-pipeline-split": (_given, "the loss counted as a layer"),
     "--decoder-num-layers": (_given, "a decoder beside the encoder"),
+    **dict.fromkeys(("--language-model-type", "--vision-model-type"), (_given, "models of pictures beside text")),
     "--yaml-cfg": (_given, "a file in place of flags"),
     "--deepspeed": (_given, "DeepSpeed, whose file says what it shards and recomputes"),
     **dict.fromkeys(_ZERO_BUBBLE, (_given, "backward passes in two parts, as of zero-bubble pipelines")),

@@ -89,7 +89,7 @@ def _bigscience_row(row: dict[str, str]) -> Row:
     return Row(
         name=f"{row['params_b']}B, {_degrees(layout)}",
         group=f"{row['params_b']}B of {row['layers']} layers, {row['date']}",
-        model=replace(gpt(row), learned_positions=False, dropout=False),
+        model=replace(gpt(row), learned_positions=False, rotary=False, dropout=False),  # ALiBi.
         layout=layout,
         cluster=a100s(int(row["gpus"]), 400),
         measured=float(row["iteration_time_s"]),

@@ -252,7 +252,7 @@ def test_a_ring_over_nodes_has_one_cards_share_of_the_network():
             "expert_tensor 3 does not divide ffn_hidden_size 4096",
         ),
         (EXPERTS, {"tensor": 2, "expert_tensor": 1}, "tensor 2 with experts needs sequence_parallel"),
-        (replace(EXPERTS, bias=True), {}, "experts with a bias: Megatron weights what its activation functions give"),
+        (replace(EXPERTS, bias=True), {}, "experts with a bias are not priced"),
     ],
 )
 def test_what_cannot_be_shared(model: Model, changes: dict, message: str):

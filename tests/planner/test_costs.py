@@ -370,6 +370,18 @@ def test_a_swiglu_in_parts_moves_more():
     assert works_of(SMALL, other, machine_of(DGX)) == works_of(SMALL, Split.of(layout()), machine_of(DGX))
 
 
+def test_rotary_positions_turn_queries_and_keys():
+    """One kernel for each, forward and backward, that reads and writes it; of 4 query groups, keys are a quarter."""
+    neither = replace(SMALL, num_query_groups=4, learned_positions=False, rotary=False)
+    split, machine = Split.of(layout(microbatch=32, tensor=2)), machine_of(DGX)
+    plain, turned = (works_of(model, split, machine).layer for model in (neither, replace(neither, rotary=True)))
+    moved_bytes = 2 * 2 * 32 * SMALL.seq_length * (2048 + 512) / 2
+    more_s = machine.elementwise_s(moved_bytes, 2)
+    assert turned.forward.elementwise_s - plain.forward.elementwise_s == pytest.approx(more_s)
+    assert turned.backward.elementwise_s - plain.backward.elementwise_s == pytest.approx(more_s)
+    assert works_of(replace(neither, learned_positions=True), split, machine).layer == plain
+
+
 def test_interleaving_shrinks_the_bubble():
     times = [time_s(layout(schedule="megatron", global_batch=16, chunks=chunks)) for chunks in (1, 2, 3)]
     assert times == sorted(times, reverse=True)
@@ -437,7 +449,10 @@ def test_model_flops():
         ({"chunks": 2}, "chunks 2 of 1f1b-flush: use 1, or schedule megatron"),
         ({"pipeline": 5}, "pipeline 5 x chunks 1 does not divide num_layers 24; use 4 stages"),
         ({"schedule": "megatron", "chunks": 4}, "chunks 4 does not divide the 6 layers of a stage; use 3"),
-        ({"first_stage_layers": 1}, "leaves 23 layers for 3 equal stages"),
+        (
+            {"first_stage_layers": 1},
+            "leaves 23 layers for 3 equal stages beside first_stage_layers 1; use first_stage_layers ",
+        ),
         ({"pipeline": 1, "first_stage_layers": 4}, "first_stage_layers 4: one stage has all 24 layers; leave it out"),
         ({"pipeline": 1, "last_stage_layers": 24, "first_stage_layers": 1}, "first_stage_layers 1: one stage has all"),
         ({"pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 4}, "do not sum to num_layers 24"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 
@@ -228,7 +229,10 @@ MODEL = "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 
         ("--group-query-attention --num-query-groups 2", "num_query_groups", 2),
         ("--num-experts 4 --moe-ffn-hidden-size 64", "ffn_hidden_size", 64),
         ("--use-rotary-position-embeddings", "learned_positions", False),
+        ("--use-rotary-position-embeddings", "rotary", True),
         ("--position-embedding-type none", "learned_positions", False),
+        ("--position-embedding-type none", "rotary", False),
+        ("--position-embedding-type yarn", "rotary", True),
         ("--hidden-dropout 0", "dropout", True),
         ("--hidden-dropout 0.00 --attention-dropout 0e0", "dropout", False),
         ("--quick-geglu", "swiglu", True),
@@ -240,6 +244,22 @@ MODEL = "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 
 )
 def test_megatrons_defaults(more: str, field: str, value: object):
     assert getattr(read_model(flags(f"{MODEL} {more}")), field) == value
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--bf16 1", "--bf16 1: it takes no value; leave out '1'"),
+        ("--global-batch-size 64 32", "--global-batch-size 64 32: it takes one value; leave out '32'"),
+        ("--hidden-dropout 0.1 0.2", "--hidden-dropout 0.1 0.2: it takes one value"),
+        ("--kv-channels 0", "--kv-channels 0: give a whole number of at least 1, or leave it out"),
+        ("--group-query-attention --num-query-groups 0", "--num-query-groups 0: give a whole number"),
+        ("--language-model-type mistral", "--language-model-type: the cost model does not cover"),
+    ],
+)
+def test_values_that_megatron_would_not_take(more: str, message: str):
+    with pytest.raises(PlanError, match=f"^{re.escape(message)}"):
+        read(flags(f"{MODEL} --micro-batch-size 1 {more}"), gpus=1)
 
 
 @pytest.mark.parametrize(
