@@ -28,7 +28,7 @@ from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.speeds import machine_of
-from tests.planner import measured, measured_deepseek, measured_dgxc, measured_fp8
+from tests.planner import measured, measured_deepseek, measured_dgxc, measured_experts, measured_fp8
 from tests.planner.measured import Row
 
 PUBLISHED = (
@@ -236,6 +236,20 @@ def v100s(folder: Path) -> Iterator[str]:
     yield from (_as_stated(rows), _not_to_fit(rows))
 
 
+def aleph_alpha(folder: Path) -> Iterator[str]:
+    """In all, by tensor-parallel size and by what is compared with each other."""
+    yield from ("", "Llama, 13B to 65B, on 32 to 256 A100s, fused attention (Hagemann et al.; not fitted)", HEADING)
+    rows = list(measured.aleph_alpha(folder))
+    yield Accuracy.of(predicted_s, rows).line("all rows")
+    for tensor in sorted({row.layout.tensor for row in rows}):
+        yield Accuracy.of(predicted_s, [row for row in rows if row.layout.tensor == tensor]).line(f"t={tensor}")
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    yield from (Accuracy.of(predicted_s, alike).line(group) for group, alike in groups.items() if len(alike) > 1)
+    yield from (_as_stated(rows), _not_to_fit(rows))
+
+
 def h100s() -> Iterator[Row]:
     """Megatron-LM's table of H100s, which leaves out microbatch and chunks: the fastest ones that fit."""
     for row in measured.read("megatron_h100_weak_scaling.csv"):
@@ -355,6 +369,7 @@ def report(folder: Path) -> Iterator[str]:
     yield from single("PTD-P (Narayanan et al., 2021, Table 2; best chunks; not fitted)", sc21_table_2(folder))
     yield from single("Megatron-DeepSpeed (Smith et al., MT-NLG 530B, section 2.4; not fitted)", mt_nlg(folder))
     yield from bigscience(folder)
+    yield from aleph_alpha(folder)
     yield from v100s(folder)
     yield from single("H100, fused attention (Megatron-LM's table; best microbatch and chunks; not fitted)", h100s())
     in_8_bits = "H100, products in 8 bits (NeMo 24.07; not fitted)"
@@ -365,6 +380,8 @@ def report(folder: Path) -> Iterator[str]:
         "H100, B200, GB200, GB300, products in 8 bits (Megatron-Bridge; not fitted)", measured_fp8.bridge(folder)
     )
     yield from ranges("H100, GB200, 8 to 2,048 GPUs (dgxc-benchmarking; not fitted)", measured_dgxc.steps(folder))
+    many = "128 experts, on 8 to 256 GPUs (Megatron-Bridge, Megatron-MoE-ModelZoo; not fitted)"
+    yield from ranges(many, measured_experts.many_experts(folder))
     yield from published_memory(folder)
     golden = "Interleaved, fused attention, deterministic kernels (Megatron's own test case; not fitted)"
     yield from single(golden, measured.golden_times(folder))

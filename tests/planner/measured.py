@@ -114,6 +114,44 @@ def dlperf(folder: Path = DATA) -> Iterator[Row]:
         )
 
 
+def aleph_alpha(folder: Path = DATA) -> Iterator[Row]:
+    """Llama models in bf16 with FlashAttention-2 and a fused RMSNorm, 1F1B, nothing recomputed, sharded optimizers.
+
+    Hagemann et al., arXiv 2311.05610: 13B to 65B on 32 to 256 A100-80GB. The vocabulary, untied, is the one with which
+    sizes and times give the published utilization. Some of the runs have room for gradients in 16 bits alone.
+    """
+    for row in read("aleph_alpha_a100.csv", folder):
+        tensor = int(row["tp"])
+        layout = Layout(
+            schedule="1f1b-flush",
+            pipeline=int(row["pp"]),
+            tensor=tensor,
+            data=int(row["dp"]),
+            microbatch=int(row["mbs"]),
+            global_batch=int(row["gbs"]),
+            sequence_parallel=tensor > 1 and row["sequence_parallel"] == "1",
+            distributed_optimizer=True,
+            gradients_in_bf16=True,
+        )
+        yield Row(
+            name=f"{row['params_b']}B, {row['seq_len']} tokens, {_degrees(layout)}{', sp' * layout.sequence_parallel}",
+            group=f"{row['params_b']}B, {int(row['seq_len']):,} tokens, {row['gpus']} GPUs",
+            model=replace(
+                gpt(row),
+                ffn_hidden_size=int(row["ffn_hidden"]),
+                swiglu=True,
+                bias=False,
+                rmsnorm=True,
+                learned_positions=False,
+                dropout=False,
+                tied=False,
+            ),
+            layout=layout,
+            cluster=a100s(int(row["gpus"]), SELENE_GBIT_S),
+            measured=float(row["iteration_time_s"]),
+        )
+
+
 def _recomputed(row: dict[str, str]) -> Layout:
     """Everything recomputed, under 1F1B."""
     return Layout(

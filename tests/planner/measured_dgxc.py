@@ -4,6 +4,7 @@ NVIDIA/dgxc-benchmarking publishes them with every release (commits and files ar
 tables; of the rest, its configurations say: sequence parallelism with tensor parallelism; a distributed optimizer that
 overlaps, as collectives of tensor-parallel ranks do; gradients in bf16; nothing recomputed, but for Nemotron 340B the
 core of attention (``nemotron4-340b-synth.yaml``). With v = 8, embedding and loss of Llama 3.1 405B count as layers.
+Every expert of Grok-1 gets as many tokens (``grok1_314b.yaml``: a capacity factor of 1), as predictions assume.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ _MODELS: dict[str, Model] = {
         ffn_hidden_size=24576,
     ),
     "nemotron4-340b": _NEMOTRON_340B,
+    "grok1": replace(
+        MODELS["llama3-8b"],
+        num_layers=64,
+        hidden_size=6144,
+        num_attention_heads=48,
+        kv_channels=128,
+        ffn_hidden_size=32768,
+        num_experts=8,
+    ),
 }
 _SYSTEMS = {"H100": CLUSTERS["dgx-h100"], "GB200": SYSTEMS["DGX-GB200"]}
 
@@ -40,7 +50,8 @@ def steps(folder: Path = DATA) -> Iterator[Row]:
     """Rows of one group differ in the number of GPUs and in the batch."""
     for row in read("dgxc_benchmarking.csv", folder):
         layers, pipeline, chunks = int(row["layers"]), int(row["pp"]), int(row["vp"])
-        model = replace(_MODELS[row["model"]], num_layers=layers)
+        model = _MODELS[row["model"]]
+        model = replace(model, num_layers=layers, seq_length=int(row["seq_len"] or model.seq_length))
         gpus, batch = int(row["gpus"]), int(row["gbs"])
         is_8_bits = row["precision"] == "FP8"
         cut = f" of {layers} layers" * (layers != _MODELS[row["model"]].num_layers)
@@ -55,7 +66,9 @@ def steps(folder: Path = DATA) -> Iterator[Row]:
                 gradients_in_bf16=True,
                 fp8_parameters=is_8_bits,
                 recompute=Recompute.SELECTIVE if row["model"] == "nemotron4-340b" else Recompute.NONE,
-                pipeline_layout=_with_ends(layers, pipeline * chunks) if chunks == 8 else "",
+                pipeline_layout=_with_ends(layers, pipeline * chunks) if layers % (pipeline * chunks) else "",
+                expert=int(row["ep"] or 1),
+                expert_tensor=int(row["etp"] or 0),
             ),
             group=group,
         )

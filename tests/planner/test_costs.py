@@ -418,7 +418,7 @@ def test_other_gpus():
     assert time_s(layout(), cluster=h100) < time_s(layout())
     cases = [(DGX, Fp8.NONE), (h100, Fp8.NONE), (h100, Fp8.DELAYED), (unknown, Fp8.NONE)]
     bars = [costs.iteration(SMALL, layout(fp8=fp8), cluster).relative_error for cluster, fp8 in cases]
-    assert bars == [0.20, 0.22, 0.30, 0.30], "nothing as small was measured in 8 bits"
+    assert bars == [0.32, 0.22, 0.30, 0.30], "nothing as small was measured in 8 bits"
     wide = replace(SMALL, hidden_size=4096, num_attention_heads=32, num_query_groups=32)
     assert costs.iteration(wide, layout(fp8=Fp8.DELAYED), h100).relative_error == 0.13
 

@@ -1,0 +1,80 @@
+"""Step times of models with 128 experts, as the planner's types.
+
+NVIDIA publishes them with releases of Megatron-Bridge, and yanring/Megatron-MoE-ModelZoo with its recipes (commits and
+files are in the data). Most exchange tokens by libraries of their own, over groups larger than a node; between two
+releases, the same model on the same GPUs became up to three times as fast. Norms of queries and keys, and biases of
+GPT-OSS, are not priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.layout import Fp8, Layout
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.models import MODELS
+from tests.planner.measured import DATA, Row, read
+
+_QWEN3_235B = replace(
+    MODELS["llama3-8b"],
+    num_layers=94,
+    num_attention_heads=64,
+    num_query_groups=4,
+    kv_channels=128,
+    ffn_hidden_size=1536,
+    num_experts=128,
+    moe_router_topk=8,
+    seq_length=4096,
+    vocab_size=151936,
+)
+_MODELS: dict[str, Model] = {
+    "qwen3-235b": _QWEN3_235B,
+    "qwen3-30b": replace(_QWEN3_235B, num_layers=48, hidden_size=2048, num_attention_heads=32, ffn_hidden_size=768),
+    "gpt-oss-120b": replace(
+        _QWEN3_235B,
+        num_layers=36,
+        hidden_size=2880,
+        num_query_groups=8,
+        kv_channels=64,
+        ffn_hidden_size=2880,
+        moe_router_topk=4,
+        vocab_size=201088,
+    ),
+}
+
+
+def many_experts(folder: Path = DATA) -> Iterator[Row]:
+    """Rows of one group differ in what NVIDIA changed from release to release, and in batches."""
+    for row in read("many_experts.csv", folder):
+        gpus, tensor, pipeline = (int(row[key]) for key in ("gpus", "tp", "pp"))
+        recipe, node = Fp8(row["fp8"]), CLUSTERS[row["system"]]
+        layout = Layout(
+            schedule="megatron",
+            pipeline=pipeline,
+            tensor=tensor,
+            data=gpus // (tensor * pipeline),
+            expert=int(row["ep"]),
+            expert_tensor=1,
+            microbatch=int(row["mbs"]),
+            global_batch=int(row["gbs"]),
+            chunks=int(row["vp"]),
+            pipeline_layout=row["pipeline_layout"],
+            sequence_parallel=tensor > 1,
+            distributed_optimizer=True,
+            overlap_gradients=True,
+            overlap_parameters=True,
+            gradients_in_bf16=row["sums_in"] == "bf16",
+            fp8=recipe,
+        )
+        group = f"{row['model']}, {node.gpu.name}, {recipe}"
+        yield Row(
+            name=f"{group}, {gpus} GPUs, B={layout.global_batch}",
+            group=group,
+            model=_MODELS[row["model"]],
+            layout=layout,
+            cluster=replace(node, nodes=gpus // node.gpus_per_node),
+            measured=float(row["step_s"]),
+        )
