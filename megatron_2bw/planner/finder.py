@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -77,15 +77,17 @@ class Finder:
     """Bases of which it is quick to tell that nothing fits."""
 
     def best(self, keep: int) -> list[Choice]:
-        """The best ``keep``, and the best of every schedule."""
+        """The best ``keep`` kinds, with what else is as good, and the best of every schedule."""
         # Most are behind the best by their work alone, which is quick to tell.
         bounds = [(self._bound_s(costs.work_s, base), i, base, False) for i, base in enumerate(self.candidates.bases())]
         heapify(bounds)
         kept: list[Choice] = []
         leaders: dict[str, Choice] = {}
 
+        last: Choice | None = None
+
         def is_beaten(schedule: str, bound_s: float) -> bool:
-            rivals = [leaders.get(schedule), kept[keep - 1] if len(kept) >= keep else None]
+            rivals = leaders.get(schedule), last
             return all(rival is not None and bound_s > rival.loss_time_s for rival in rivals)
 
         while bounds:
@@ -99,7 +101,10 @@ class Finder:
             for choice in self._fitting(base, is_beaten):
                 insort(kept, choice, key=_order)
                 leaders[base.schedule] = min(choice, leaders.get(base.schedule, choice), key=_order)
-            del kept[keep:]
+            firsts = [*first_of_kinds(kept).values()]
+            if len(firsts) >= keep:
+                last = firsts[keep - 1]
+                del kept[kept.index(last) + 1 :]
         others = [choice for choice in leaders.values() if choice not in kept]
         return sorted([*kept, *others], key=_order)
 
@@ -212,6 +217,16 @@ class Finder:
         for base in self.candidates.bases():
             for saving in self.candidates.savings(base):
                 yield from (saving.layout(size) for size in saving.sizes)
+
+
+def first_of_kinds(choices: Iterable[Choice]) -> dict[tuple[object, ...], Choice]:
+    """The first of those that differ only in how they save memory and spread layers."""
+    firsts: dict[tuple[object, ...], Choice] = {}
+    for choice in choices:
+        layout = choice.layout
+        sizes = layout.pipeline, layout.tensor, layout.context, layout.expert, layout.microbatch, layout.chunks
+        firsts.setdefault((layout.schedule, *sizes), choice)
+    return firsts
 
 
 def _order(choice: Choice) -> tuple[float, float]:

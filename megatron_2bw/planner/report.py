@@ -14,7 +14,7 @@ from megatron_2bw.planner.advice import advice
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.decisions import Rejection
 from megatron_2bw.planner.efficiency import EXACT
-from megatron_2bw.planner.finder import Choice, parts_of
+from megatron_2bw.planner.finder import Choice, first_of_kinds, parts_of
 from megatron_2bw.planner.flags import layout_flags
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.memory import StageMemory
@@ -69,14 +69,8 @@ def _narrow(plan: Plan) -> Iterator[str]:
 
 
 def shown(plan: Plan, top: int) -> list[Choice]:
-    """The best ``top`` that differ in more than how they save memory."""
-    different: dict[tuple, Choice] = {}
-    for choice in plan.choices:
-        layout = choice.layout
-        sizes = layout.pipeline, layout.tensor, layout.context, layout.expert, layout.microbatch, layout.chunks
-        key = (layout.schedule, *sizes)
-        different.setdefault(key, choice)
-    return list(different.values())[:top]
+    """The best ``top`` that differ in more than how they save memory and spread layers."""
+    return list(first_of_kinds(plan.choices).values())[:top]
 
 
 def _heading(model: Model, cluster: Cluster, global_batch: int) -> Iterator[str]:

@@ -46,7 +46,7 @@ def problem(model: Model, layout: Layout) -> Problem | None:
             model,
             layout.tensor,
             sequence_parallel=layout.sequence_parallel,
-            stage_gpus=layout.tensor * layout.data,
+            stage_gpus=layout.tensor * layout.replicas,
             context=layout.context,
             expert_tensor=layout.expert_tensor,
         )

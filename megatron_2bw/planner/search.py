@@ -65,7 +65,8 @@ def search(
         global_batch: samples B = b * w * m.
         space: limits of the search.
         progress: with gradients one step old.
-        keep: how many layouts to return, beside the best one of every schedule.
+        keep: how many layouts to return that differ in more than how they save memory, beside the best one of every
+            schedule.
 
     Raises:
         PlanError: no layout runs and fits; with the reason and the nearest choice that does.

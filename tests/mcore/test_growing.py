@@ -157,3 +157,17 @@ def test_a_schedule_in_tokens_counts_by_the_length_that_megatron_validated() -> 
         assert calculator.get_num_microbatches() == 4, "Megatron's own stays where it is"
     finally:
         calculator.unset_num_microbatches_calculator()
+
+
+def test_the_last_batch_may_have_fewer_samples_left_than_it_takes() -> None:
+    args = SimpleNamespace(
+        data_parallel_size=1,
+        micro_batch_size=2,
+        seq_length=40,
+        train_iters=0,
+        train_samples=17,
+        global_batch_size=None,
+        decrease_batch_size_if_needed=False,
+        step_batch_size_schedule="0:8 640:16",
+    )
+    assert [phase.first_sample for phase in BatchSizes.of_arguments(args).phases(0, 0)] == [0, 16]

@@ -104,3 +104,20 @@ def _loss_scales(results: Results) -> list[float]:
     scales = results.seeds * tokens * microbatches
     assert torch.allclose(scales, scales[:, :, :1].expand_as(scales), rtol=1e-6)
     return [2 ** round(scale) for scale in scales[0, :, 0].log2().tolist()]
+
+
+def test_two_updates_in_one_call() -> None:
+    """After a drain: the norm and the zeros of the newer one, and that one of them was skipped."""
+    from megatron_2bw.mcore.optimizer import DelayedOptimizer, UpdateOutcome
+
+    optimizer = DelayedOptimizer.__new__(DelayedOptimizer)
+    optimizer._is_released = False
+    optimizer._outcomes = [UpdateOutcome(0, False, 1.0, 3), UpdateOutcome(1, True, 2.0, 5)]
+    assert optimizer.step() == (False, 2.0, 5)
+    assert optimizer.skipped == 1
+
+
+def test_zeros_are_counted() -> None:
+    from megatron_2bw.mcore.reductions import _zeros_among
+
+    assert _zeros_among([torch.tensor([0.0, 1.0, 0.0]), torch.tensor([2.0, 3.0])]) == 2

@@ -8,16 +8,20 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import megatron_2bw
-from megatron_2bw.planner import efficiency
+from megatron_2bw.planner import efficiency, memory
+from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.flags import read
+from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Kind
 from megatron_2bw.planner.model_flags import model_flags
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.report import _narrow, launch_lines, stage_totals
 from tests.cli import run
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -66,6 +70,56 @@ def test_the_flags_that_are_printed_are_the_best_layouts(capsys: pytest.CaptureF
     assert [choice["time_to_loss_s"] for choice in plan["choices"]] == sorted(
         choice["time_to_loss_s"] for choice in plan["choices"]
     )
+
+
+@pytest.mark.parametrize("top", [3, 10, 30])
+def test_as_many_layouts_as_asked_for(capsys: pytest.CaptureFixture[str], top: int):
+    code, out, _ = run(capsys, f"{PLAN} --top {top} --json")
+    assert code == 0
+    assert len(json.loads(out)["choices"]) == top
+
+
+def test_what_is_switched_off(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, f"{PLAN} --no-sequence-parallel --no-use-distributed-optimizer --json")
+    assert code == 0
+    for choice in json.loads(out)["choices"]:
+        assert not choice["layout"]["sequence_parallel"]
+        assert not choice["layout"]["distributed_optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (9, "--nnodes 3 --nproc-per-node 3"),
+        (12, "--nnodes 2 --nproc-per-node 6"),
+        (20, "--nnodes 4 --nproc-per-node 5"),
+    ],
+)
+def test_nodes_have_equally_many_processes(gpus: int, words: str):
+    layout = Layout(schedule="megatron", pipeline=1, data=gpus, global_batch=gpus)
+    assert any(words in line for line in launch_lines(MODELS["gpt-355m"], layout, CLUSTERS["dgx-a100"]))
+
+
+def test_ranks_that_share_sequences_need_one_connection():
+    layout = Layout(schedule="megatron", pipeline=1, data=1, context=2, global_batch=2)
+    lines = launch_lines(MODELS["gpt-355m"], layout, CLUSTERS["dgx-a100"])
+    assert "    export CUDA_DEVICE_MAX_CONNECTIONS=1" in lines
+
+
+def test_memory_by_stage_says_what_it_is():
+    layout = Layout(schedule="2bw", pipeline=4, data=1, global_batch=4)
+    assert next(stage_totals(memory.stages(MODELS["gpt-355m"], layout))).startswith("GiB by stage of the best:  0: ")
+
+
+def test_the_roomier_layout_that_is_named_leaves_as_much_as_a_prediction_may_be_off():
+    choices = [
+        SimpleNamespace(
+            headroom_bytes=left, layout=Layout(schedule="2bw", pipeline=2, data=data, global_batch=8 * data)
+        )
+        for data, left in ((1, 1.0), (2, 4.0), (4, 6.0))
+    ]
+    (text,) = _narrow(SimpleNamespace(cluster=SimpleNamespace(memory_bytes=100.0), best=choices[0], choices=choices))
+    assert "the best that leaves more is 2bw:d2,t1,w4" in text
 
 
 def test_a_model_given_by_flags(capsys: pytest.CaptureFixture[str]):
@@ -350,6 +404,16 @@ def test_estimate_of_a_script(capsys: pytest.CaptureFixture[str], name: str):
     assert json.loads(out)["time_s"] > 0
     _, smaller, _ = run(capsys, f"estimate --cluster {cluster} --from-script {SCRIPTS / name} --json --seq-length 128")
     assert json.loads(smaller)["time_s"] < json.loads(out)["time_s"]
+
+
+def test_gpus_that_are_given_are_those_of_a_script(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    script, data = tmp_path / "run.sh", []
+    script.write_text(f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS} --micro-batch-size 1 --bf16")
+    for more in ("", "--gpus 4"):
+        code, out, _ = run(capsys, f"estimate --cluster dgx-a100 --from-script {script} {more} --json")
+        assert code == 0
+        data.append(json.loads(out)["layout"]["data"])
+    assert data == [8, 4]
 
 
 def test_a_script_that_does_not_say_how_many_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -14,8 +14,8 @@ from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.sizes import Split
+from megatron_2bw.planner.model import Kind, Model
+from megatron_2bw.planner.sizes import Sizes, Split
 from megatron_2bw.planner.speeds import A100, machine_of, speed_of
 from megatron_2bw.planner.stages import Contents
 from megatron_2bw.planner.weights import weights_of
@@ -380,6 +380,42 @@ def test_rotary_positions_turn_queries_and_keys():
     assert turned.forward.elementwise_s - plain.forward.elementwise_s == pytest.approx(more_s)
     assert turned.backward.elementwise_s - plain.backward.elementwise_s == pytest.approx(more_s)
     assert works_of(replace(neither, learned_positions=True), split, machine).layer == plain
+
+
+def sizes(model: Model, **changes) -> Sizes:
+    return Sizes(model, Split.of(layout(pipeline=1, **changes)))
+
+
+def test_a_group_that_fills_no_node_crosses_the_network():
+    """Of three replicas of four GPUs, two are on one node."""
+    machine = machine_of(TWO_DGX)
+    assert machine.all_reduce_s(1e9, 3, 4) > 2 * 2 / 3 * 1e9 / machine.network_bytes_per_s
+
+
+def test_an_exchange_within_a_node():
+    """A rank sends to 7 of 16 there."""
+    machine = machine_of(replace(TWO_DGX, inter_node_gb_s=1e6))
+    expected_s = machine.collective_s + 7 / 16 * 1e9 / machine.link_bytes_per_s
+    assert machine.all_to_all_s(1e9, 16, 1) == pytest.approx(expected_s)
+
+
+def test_bert_attends_to_both_sides():
+    machine, long = machine_of(DGX), replace(SMALL, seq_length=16384)
+    gpt, bert = (sizes(replace(long, kind=kind)).attention_s(machine, 1) - machine.kernel_s for kind in Kind)
+    assert bert == pytest.approx(2 * gpt)
+
+
+def test_what_is_gathered_may_be_in_8_bits():
+    """Whole all-reduces are in 16."""
+    for sequence in (False, True):
+        shares = [sizes(SMALL, tensor=2, sequence_parallel=sequence, fp8=fp8) for fp8 in (Fp8.NONE, Fp8.DELAYED)]
+        in_16_s, in_8_s = (share.all_reduces_s(machine_of(DGX), 0.0, backward=False) for share in shares)
+        assert (in_16_s > in_8_s) if sequence else (in_16_s == in_8_s)
+
+
+def test_an_exchange_goes_there_and_back():
+    experts = replace(SMALL, num_experts=8, bias=False)
+    assert sizes(experts, data=4, expert=4).collectives - sizes(experts, data=4).collectives == 2
 
 
 def test_interleaving_shrinks_the_bubble():

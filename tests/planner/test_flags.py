@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from megatron_2bw.planner import flags as module
 from megatron_2bw.planner.cluster import GPUS
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import Configuration, layout_flags, read
@@ -549,3 +550,11 @@ def test_wrong_numbers_are_named_with_the_nearest_right_one(changes: dict, messa
     model = dataclasses.replace(SMALL, tied=False)
     wrong = Layout(**({"pipeline": 4, "data": 1, "microbatch": 2, "global_batch": 8} | changes))
     assert message in str(problem(model, wrong))
+
+
+def test_what_mixpipe_chooses_for_itself_fits_the_gpus_memory(monkeypatch: pytest.MonkeyPatch):
+    asked: list[float] = []
+    monkeypatch.setattr(module, "choose", lambda model, layout, memory_bytes: asked.append(memory_bytes) or layout)
+    words = f"{MODEL} --pipeline-schedule mixpipe --mixpipe-k auto --pipeline-model-parallel-size 4 --bf16"
+    read(flags(f"{words} --micro-batch-size 1 --global-batch-size 4"), gpus=4, gpu=GPUS["a100-80gb"])
+    assert asked == [GPUS["a100-80gb"].memory_gb * 2**30]

@@ -329,3 +329,24 @@ def test_fp16_copies_gradients_for_the_update():
     new = memory.stages(MODEL, layout(precision=Precision.FP16))[1]
     assert old.optimizer_bytes - new.optimizer_bytes == 4 * 6 * MODEL.layer_parameters
     assert memory.stages(MODEL, layout(keeps_main_gradients=True)) == memory.stages(MODEL, layout())
+
+
+def test_of_an_interleaved_last_stage_one_chunk_predicts_further_tokens():
+    """Its backward comes at once."""
+    plain, one = replace(MODEL, learned_positions=False), layout(schedule="megatron", chunks=2)
+    more, less = (memory.stages(replace(plain, mtp_num_layers=n), one)[-1].activations_bytes for n in (1, 0))
+    assert more - less == pytest.approx(activations.of_mtp(replace(plain, mtp_num_layers=1), one))
+
+
+def test_a_rank_with_two_stages_keeps_forwards_of_the_larger():
+    uneven = layout(schedule="chimera", first_stage_layers=2, last_stage_layers=10, data=1, global_batch=8)
+    even = replace(uneven, first_stage_layers=0, last_stage_layers=0)
+    found, usual = (memory.stages(MODEL, one)[0].activations_bytes for one in (uneven, even))
+    assert found - usual == pytest.approx(chunks_in_flight(uneven, 0) * 4 * activations.of_layer(MODEL, uneven).kept)
+
+
+def test_a_stage_that_only_predicts_further_tokens_computes_a_layer():
+    small = replace(MODEL, num_layers=4, learned_positions=False, vocab_size=128, mtp_num_layers=1)
+    layouts = (layout(schedule="megatron", pipeline=2, pipeline_layout=text) for text in ("Ett|ttmL", "Etttt|mL"))
+    both, alone = (memory.stages(small, one)[-1].working_bytes for one in layouts)
+    assert both == alone > 0

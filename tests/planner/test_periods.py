@@ -220,3 +220,10 @@ def test_2bw_with_transfers_and_all_that_may_wait(copy: GradientCopy, extra: int
             found_s = two_bw_s(p, extra_in_flight=extra, delayed=delayed, copy=copy)
             most_s = exact_s * (1.03 if copy is GradientCopy.SHARD else 1 + 1e-12)
             assert exact_s * (1 - 1e-12) <= found_s <= most_s, (p, delayed)
+
+
+def test_a_first_stage_that_is_lighter_with_few_microbatches():
+    """In closed form: the slowest stage has all of its work to do one after the other."""
+    pipeline = Pipeline(stages=3, microbatches=2, first=Stage(4, 1), middle=Stage(2, 9), last=Stage(1, 2), send_s=2)
+    durations = Durations(forward_s=(4, 2, 1), backward_s=(1, 9, 2), send_s=2)
+    assert one_f_one_b_s(pipeline) == steady_state(build("1f1b-flush", stages=3, microbatches=2), durations).period_s

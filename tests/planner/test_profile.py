@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_2bw.cli import main
-from megatron_2bw.planner import costs
+from megatron_2bw.planner import costs, profiling
 from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.commands.arguments import check_size
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
@@ -295,3 +297,17 @@ def test_several_nodes_cannot_be_verified_here(capsys: pytest.CaptureFixture[str
     words = ["plan", "--model", "gpt-2.2b", "--cluster", "p3.16xlarge", "--nodes", "2", "--global-batch-size", "64"]
     assert main([*words, "--verify-top", "1"]) == 2
     assert "2 nodes" in capsys.readouterr().err
+
+
+def test_fused_attention_is_measured_where_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[Setting] = []
+    monkeypatch.setattr(profiling, "measure", lambda request, output: asked.append(request.setting))
+    monkeypatch.setattr(profiling, "summary", lambda request, profile: [])
+    for backend in ("flash", "fused", "unfused"):
+        words = f"profile --model gpt-2.2b --gpus 2 --bf16 --attention-backend {backend} --output {tmp_path}/p.json"
+        assert main(words.split()) == 0
+    assert [setting.fused_attention for setting in asked] == [True, True, False]
+
+
+def test_a_cluster_says_what_connects_more_gpus_than_were_measured():
+    check_size(Namespace(profile=Path("p.json"), cluster="dgx-a100"), CLUSTERS["dgx-a100"], 16)

@@ -15,6 +15,7 @@ from megatron_2bw.planner.candidates import Candidates
 from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.efficiency import Progress
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.finder import first_of_kinds
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
@@ -488,3 +489,34 @@ def test_nothing_that_fits_is_skipped(case: str, layers: int):
         assert not memory.needs_more(model, layout, needed), layout
         skipped += memory.needs_more(model, layout, needed / 2)
     assert skipped
+
+
+def test_ranks_that_share_sequences_share_the_optimizer():
+    """So a layout that fits alone is not ruled out with its split."""
+    model = dataclasses.replace(MODEL, num_layers=8, seq_length=16384)
+    one = {"schedule": "megatron", "pipeline": 1, "data": 1, "context": 8, "global_batch": 8}
+    one = Layout(**one, distributed_optimizer=True, recompute=Recompute.FULL)
+    machine = cluster(8, 1.1 * memory.largest(model, one).total_bytes / 2**30)
+    assert search(model, machine, 8, Space(contexts=(8,))).best.layout.context == 8
+
+
+def test_a_share_of_a_batch_that_binary_numbers_miss():
+    """29 of 100, though 0.29 * 100 is a little less."""
+    one = Candidates(model=MODEL, cluster=cluster(8, 80), global_batch=100, space=Space(), delayed=0.29)
+    assert one._most_delayed(100) == 29
+
+
+def test_replicas_with_as_many_microbatches_as_stages_leave_a_choice_of_k():
+    limits = {"schedules": ("mixpipe",), "pipelines": (4,), "tensors": (1,), "microbatches": (2,)}
+    space = equal(**limits, recomputes=(Recompute.NONE,))
+    model = dataclasses.replace(MODEL, num_layers=8, dropout=False)
+    candidates = Candidates(model=model, cluster=cluster(8, 80), global_batch=16, space=space)
+    found = {(layout.mixpipe_k, layout.mixpipe_gamma) for layout in candidates.bases()}
+    assert found == {(k % 4, gamma) for k, gamma in mixpipe.choices(4)}
+
+
+def test_as_many_kinds_of_layouts_are_found_as_asked_for():
+    """However many differ only in how they save memory; the best ones are the same."""
+    few, many = (search(MODEL, cluster(8, 80), 64, keep=keep).choices for keep in (3, 12))
+    assert [len(first_of_kinds(choices)) >= keep for choices, keep in ((few, 3), (many, 12))] == [True, True]
+    assert [*first_of_kinds(few)][:3] == [*first_of_kinds(many)][:3]

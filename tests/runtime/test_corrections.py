@@ -164,5 +164,40 @@ def _after_many_steps(decay: float, lead: float, size: float, delayed: float = 1
 
 def test_a_lead_that_leaves_nothing_of_the_average_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.5)
+    with pytest.raises(ValueError, match=r"above 0\.5, got 0\.5"):
+        MomentLead(1.0).attach(optimizer)
     with pytest.raises(ValueError, match=r"a lead of 2 needs a decay .* above 0\.666667, got 0\.5: raise it"):
         MomentLead(2.0).attach(optimizer)
+
+
+class AdamOfGroups(torch.optim.Optimizer):
+    """Counts steps per group, as those of Apex and Transformer Engine do."""
+
+    def __init__(self, weights: list[torch.nn.Parameter]) -> None:
+        super().__init__(weights, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            step = group["step"] = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for weight in group["params"]:
+                state = self.state[weight]
+                mean, square = (state.setdefault(key, torch.zeros_like(weight)) for key in ("exp_avg", "exp_avg_sq"))
+                mean.mul_(first).add_(weight.grad, alpha=1 - first)
+                square.mul_(second).addcmul_(weight.grad, weight.grad, value=1 - second)
+                size = (square / (1 - second**step)).sqrt() + group["eps"]
+                weight -= group["lr"] * mean / (1 - first**step) / size
+
+
+def test_steps_may_be_counted_per_group():
+    found = []
+    for optimizer_of in (lambda weights: torch.optim.Adam(weights, lr=0.1, betas=(0.9, 0.99)), AdamOfGroups):
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = optimizer_of([weight])
+        MomentLead(2.0).attach(optimizer)
+        for gradient in (0.5, 1.0, -0.25):
+            weight.grad = torch.tensor([gradient])
+            optimizer.step()
+        found.append(weight.item())
+    assert found[0] == pytest.approx(found[1])

@@ -104,6 +104,13 @@ def test_of_two_updates_of_a_rank_one_is_done(tmp_path: Path):
     )
     again = read_run(written(replace(run, timeline=replace(run.timeline, events=own)), tmp_path))
     assert again.duration_s(ActionType.UPDATE) == pytest.approx((0.5,) * 4)
+    assert again.causes()["updates"] == pytest.approx(0.5)
+
+
+def test_after_a_flush_an_update_is_part_of_the_bubble():
+    """No stage can compute beside it."""
+    run = recorded("1f1b-flush", replace(EVEN, update_s=0.5))
+    assert run.bubble == pytest.approx(1 - 4 * 3 / run.period_s)
 
 
 AWAITED = {

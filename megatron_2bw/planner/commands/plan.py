@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 _PLAN = """Find the fastest layout of a model on a cluster. The model is --model, or Megatron's own flags: --num-layers,
 --hidden-size, --num-attention-heads, --seq-length, --vocab-size, and whatever else of them describes it."""
-_KEPT_FOR_VERIFYING = 20
-"""Layouts to find for each that is verified, since many differ only in how they save memory."""
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 _LIMITS = {
     "--pipeline-schedule": ("schedules", str),
@@ -154,7 +152,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     space = _space(args)
     if cluster.profile is not None:
         space = cluster.profile.limited(space)
-    keep = max(args.top, _KEPT_FOR_VERIFYING * (args.verify_top or 0), 200 if args.plot else 20)
+    keep = max(args.top, args.verify_top or 0, 100 if args.plot else 10)
     plan = _searched(args, model, cluster, space, keep)
     if args.verify_top:
         from megatron_2bw.planner.verify import verified

@@ -1,0 +1,69 @@
+"""Rules of layouts that no other test of the planner is about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.rules import (
+    context_problem,
+    delay_of,
+    expert_problem,
+    model_problem,
+    needs_megatron_0_19,
+    overlap_problem,
+    problem,
+    recompute_problem,
+)
+
+MODEL = Model(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=50257)
+
+
+def layout(**changes) -> Layout:
+    return Layout(**({"schedule": "megatron", "pipeline": 1, "data": 1, "global_batch": 4} | changes))
+
+
+def test_pipedream_delays_by_the_stages_behind():
+    assert delay_of(layout(schedule="pipedream", pipeline=4)) == 3
+
+
+def test_only_experts_that_are_split_alone_need_a_newer_megatron():
+    one = layout(schedule="2bw", pipeline=2, data=4, tensor=2, expert_tensor=1, global_batch=32)
+    assert needs_megatron_0_19(one)
+    assert not needs_megatron_0_19(replace(one, expert=2))
+
+
+def test_the_number_of_ranks_that_is_named_can_share_the_sequence():
+    odd, one = replace(MODEL, seq_length=1000), layout(context=8)
+    named = int(context_problem(odd, one).remedy.split()[-1])
+    assert context_problem(odd, replace(one, context=named)) is None
+
+
+def test_ranks_that_share_sequences_share_experts():
+    assert expert_problem(replace(MODEL, num_experts=4, bias=False), layout(context=4, expert=4)) is None
+
+
+@pytest.mark.parametrize("one_of_two", ["distributed_optimizer", "overlap_gradients"])
+def test_gathering_weights_during_forwards_needs_both(one_of_two: str):
+    assert overlap_problem(layout(data=2, overlap_parameters=True, **{one_of_two: True})) is not None
+
+
+def test_groups_of_layers_and_further_tokens_exclude_each_other():
+    deep = replace(MODEL, mtp_num_layers=1, learned_positions=False)
+    two = layout(pipeline=2, recompute=Recompute.FULL, recompute_layers=2)
+    assert model_problem(deep, two) is not None
+    assert model_problem(deep, replace(two, recompute_method=RecomputeMethod.BLOCK)) is None
+
+
+def test_all_layers_of_a_stage_can_be_computed_again():
+    six = layout(pipeline=4, recompute=Recompute.FULL, recompute_layers=6)
+    assert recompute_problem(MODEL, six) is None
+    assert recompute_problem(MODEL, replace(six, recompute_layers=7)) is not None
+
+
+def test_the_nearest_batch_is_named():
+    seven = problem(MODEL, layout(schedule="chimera", pipeline=4, global_batch=7))
+    assert seven.remedy == "use global_batch 8"
