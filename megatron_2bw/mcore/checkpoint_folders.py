@@ -51,21 +51,38 @@ def load(original: Callable[..., Any], *rest: Any, **keywords: Any) -> Any:
     """
     args = get_args()
     folders = [folder for folder in (args.load, args.pretrained_checkpoint) if folder is not None]
-    if dist.get_rank() == 0:
+    is_alone = not dist.is_initialized()
+    if is_alone or dist.get_rank() == 0:
         for folder in (*folders, _non_persistent(args, args.load)):
             if folder is not None:
                 finish_replacements(Path(folder))
-    dist.barrier()
+    if not is_alone:
+        dist.barrier()
     trackers = [checkpointing.get_checkpoint_tracker_filename(folder) for folder in folders]
     try:
         with _reading_step(args.ckpt_step, trackers):
             return original(*rest, **keywords)
     except SystemExit as exit_:
-        if exit_.code or not any(map(os.path.isfile, trackers)):
+        if exit_.code or not (args.ckpt_step or any(map(os.path.isfile, trackers))):
             raise  # What --exit-on-missing-checkpoint asks for.
+        where = " or ".join(folders)
+        raise RuntimeError(f"Megatron could not go on from the checkpoint in {where}; it says why above") from exit_
+
+
+def read(original: Callable[..., Any], folder: str, args: Any, *rest: Any, **keywords: Any) -> Any:
+    """Read the files as Megatron does, or fail where it would end as if nothing were wrong.
+
+    Raises:
+        RuntimeError: they are damaged.
+    """
+    try:
+        return original(folder, args, *rest, **keywords)
+    except SystemExit as exit_:
+        tracker = checkpointing.get_checkpoint_tracker_filename(folder)
+        if exit_.code or not (getattr(args, "ckpt_step", None) or os.path.isfile(tracker)):
+            raise
         raise RuntimeError(
-            f"the checkpoint in {' or '.join(folders)} is damaged: Megatron cannot read it; load an earlier one by "
-            "--ckpt-step"
+            f"the checkpoint in {folder} is damaged: Megatron cannot read it; load another one by --ckpt-step"
         ) from exit_
 
 

@@ -219,9 +219,10 @@ def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **key
 
 
 def read_checkpoint(original: Any, *args: Any, **keywords: Any) -> Any:
+    from megatron_2bw.mcore import checkpoint_folders
     from megatron_2bw.mcore.checkpoint import Checkpoints
 
-    result = original(*args, **keywords)
+    result = checkpoint_folders.read(original, *args, **keywords)
     if Checkpoints.current is not None:
         Checkpoints.current.read(result)
     return result

@@ -15,7 +15,7 @@ from megatron_2bw.planner.ends import counted_ends
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.multiples import divisors, nearest_divisor
+from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.pipeline_layout import chunks_of, stages_of
 from megatron_2bw.planner.rules import (
@@ -35,10 +35,10 @@ from megatron_2bw.planner.savings import Saving, group_sizes
 from megatron_2bw.planner.shapes import Shape, Shapes
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space, field_of
-from megatron_2bw.planner.stages import layers_of_stages
+from megatron_2bw.planner.stages import layers_of_chunks, layers_of_stages
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
-WITHOUT_ENDS = {"first_stage_layers": 0, "last_stage_layers": 0}
+_WITHOUT_ENDS = {"first_stage_layers": 0, "last_stage_layers": 0}
 """Where a ``pipeline_layout`` says how many layers they have."""
 ROUNDING = 1e-9
 """By which a share of a whole number may miss another one."""
@@ -125,11 +125,12 @@ class Candidates:
         """Ways to spread the layers: as given, or evenly, also with embedding and loss counted as layers."""
         if self.space.pipeline_layout is not None:
             for text in self.space.pipeline_layout:
-                if problem := _stages_of_layout_problem(text, shape.pipeline, interleaves=interleaves):
+                problem = self._layout_problem(text, shape.pipeline, interleaves=interleaves)
+                chunks = 0 if problem else chunks_of(text, shape.pipeline)
+                if problem:
                     self.decisions.reject("schedule", "stages are those of the layout", problem, shape.name)
-                else:
-                    chunks = chunks_of(text, shape.pipeline)
-                    yield {"chunks": chunks, "pipeline_layout": text} | WITHOUT_ENDS
+                elif chunks >= (2 if interleaves and self.space.schedules is None else 1):
+                    yield {"chunks": chunks, "pipeline_layout": text} | _WITHOUT_ENDS
             return
         even = self.shapes.layout(shape, {"schedule": MEGATRON, "global_batch": shape.data})
         counts = divisors(math.gcd(*layers_of_stages(self.model, even))) if interleaves else (1,)
@@ -138,7 +139,20 @@ class Candidates:
         yield from ({"chunks": count} for count in counts)
         if interleaves and not self.space.has_ends and not shape.microbatches:
             for count, text in counted_ends(self.model.num_layers, self.model.mtp_num_layers, shape.pipeline):
-                yield {"chunks": count, "pipeline_layout": text} | WITHOUT_ENDS
+                yield {"chunks": count, "pipeline_layout": text} | _WITHOUT_ENDS
+
+    def _layout_problem(self, text: str, pipeline: int, *, interleaves: bool) -> Problem | None:
+        """Why so many ranks do not run what ``text`` describes, in chunks or without."""
+        stages, gpus = len(stages_of(text)), self.cluster.gpus
+        reason = f"pipeline_layout {text!r} has {stages} stages"
+        depths = [depth for depth in divisors(math.gcd(stages, gpus)) if depth > 1]
+        nearest = min(depths, key=lambda depth: abs(depth - pipeline), default=0)
+        remedy = f"use pipeline {nearest}" if nearest else f"use a multiple of {divisors(stages)[-1]} GPUs"
+        if stages % pipeline:
+            return Problem(f"{reason}, no multiple of pipeline {pipeline}", remedy)
+        if stages > pipeline and not interleaves:
+            return Problem(f"{reason}, and several per rank take schedule {MEGATRON} on several ranks", remedy)
+        return None
 
     def _orders(self, shape: Shape, schedule: str, microbatch: int) -> Iterator[dict[str, int]]:
         """What a schedule leaves open of the order of its actions."""
@@ -226,7 +240,7 @@ class Candidates:
 
     def _ways(self, base: Layout) -> int:
         """How many layouts there are on ``base``: as many as on others whose stages have as many layers."""
-        alike = base.schedule in TWO_BW, base.chunks, layers_of_stages(self.model, base)
+        alike = base.schedule in TWO_BW, layers_of_chunks(self.model, base)
         if self.cluster.profile is not None:  # It may have measured recomputation of some sizes only.
             alike += (Split.of(base),)
         if alike not in self._counts:
@@ -248,7 +262,7 @@ class Candidates:
     def savings(self, base: Layout) -> Iterator[Saving]:
         """The ways to save memory."""
         space = self.space
-        layers = tuple(count // base.chunks for count in layers_of_stages(self.model, base))
+        layers = layers_of_chunks(self.model, base)
         recomputes = self.decisions.allowed("recomputes", tuple(Recompute))
         if self.cluster.profile is not None:
             recomputes = [
@@ -267,17 +281,6 @@ class Candidates:
                             yield Saving(base, buffers, recompute, method, sizes)
                 elif recompute == Recompute.NONE or not base.fused_attention or space.recomputes is not None:
                     yield Saving(base, buffers, recompute, base.recompute_method, (1,))
-
-
-def _stages_of_layout_problem(text: str, pipeline: int, *, interleaves: bool) -> Problem | None:
-    """Why so many ranks do not run what ``text`` describes, in chunks or without."""
-    stages = len(stages_of(text))
-    reason = f"pipeline_layout {text!r} has {stages} stages"
-    if stages % pipeline:
-        return Problem(f"{reason}, no multiple of pipeline {pipeline}", f"use {nearest_divisor(stages, pipeline)}")
-    if stages > pipeline and not interleaves:
-        return Problem(f"{reason}: only schedule {MEGATRON} has several per rank", f"use pipeline {stages}")
-    return None
 
 
 def _overlaps(shape: Shape, fields: Mapping[str, Any]) -> dict[str, bool]:

@@ -12,7 +12,7 @@ from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.pipeline_layout import MTP, has_an_empty_stage, predicts_early, stages_of
 from megatron_2bw.planner.programs import refusal
-from megatron_2bw.planner.stages import most_layers, spread
+from megatron_2bw.planner.stages import layers_of_chunks, spread
 from megatron_2bw.schedule.registry import DELAYED, MEGATRON, MIRRORED, TWO_BW
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
@@ -302,7 +302,7 @@ def _free_problem(layout: Layout) -> Problem | None:
 
 def recompute_problem(model: Model, layout: Layout) -> Problem | None:
     """Why fewer layers to recompute mean the same: Megatron takes more than there are for all of a stage or chunk."""
-    most = most_layers(model, layout)
+    most = max(layers_of_chunks(model, layout))
     if layout.recompute is Recompute.FULL and layout.recompute_layers > most:
         return Problem(f"recompute_layers {layout.recompute_layers}: a stage has {most} layers", f"use {most}")
     return None

@@ -169,15 +169,16 @@ class Shapes:
 
     def _stages_problem(self, shape: Shape) -> tuple[str, Problem | str] | None:
         """(rule, reason): no stages with these layers, or none that fit."""
+        is_given = self.decisions.space.pipeline_layout is not None  # Then other stages than these are tried.
         problem = stage_problem(self.model, self.layout(shape, {"global_batch": shape.data, "schedule": MEGATRON}))
-        if problem:
+        if problem and not is_given:
             return "stages have equally many layers, but for the ends", problem
         self.widths.add(shape.data)
         if self.global_batch % shape.data:
             nearest = nearest_multiple(self.global_batch, shape.data)
             problem = Problem(f"global_batch {self.global_batch} is no multiple of data {shape.data}", f"use {nearest}")
             return "replicas share the batch evenly", problem
-        return self._never_fits(shape)
+        return None if is_given else self._never_fits(shape)
 
     def _never_fits(self, shape: Shape) -> tuple[str, str] | None:
         """Whether not even the layout that needs least memory fits."""

@@ -140,7 +140,7 @@ def error_bar(
     if model.num_experts > 8:
         return ErrorBar(
             1.3,
-            "13 runs of models with 128 experts, which took from 43% less, by other exchanges, to 2.3 times as long",
+            "13 runs of models with 128 experts, which took from 43% less, by other exchanges, to 2.2 times as long",
         )
     if model.num_experts and family in ("h100", "gb200"):
         return ErrorBar(

@@ -183,13 +183,20 @@ def _read(
     return Layers(first, most, last), () if is_usual else stages
 
 
-def most_layers(model: Model, layout: Layout) -> int:
-    """Of one stage, or of one of its chunks.
+def layers_of_chunks(model: Model, layout: Layout) -> tuple[int, ...]:
+    """The different numbers of layers that stages, or chunks of them, have.
+
+    >>> model = Model(num_layers=10, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=99)
+    >>> layout = Layout(schedule="megatron", pipeline=2, data=1, global_batch=2, pipeline_layout="Ett|(ttt|)*2ttL")
+    >>> layers_of_chunks(model, layout)
+    (2, 3)
 
     Raises:
         PlanError: the layers cannot be spread like that.
     """
-    return max(layers_of_stages(model, layout)) // layout.chunks
+    counts = [chunk.layers for chunks in free_stages(model, layout) for chunk in chunks]
+    counts = counts or [count // layout.chunks for count in layers_of_stages(model, layout)]
+    return tuple(sorted({count for count in counts if count}))
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> int:

@@ -339,7 +339,7 @@ def memory_lines(folder: Path) -> Iterator[str]:
 def published_memory(folder: Path) -> Iterator[str]:
     """How many of NVIDIA's runs are said not to fit, though they ran; how much they took is not published."""
     rows = [*measured_fp8.nemo(folder), *measured_fp8.long_sequences(folder), *measured_fp8.bridge(folder)]
-    yield _not_to_fit([*rows, *measured_dgxc.steps(folder)])
+    yield _not_to_fit([*rows, *measured_dgxc.steps(folder), *measured_experts.many_experts(folder)])
 
 
 def _not_to_fit(rows: list[Row]) -> str:

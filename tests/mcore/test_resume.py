@@ -96,15 +96,27 @@ def test_a_chosen_step_is_loaded_whole(schedule: str, tmp_path: Path) -> None:
         assert_continues(run(replace(case, flags=flags)), whole.results, 4)
 
 
-def test_a_run_that_cannot_read_its_checkpoint_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--ckpt-step", "1"), ("--use-checkpoint-args",)], ids=lambda more: more[:1])
+def test_a_run_that_cannot_read_its_checkpoint_fails(more: tuple[str, ...], tmp_path: Path) -> None:
     """Megatron would print an error and end as if training were done."""
     case = replace(CASE, batches=1)
     save(case, tmp_path, "torch")
-    (damaged,) = (tmp_path / "iter_0000001").glob("mp_rank_00_001/model_optim_rng.pt")
-    os.truncate(damaged, 1000)
-    ended = launch(main, replace(case, flags=("--load", str(tmp_path), "--ckpt-format", "torch")), 2, tmp_path)
+    for damaged in (tmp_path / "iter_0000001").glob("mp_rank_*/model_optim_rng.pt"):
+        os.truncate(damaged, 1000)
+    if "--ckpt-step" in more:
+        (tmp_path / TRACKER).unlink()
+    ended = launch(main, replace(case, flags=("--load", str(tmp_path), "--ckpt-format", "torch", *more)), 2, tmp_path)
     assert all(ended.exit_codes), ended.tails()
     assert f"the checkpoint in {tmp_path} is damaged: Megatron cannot read it" in ended.outputs[1]
+
+
+def test_a_run_that_cannot_go_on_from_its_checkpoint_fails(tmp_path: Path) -> None:
+    """Not because it were damaged: it lacks the random state that is asked for."""
+    case = replace(CASE, batches=1)
+    run(saving(case, tmp_path, "torch", 1, "--no-save-rng"))
+    ended = launch(main, replace(case, flags=("--load", str(tmp_path), "--ckpt-format", "torch")), 2, tmp_path)
+    assert all(ended.exit_codes), ended.tails()
+    assert f"Megatron could not go on from the checkpoint in {tmp_path}; it says why above" in ended.outputs[1]
 
 
 def copy(saved: Saved, folder: Path, *iterations: int) -> None:

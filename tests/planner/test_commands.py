@@ -79,6 +79,23 @@ def test_as_many_layouts_as_asked_for(capsys: pytest.CaptureFixture[str], top: i
     assert len(json.loads(out)["choices"]) == top
 
 
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (f"{LAYOUT} Et|tL --decoder-first-pipeline-num-layers 1", "exclude each other"),
+        (f"{LAYOUT} Et|tL --cost-model paper", f"has no {LAYOUT}"),
+        (f"{LAYOUT}=", "is empty"),
+    ],
+)
+def test_a_layout_is_not_half_a_limit(capsys: pytest.CaptureFixture[str], more: str, message: str):
+    code, _, err = run(capsys, f"{PLAN} {more}")
+    assert code == 2
+    assert message in err
+
+
 def test_what_is_switched_off(capsys: pytest.CaptureFixture[str]):
     code, out, _ = run(capsys, f"{PLAN} --no-sequence-parallel --no-use-distributed-optimizer --json")
     assert code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -10,12 +11,13 @@ import pytest
 from megatron_2bw.planner import costs, memory
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.ends import balanced_ends, shorter_ends
+from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.finder import price
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.rules import problem, recompute_problem
 from megatron_2bw.planner.search import search
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.speeds import machine_of
@@ -164,3 +166,37 @@ def test_ends_that_are_given_stay_as_they_are():
         assert all(getattr(choice.layout, one) in limits[one] for choice in choices for one in limits)
     free = search(MODEL, machine, 8, Space(pipelines=(4,))).best.layout
     assert (free.first_stage_layers, free.last_stage_layers) != (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "text"),
+    [(17, 8, "Ett|tt|tt|tt|tt|tt|tt|tttL"), (14, 16, "E|(t|)*14L"), (10, 2, "Ett|(ttt|)*2ttL")],
+)
+def test_a_layout_that_is_given_needs_no_other_stages(layers: int, stages: int, text: str):
+    """Those that other flags describe may not be possible, or not fit."""
+    model = dataclasses.replace(MODEL, num_layers=layers)
+    plan = search(model, cluster(stages, 80), 64, Space(pipeline_layout=(text,)))
+    assert {choice.layout.pipeline_layout for choice in plan.choices} == {text}
+    assert stages in {choice.layout.pipeline for choice in plan.choices}
+    assert all(choice.layout.chunks > 1 for choice in plan.choices if choice.layout.schedule == "megatron")
+
+
+def test_all_layers_of_the_largest_chunk_can_be_computed_again():
+    model = dataclasses.replace(MODEL, num_layers=10)
+    one = Layout(schedule="megatron", pipeline=2, data=1, global_batch=4, pipeline_layout="Ett|(ttt|)*2ttL")
+    one = dataclasses.replace(one, recompute=Recompute.FULL, recompute_layers=3)
+    assert recompute_problem(model, one) is None
+    assert "a stage has 3 layers" in recompute_problem(model, dataclasses.replace(one, recompute_layers=4)).reason
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Et|(tt|)*14tL", "has 30 layers (t), not num_layers 8"),
+        ("Et|ttttttt", "does not end with L"),
+        ("Ettt|ttt|ttL", "has 3 stages, no multiple of pipeline 2; use a multiple of 3 GPUs"),
+    ],
+)
+def test_a_layout_that_does_not_suit(text: str, message: str):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        search(MODEL, cluster(2, 80), 8, Space(pipeline_layout=(text,), pipelines=(2,)))

@@ -55,6 +55,7 @@ _LIMITS = {
     "--mixpipe-gamma": ("mixpipe_gamma", int),
 }
 """Flags that limit a dimension of ``Space`` to a list."""
+_PIPELINE_LAYOUT = "--pipeline-model-parallel-layout"
 _OF_SCHEDULE = {
     "2bw": ("--pipeline-extra-in-flight", "--pipeline-delayed-microbatches", "--pipeline-gradient-buffers"),
     "mixpipe": ("--mixpipe-k", "--mixpipe-gamma"),
@@ -114,8 +115,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits of the search; lists are separated by commas")
     for flag, (dimension, _) in _LIMITS.items():
         limits.add_argument(flag, dest=dimension, metavar="LIST")
-    layout, example = "--pipeline-model-parallel-layout", "what each stage holds, such as 'Et|(tt|)*14tL'; one alone"
-    limits.add_argument(layout, dest="pipeline_layout", metavar="LAYOUT", help=example)
+    example = "what each stage holds, such as 'Et|(tt|)*15tL' of 32 layers; one alone"
+    limits.add_argument(_PIPELINE_LAYOUT, dest="pipeline_layout", metavar="LAYOUT", help=example)
     for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
     add_kernels(limits, "what the GPU has")
@@ -233,6 +234,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         "--plot": args.plot,
         "--profile": args.profile,
         **{flag: getattr(args, dimension) for flag, (dimension, _) in _LIMITS.items()},
+        _PIPELINE_LAYOUT: args.pipeline_layout,
         "--sequence-parallel": args.sequence_parallel,
         "--use-distributed-optimizer": args.use_distributed_optimizer,
         f"--{args.precision}": args.precision,
@@ -290,6 +292,11 @@ def _space(args: argparse.Namespace) -> Space:
         if value is not None:
             limits[dimension] = (value,)
     if args.pipeline_layout is not None:
+        for flag in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):
+            if _LIMITS[flag][0] in limits:
+                raise PlanError(f"{_PIPELINE_LAYOUT} and {flag} exclude each other: the layout says it; leave one out")
+        if not args.pipeline_layout:
+            raise PlanError(f"{_PIPELINE_LAYOUT} is empty: leave it out, or give such as 'Et|tL'")
         limits["pipeline_layout"] = (args.pipeline_layout.replace(",", ""),)
     if args.optimizer is not None:
         first, *others = listed("--optimizer", args.optimizer, layout.Optimizer)
