@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -154,3 +156,33 @@ def test_a_hybrid_model_goes_on_from_a_gpt(saved: Saved, more: tuple[str, ...], 
     found, expected = run(replace(CASE, kind="hybrid", model=hybrid, flags=flags)), run(replace(CASE, flags=flags))
     assert torch.equal(found.losses[:, :alike], expected.losses[:, :alike])
     assert more or found.rates == expected.rates
+
+
+@pytest.mark.parametrize("flag", ["finetune", "no_load_optim", None])
+def test_older_versions_belong_to_the_optimizers_state(flag, monkeypatch) -> None:
+    from megatron_2bw.mcore import checkpoint
+
+    args = SimpleNamespace(finetune=False, no_load_optim=False, pipeline_schedule="2bw", synchronous_warmup_iters=0)
+    if flag is not None:
+        setattr(args, flag, True)
+    restored = []
+    monkeypatch.setattr(checkpoint, "get_args", lambda: args)
+    monkeypatch.setattr(checkpoint, "_restore", lambda *_: restored.append(1))
+    checkpoints = checkpoint.Checkpoints()
+
+    def load(model, optimizer):
+        checkpoints.read(({"megatron_2bw": {"manifest": {"schedule": "2bw", "versions": [5, 6]}}}, "", False, None))
+        return 6, 0
+
+    checkpoints.load(load, None, MagicMock())
+    assert bool(restored) == (flag is None)
+
+
+def test_no_save_optim_leaves_older_versions_out(monkeypatch) -> None:
+    from megatron_2bw.mcore import checkpoint
+
+    monkeypatch.setattr(checkpoint, "_manifest", lambda *_: {"versions": [6]})
+    for leaves_out in (True, False):
+        state: dict = {}
+        checkpoint.Checkpoints().add_to(state, SimpleNamespace(no_save_optim=leaves_out), None, None, iteration=6)
+        assert (checkpoint.ENTRY in state) is not leaves_out

@@ -185,3 +185,42 @@ def test_an_exit_waits_for_the_others_only_between_calls(
     with pytest.raises(SystemExit):
         wrappers.train(lambda: sys.exit(code))
     assert session.close.called is closes
+
+
+def test_a_hook_below_another_one_stays_silent_once_undone() -> None:
+    program = (
+        "import sys\n"
+        "from megatron_2bw.mcore.failure import end_at_once_on_errors as end\n"
+        "undo = end(lambda: 'in training'); below = sys.excepthook\n"
+        "sys.excepthook = lambda *error: below(*error)\n"
+        "undo(); raise SystemError"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "SystemError" in ended.stderr
+    assert "failed with the error above" not in ended.stderr
+
+
+END = "from megatron_2bw.mcore.failure import end_at_once_on_errors as end\nend(lambda: 'in training')\n"
+
+
+def _ended(program: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, "-c", END + program], env=environment, capture_output=True, text=True, timeout=40
+    )
+
+
+def test_an_interrupt_from_the_keyboard_is_no_failure() -> None:
+    ended = _ended("raise KeyboardInterrupt")
+    assert "KeyboardInterrupt" in ended.stderr
+    assert "failed with the error above" not in ended.stderr
+
+
+def test_what_was_printed_before_a_failure_is_seen() -> None:
+    assert _ended("print('iteration 1')\nraise SystemError").stdout == "iteration 1\n"
+
+
+def test_a_failure_ends_the_processes_that_were_started_to_save() -> None:
+    """One that is left would hold the output open, for which `run` waits."""
+    started = "import multiprocessing, time\nmultiprocessing.get_context('fork').Process(target=time.sleep, args=(90,))"
+    assert _ended(started + ".start()\nraise SystemError").returncode == 1

@@ -36,3 +36,18 @@ def test_megatron_is_untouched_with_the_extension_loaded(stages: int, microbatch
     assert differing(found, expected) == []
     assert found.losses.numpy().tobytes() == expected.losses.numpy().tobytes()
     assert found.rates == expected.rates
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_reductions_that_overlap_are_megatrons(distributed: bool) -> None:
+    case = Case(
+        schedule="1f1b-flush",
+        stages=2,
+        microbatches=2,
+        replicas=2,
+        clip=1.0,
+        batches=4,
+        flags=("--overlap-grad-reduce",),
+        distributed_optimizer=distributed,
+    )
+    assert differing(run(case), run(replace(case, schedule=None))) == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from .case import Case
 from .compare import differing
@@ -34,3 +36,22 @@ def test_equal_to_the_oracle(name: str) -> None:
     found = run(case)
     expected = oracle(case, delay=0 if case.schedule == "pipedream" else 1, norms=found.norms if case.clip else None)
     assert differing(found, expected, norms=False) == []
+
+
+class _Router(torch.nn.Module):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(moe_router_bias_update_rate=0.1)
+        self.register_buffer("expert_bias", torch.zeros(2))
+        self.register_buffer("local_tokens_per_expert", torch.tensor([3.0, 1.0]))
+        self.frozen_expert_bias = frozen
+
+    def _maintain_float32_expert_bias(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_bias_of_experts_stays_as_it_is(frozen: bool) -> None:
+    from megatron_2bw.mcore.routers import Routers
+
+    assert len(Routers(_Router(frozen)).biases) == (not frozen)

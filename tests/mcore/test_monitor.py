@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
@@ -70,3 +73,31 @@ def test_what_is_logged_is_what_ran() -> None:
     found = numbers(stages, delayed=True)
     assert found["stage imbalance"] == pytest.approx(7.5 / 6.5 - 1)
     assert busy([], [], schedule) is None
+
+
+def test_iterations_before_anything_is_known_do_not_dilute_the_mean(monkeypatch) -> None:
+    """With ``--log-interval 4``: Megatron divides the total by all four."""
+    from megatron_2bw.mcore.monitor import PipelineMonitor
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monitor = PipelineMonitor.__new__(PipelineMonitor)
+    monitor._newest = {"pipeline bubble": 0.5}
+    losses, totals = {}, {}
+    monitor.add_to(losses, totals, 3)
+    total = totals["pipeline bubble"] + losses["pipeline bubble"]
+    assert total.item() / 4 == 0.5
+
+
+def test_a_batch_that_began_in_another_order_is_not_logged(monkeypatch) -> None:
+    """As where the batch size grows."""
+    from megatron_2bw.mcore.monitor import PipelineMonitor
+    from megatron_2bw.schedule.registry import build
+
+    monitor, told = PipelineMonitor.__new__(PipelineMonitor), []
+    monitor._recorder, monitor._schedule, monitor.interrupted = MagicMock(), None, False
+    monitor._background = SimpleNamespace(submit=lambda function: function())
+    monitor._gather = lambda take, schedule, *, interrupted: told.append(interrupted)
+    small, large = (build("2bw", stages=2, microbatches=microbatches) for microbatches in (2, 4))
+    for schedule in (small, small, large, large):
+        monitor.after(schedule)
+    assert told == [True, False, True, False]

@@ -258,3 +258,14 @@ def test_the_oldest_receive_that_the_device_waits_for(monkeypatch):
 @pytest.mark.parametrize(("action", "named"), [("1F2v-1", "1F2v0"), ("1F2@3v2", "1F2@3v2"), ("1UPDATE", "1UPDATE")])
 def test_a_place_names_weights_that_there_are(action, named):
     assert place_of(Action.parse(action)).startswith(f"stage 1: {named} (")
+
+
+def test_a_flush_waits_for_what_was_sent() -> None:
+    from collections import deque
+
+    from megatron_2bw.runtime.links import Links
+
+    links, sends = Links.__new__(Links), [MagicMock(), MagicMock()]
+    links._receives, links._sends = {}, {"to the next rank": deque(sends)}
+    links.flush()
+    assert all(send.wait.called for send in sends)

@@ -1,0 +1,96 @@
+"""Folders of checkpoints, and what is read from where; without a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+
+def _checkpoint(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "file").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def saving(tmp_path, monkeypatch):
+    from megatron_2bw.mcore import checkpoint_folders as folders
+
+    monkeypatch.setattr(folders, "dist", MagicMock(get_rank=lambda: 0))
+    monkeypatch.setattr(folders, "maybe_finalize_async_save", lambda **_: None)
+    args = SimpleNamespace(
+        save=str(tmp_path),
+        load=str(tmp_path),
+        pretrained_checkpoint=None,
+        ckpt_step=None,
+        non_persistent_global_ckpt_dir=None,
+    )
+    monkeypatch.setattr(folders, "get_args", lambda: args)
+    monkeypatch.setattr(folders.checkpointing, "get_args", lambda: args)
+    return folders, args
+
+
+def test_the_only_checkpoint_left_is_not_removed(tmp_path: Path) -> None:
+    from megatron_2bw.mcore.checkpoint_folders import finish_replacements
+
+    old = _checkpoint(tmp_path / "replaced_iter_0000006", "old, its successor was removed by hand")
+    finish_replacements(tmp_path)
+    assert (old / "file").exists()
+
+
+def test_nothing_of_a_killed_save_is_in_the_next_one(saving, tmp_path) -> None:
+    folders, _ = saving
+    present = _checkpoint(tmp_path / "iter_0000006", "old")
+    (_checkpoint(tmp_path / "unfinished_iter_0000006", "half") / "of another layout").touch()
+
+    def write(iteration):
+        name = folders.checkpointing.get_checkpoint_name(str(tmp_path), iteration, return_base_dir=True)
+        Path(name).mkdir(exist_ok=True)
+        (Path(name) / "file").write_text("new")
+
+    folders.save(write, 6)
+    assert [path.name for path in present.iterdir()] == ["file"]
+    assert (present / "file").read_text() == "new"
+
+
+def test_an_exit_for_want_of_a_checkpoint_is_megatrons(saving) -> None:
+    """``--exit-on-missing-checkpoint``."""
+    folders, _ = saving
+    with pytest.raises(SystemExit):
+        folders.load(lambda: sys.exit(0))
+
+
+def test_a_non_persistent_replacement_is_finished_before_loading(saving, tmp_path) -> None:
+    folders, _ = saving
+    there = tmp_path / "non_persistent"
+    _checkpoint(there / "replaced_iter_0000006", "old")
+    _checkpoint(there / "unfinished_iter_0000006", "new")
+    folders.load(lambda: None)
+    assert (there / "iter_0000006" / "file").read_text() == "new"
+
+
+def test_a_chosen_step_is_not_that_of_other_folders(saving, tmp_path) -> None:
+    folders, args = saving
+    args.ckpt_step = 4
+    there = tmp_path / "non_persistent"
+    there.mkdir()
+    (there / "latest_checkpointed_iteration.txt").write_text("9")
+    tracker = folders.checkpointing.get_checkpoint_tracker_filename
+    read = folders.checkpointing.read_metadata
+    found = folders.load(lambda: [folders.checkpointing.read_metadata(tracker(str(f)))[0] for f in (tmp_path, there)])
+    assert found == [4, 9]
+    assert folders.checkpointing.read_metadata is read
+
+
+def test_a_damaged_checkpoint_to_finetune_is_an_error(saving, tmp_path) -> None:
+    """``--load`` is empty still, and ``--pretrained-checkpoint`` cannot be read."""
+    folders, args = saving
+    args.pretrained_checkpoint = str(tmp_path / "pretrained")
+    (tmp_path / "pretrained").mkdir()
+    (tmp_path / "pretrained" / "latest_checkpointed_iteration.txt").write_text("4")
+    with pytest.raises(RuntimeError, match="could not go on from the checkpoint"):
+        folders.load(lambda: sys.exit(0))
