@@ -59,14 +59,9 @@ def load(original: Callable[..., Any], *rest: Any, **keywords: Any) -> Any:
     if not is_alone:
         dist.barrier()
     trackers = [checkpointing.get_checkpoint_tracker_filename(folder) for folder in folders]
-    try:
-        with _reading_step(args.ckpt_step, trackers):
-            return original(*rest, **keywords)
-    except SystemExit as exit_:
-        if exit_.code or not (args.ckpt_step or any(map(os.path.isfile, trackers))):
-            raise  # What --exit-on-missing-checkpoint asks for.
-        where = " or ".join(folders)
-        raise RuntimeError(f"Megatron could not go on from the checkpoint in {where}; it says why above") from exit_
+    why = f"Megatron could not go on from the checkpoint in {' or '.join(folders)}; it says why above"
+    with _failing(args, trackers, why), _reading_step(args.ckpt_step, trackers):
+        return original(*rest, **keywords)
 
 
 def read(original: Callable[..., Any], folder: str, args: Any, *rest: Any, **keywords: Any) -> Any:
@@ -75,15 +70,9 @@ def read(original: Callable[..., Any], folder: str, args: Any, *rest: Any, **key
     Raises:
         RuntimeError: they are damaged.
     """
-    try:
+    why = f"the checkpoint in {folder} is damaged: Megatron cannot read it; load another one by --ckpt-step"
+    with _failing(args, [checkpointing.get_checkpoint_tracker_filename(folder)], why):
         return original(folder, args, *rest, **keywords)
-    except SystemExit as exit_:
-        tracker = checkpointing.get_checkpoint_tracker_filename(folder)
-        if exit_.code or not (getattr(args, "ckpt_step", None) or os.path.isfile(tracker)):
-            raise
-        raise RuntimeError(
-            f"the checkpoint in {folder} is damaged: Megatron cannot read it; load another one by --ckpt-step"
-        ) from exit_
 
 
 def replace(present: Path, new: Path) -> None:
@@ -143,6 +132,20 @@ def _non_persistent(args: Any, folder: str | None) -> str | None:
     if args.non_persistent_global_ckpt_dir or folder is None:
         return args.non_persistent_global_ckpt_dir
     return os.path.join(folder, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+
+
+@contextlib.contextmanager
+def _failing(args: Any, trackers: Sequence[str], why: str) -> Iterator[None]:
+    """Fail where Megatron leaves as after a finished run, though there is a checkpoint.
+
+    Without one, that is what ``--exit-on-missing-checkpoint`` asks for.
+    """
+    try:
+        yield
+    except SystemExit as exit_:
+        if exit_.code or not (getattr(args, "ckpt_step", None) or any(map(os.path.isfile, trackers))):
+            raise
+        raise RuntimeError(why) from exit_
 
 
 @contextlib.contextmanager
