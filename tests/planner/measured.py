@@ -16,6 +16,7 @@ DATA = Path(__file__).parent / "data"
 
 OLD_MEGATRON = {"precision": Precision.FP16, "fused_attention": False, "split_transfers": True}
 """Megatron-LM before Core, and Megatron-DeepSpeed: fp16, scores stored, transfers split over tensor-parallel ranks."""
+LIKE_LLAMA = {"swiglu": True, "bias": False, "rmsnorm": True, "learned_positions": False, "dropout": False}
 LLAMA = "Llama2-7B"
 SELENE_GBIT_S = 1600
 """Of a node: 8 x 200 Gbit/s; Narayanan et al., arXiv 2104.04473, section 5."""
@@ -139,12 +140,8 @@ def aleph_alpha(folder: Path = DATA) -> Iterator[Row]:
             model=replace(
                 gpt(row),
                 ffn_hidden_size=int(row["ffn_hidden"]),
-                swiglu=True,
-                bias=False,
-                rmsnorm=True,
-                learned_positions=False,
-                dropout=False,
                 tied=False,
+                **LIKE_LLAMA,
             ),
             layout=layout,
             cluster=a100s(int(row["gpus"]), SELENE_GBIT_S),
@@ -367,11 +364,7 @@ def _mixtral(row: dict[str, str]) -> Row:
     model = replace(
         plain.model,
         ffn_hidden_size=int(row["ffn-hidden-size"]),
-        swiglu=True,
-        rmsnorm=True,
-        bias=False,
-        learned_positions=False,
-        dropout=False,
+        **LIKE_LLAMA,
         num_experts=int(row["num-experts"]),
         moe_router_topk=int(row["moe-router-topk"]),
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.ends import counted_ends
 from megatron_2bw.planner.layout import Fp8, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
@@ -66,15 +67,9 @@ def steps(folder: Path = DATA) -> Iterator[Row]:
                 gradients_in_bf16=True,
                 fp8_parameters=is_8_bits,
                 recompute=Recompute.SELECTIVE if row["model"] == "nemotron4-340b" else Recompute.NONE,
-                pipeline_layout=_with_ends(layers, pipeline * chunks) if layers % (pipeline * chunks) else "",
+                pipeline_layout=dict(counted_ends(layers, 0, pipeline))[chunks] if layers % (pipeline * chunks) else "",
                 expert=int(row["ep"] or 1),
                 expert_tensor=int(row["etp"] or 0),
             ),
             group=group,
         )
-
-
-def _with_ends(layers: int, stages: int) -> str:
-    """Embedding and loss count as a layer each."""
-    each = (layers + 2) // stages
-    return f"E{'t' * (each - 1)}|({'t' * each}|)*{stages - 2}{'t' * (each - 1)}L"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_2bw.planner.accepted import PIPELINE_LAYOUT
 from megatron_2bw.planner.commands.arguments import (
     add_cluster,
     add_formats,
@@ -55,7 +56,6 @@ _LIMITS = {
     "--mixpipe-gamma": ("mixpipe_gamma", int),
 }
 """Flags that limit a dimension of ``Space`` to a list."""
-_PIPELINE_LAYOUT = "--pipeline-model-parallel-layout"
 _OF_SCHEDULE = {
     "2bw": ("--pipeline-extra-in-flight", "--pipeline-delayed-microbatches", "--pipeline-gradient-buffers"),
     "mixpipe": ("--mixpipe-k", "--mixpipe-gamma"),
@@ -116,7 +116,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     for flag, (dimension, _) in _LIMITS.items():
         limits.add_argument(flag, dest=dimension, metavar="LIST")
     example = "what each stage holds, such as 'Et|(tt|)*15tL' of 32 layers; one alone"
-    limits.add_argument(_PIPELINE_LAYOUT, dest="pipeline_layout", metavar="LAYOUT", help=example)
+    limits.add_argument(PIPELINE_LAYOUT, dest="pipeline_layout", metavar="LAYOUT", help=example)
     for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
     add_kernels(limits, "what the GPU has")
@@ -234,7 +234,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         "--plot": args.plot,
         "--profile": args.profile,
         **{flag: getattr(args, dimension) for flag, (dimension, _) in _LIMITS.items()},
-        _PIPELINE_LAYOUT: args.pipeline_layout,
+        PIPELINE_LAYOUT: args.pipeline_layout,
         "--sequence-parallel": args.sequence_parallel,
         "--use-distributed-optimizer": args.use_distributed_optimizer,
         f"--{args.precision}": args.precision,
@@ -294,9 +294,9 @@ def _space(args: argparse.Namespace) -> Space:
     if args.pipeline_layout is not None:
         for flag in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):
             if _LIMITS[flag][0] in limits:
-                raise PlanError(f"{_PIPELINE_LAYOUT} and {flag} exclude each other: the layout says it; leave one out")
+                raise PlanError(f"{PIPELINE_LAYOUT} and {flag} exclude each other: the layout says it; leave one out")
         if not args.pipeline_layout:
-            raise PlanError(f"{_PIPELINE_LAYOUT} is empty: leave it out, or give such as 'Et|tL'")
+            raise PlanError(f"{PIPELINE_LAYOUT} is empty: leave it out, or give such as 'Et|tL'")
         limits["pipeline_layout"] = (args.pipeline_layout.replace(",", ""),)
     if args.optimizer is not None:
         first, *others = listed("--optimizer", args.optimizer, layout.Optimizer)
