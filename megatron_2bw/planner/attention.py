@@ -62,15 +62,19 @@ def gathered(model: Model, tensor: int, *, sequence_parallel: bool, backward: bo
 
 
 def elementwise(model: Model, tokens: float, tensor: int, outside: int, *, backward: bool = False) -> Elementwise:
-    """Rotary positions; of latent vectors, norms, and in the backward the sum of both latent vectors' gradients.
+    """Norms, rotary positions; of latent vectors, in the backward the sum of both latent vectors' gradients.
 
     Two kernels turn queries and keys by rotary positions: ``fused_apply_rotary_pos_emb``. Where they come from latent
     vectors, only the channels of the position are read and written of queries; keys and values are written anew:
     ``fused_apply_mla_rope_for_q`` and ``fused_apply_mla_rope_for_kv``.
     """
     if not model.multi_latent_attention:
-        is_turned = model.rotary and not model.learned_positions
-        return Elementwise(2 * tokens * (model.query_size + model.key_size) / tensor, 2) if is_turned else Elementwise()
+        passes, kernels = 0, 0
+        if model.rotary and not model.learned_positions:
+            passes, kernels = 2, 2
+        if model.qk_layernorm:
+            passes, kernels = passes + (3 if backward else 2), kernels + (4 if backward else 2)
+        return Elementwise(passes * tokens * (model.query_size + model.key_size) / tensor, kernels)
     turned = model.num_attention_heads * model.qk_pos_emb_head_dim / tensor
     content = model.num_attention_heads * model.qk_head_dim / tensor + model.value_size / tensor
     moved = 2 * turned + content + model.qk_pos_emb_head_dim + (model.key_size + model.value_size) / tensor
@@ -89,8 +93,13 @@ def core_channels(model: Model) -> tuple[int, int]:
 
 
 def kept(model: Model) -> int:
-    """Numbers per token, before they are split: queries, keys, values, and the input of the output projection."""
-    return model.query_size + model.key_size + model.value_size + model.output_size
+    """Numbers per token, before they are split: queries, keys, values, and the input of the output projection.
+
+    Norms of queries and keys keep what they read, too.
+    """
+    normed = model.qk_layernorm and not model.multi_latent_attention
+    of_norms = model.query_size + model.key_size if normed else 0
+    return model.query_size + model.key_size + model.value_size + model.output_size + of_norms
 
 
 def cast_latents(model: Model) -> int:

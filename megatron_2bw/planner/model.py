@@ -112,7 +112,7 @@ class Model:
     v_head_dim: int = 0
     """0: 128."""
     qk_layernorm: bool = False
-    """Norms of the latent vectors; those of other queries and keys are not priced, and False here."""
+    """Norms of each head's queries and keys, or of the latent vectors that they come from."""
     mtp_num_layers: int = 0
     """So many more tokens are predicted, by a layer each; DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437, section 2.2."""
     make_vocab_size_divisible_by: int = 128
@@ -229,11 +229,12 @@ class Model:
         return (self.q_lora_rank or self.hidden_size) * self.query_size + of_keys
 
     @property
-    def latent_norm_parameters(self) -> int:
-        """Weights of the norms in front of products that give queries, keys and values."""
+    def attention_norm_parameters(self) -> int:
+        """Weights of the norms of queries and keys, which heads have in common, or of latent vectors."""
         if not self.qk_layernorm:
             return 0
-        return ((self.q_lora_rank or self.hidden_size) + self.kv_lora_rank) * (1 if self.rmsnorm else 2)
+        latent = (self.q_lora_rank or self.hidden_size) + self.kv_lora_rank
+        return (latent if self.multi_latent_attention else 2 * self.kv_channels) * (1 if self.rmsnorm else 2)
 
     @property
     def attention_bias(self) -> int:
@@ -244,7 +245,7 @@ class Model:
     def attention_parameters(self) -> int:
         """Weights of one layer's attention: query, key, value and output projections, and norms between them."""
         biases = self.attention_bias + self.bias * self.hidden_size
-        return self.attention_matrices + self.latent_norm_parameters + biases
+        return self.attention_matrices + self.attention_norm_parameters + biases
 
     @property
     def mlp_parameters(self) -> int:
@@ -312,7 +313,7 @@ def _dense(model: Model) -> Model:
 def _unused(model: Model) -> dict[str, int]:
     """What fields are set to that nothing looks at, so that models that are the same are equal."""
     names = [] if model.num_experts else _OF_EXPERTS
-    names = [*names, *([] if model.multi_latent_attention else (*LATENT_SIZES, "q_lora_rank", "qk_layernorm"))]
+    names = [*names, *([] if model.multi_latent_attention else (*LATENT_SIZES, "q_lora_rank"))]
     names += [] if model.moe_shared_expert_intermediate_size else ["moe_shared_expert_gate"]
     names += [] if model.dense_layers else ["dense_ffn_hidden_size"]
     unused = {name: type(getattr(model, name))() for name in names}

@@ -213,6 +213,7 @@ def model_flags(model: Model) -> list[str]:
         "--swiglu": model.swiglu,
         "--disable-bias-linear": not model.bias,
         "--normalization RMSNorm": model.rmsnorm,
+        "--qk-layernorm": model.qk_layernorm,
         f"--position-embedding-type {'rope' if model.rotary else 'none'}": not model.learned_positions,
         " ".join(f"{flag} 0" for flag in DROPOUT): not model.dropout,
         "--untie-embeddings-and-output-weights": not model.tied,
@@ -237,4 +238,4 @@ def _latent_flags(model: Model) -> list[str]:
     for flag, name in MODEL_NUMBERS.items():
         if getattr(model, name) != {"q_lora_rank": 0, **LATENT_SIZES}.get(name, getattr(model, name)):
             words += [flag, str(getattr(model, name))]
-    return words + ["--qk-layernorm"] * model.qk_layernorm
+    return words

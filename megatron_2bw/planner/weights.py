@@ -88,7 +88,7 @@ def _attention(model: Model, tensor: int) -> int:
     """Weights of one layer's attention on one of ``tensor`` ranks."""
     row_bias = model.bias * model.hidden_size
     split = model.attention_matrices - model.down_parameters + model.attention_bias
-    return split // tensor + model.down_parameters + model.latent_norm_parameters + row_bias
+    return split // tensor + model.down_parameters + model.attention_norm_parameters + row_bias
 
 
 def _vectors(model: Model, tensor: int) -> int:
@@ -97,4 +97,4 @@ def _vectors(model: Model, tensor: int) -> int:
     biases = model.attention_bias // tensor + row_bias
     if not model.num_experts:
         biases += model.bias * (1 + model.swiglu) * model.ffn_hidden_size // tensor + row_bias
-    return biases + model.latent_norm_parameters + 2 * model.norm_parameters
+    return biases + model.attention_norm_parameters + 2 * model.norm_parameters

@@ -49,6 +49,7 @@ MODEL_CASES: dict[str, Model] = {
         num_attention_heads=16,
         ffn_hidden_size=2048,
         kv_channels=64,
+        qk_layernorm=True,
     ),
     "channels": dataclasses.replace(SMALL, kv_channels=32),
     "experts": dataclasses.replace(SMALL, num_experts=4, tied=False, bias=False),
@@ -269,8 +270,9 @@ def test_megatron_builds_the_same_model(model: str, validate: Validate):
     if expected.dense_layers:
         assert config.moe_layer_freq == [0] * expected.dense_layers + [1] * (16 - expected.dense_layers)
     assert config.multi_latent_attention == expected.multi_latent_attention
+    assert config.qk_layernorm == expected.qk_layernorm
     if expected.multi_latent_attention:
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm"):
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             assert getattr(config, name) == getattr(expected, name), name
     assert (config.num_attention_heads, config.num_query_groups) == (
         expected.num_attention_heads,

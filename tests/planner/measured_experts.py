@@ -2,8 +2,8 @@
 
 NVIDIA publishes them with releases of Megatron-Bridge, and yanring/Megatron-MoE-ModelZoo with its recipes (commits and
 files are in the data). Most exchange tokens by libraries of their own, over groups larger than a node; between two
-releases, the same model on the same GPUs became up to three times as fast. Norms of queries and keys, and biases of
-GPT-OSS, are not priced.
+releases, the same model on the same GPUs became up to three times as fast. Biases of GPT-OSS are
+not priced.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _QWEN3_235B = replace(
     moe_router_topk=8,
     seq_length=4096,
     vocab_size=151936,
+    qk_layernorm=True,
 )
 _MODELS: dict[str, Model] = {
     "qwen3-235b": _QWEN3_235B,
@@ -42,6 +43,7 @@ _MODELS: dict[str, Model] = {
         ffn_hidden_size=2880,
         moe_router_topk=4,
         vocab_size=201088,
+        qk_layernorm=False,
     ),
 }
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import batch, costs, periods, programs
+from megatron_2bw.planner import activations, batch, costs, periods, programs
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import works_of
@@ -380,6 +380,26 @@ def test_rotary_positions_turn_queries_and_keys():
     assert turned.forward.elementwise_s - plain.forward.elementwise_s == pytest.approx(more_s)
     assert turned.backward.elementwise_s - plain.backward.elementwise_s == pytest.approx(more_s)
     assert works_of(replace(neither, learned_positions=True), split, machine).layer == plain
+
+
+def test_norms_of_queries_and_keys():
+    """One kernel for each in the forward, which reads and writes; two in the backward, which read a gradient and the
+    input, kept for that, and write; of 4 query groups, keys are a quarter.
+    """
+    plain_model = replace(SMALL, num_query_groups=4)
+    normed_model = replace(plain_model, qk_layernorm=True)
+    where, machine = layout(microbatch=32, tensor=2), machine_of(DGX)
+    plain, normed = (works_of(model, Split.of(where), machine).layer for model in (plain_model, normed_model))
+    numbers = 32 * SMALL.seq_length * (2048 + 512) / 2
+    for passes, kernels, without, beside in (
+        (2, 2, plain.forward, normed.forward),
+        (3, 4, plain.backward, normed.backward),
+    ):
+        more_s = machine.elementwise_s(2 * passes * numbers, kernels)
+        assert beside.elementwise_s - without.elementwise_s == pytest.approx(more_s)
+    kept, more = (activations.of_layer(model, where).kept for model in (plain_model, normed_model))
+    assert more - kept == 2 * numbers
+    assert normed_model.layer_parameters - plain_model.layer_parameters == 2 * 2 * 2048 // SMALL.num_attention_heads
 
 
 def sizes(model: Model, **changes) -> Sizes:

@@ -234,6 +234,7 @@ MODEL = "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 
         ("--position-embedding-type none", "learned_positions", False),
         ("--position-embedding-type none", "rotary", False),
         ("--position-embedding-type yarn", "rotary", True),
+        ("--qk-layernorm", "qk_layernorm", True),
         ("--hidden-dropout 0", "dropout", True),
         ("--hidden-dropout 0.00 --attention-dropout 0e0", "dropout", False),
         ("--quick-geglu", "swiglu", True),

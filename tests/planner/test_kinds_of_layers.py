@@ -418,7 +418,7 @@ def test_groups_of_experts(groups: str, message: str):
 
 def test_flags_without_what_they_belong_to_mean_nothing():
     alone = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 1000"
-    more = "--kv-lora-rank 512 --v-head-dim 64 --qk-layernorm --moe-shared-expert-intermediate-size 256 "
+    more = "--kv-lora-rank 512 --v-head-dim 64 --moe-shared-expert-intermediate-size 256 "
     assert read_model(Options.parse(f"{alone} {more}".split())) == read_model(Options.parse(alone.split()))
 
 
