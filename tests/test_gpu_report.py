@@ -76,7 +76,7 @@ def test_a_run_is_measured_by_its_log_without_the_first_iteration(monkeypatch: p
     ]
     monkeypatch.setattr(planner_gpu, "lines_of", lambda words, **_: said)
     layout = Layout(schedule="megatron", pipeline=1, data=1, microbatch=1, global_batch=16)
-    assert planner_gpu.ran(layout, []) == (0.095, 4.0 * 2**20)
+    assert planner_gpu.ran(planner_gpu.MODEL, layout, []) == (0.095, 4.0 * 2**20)
 
 
 def test_each_line_is_written_as_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

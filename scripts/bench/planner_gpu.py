@@ -1,6 +1,7 @@
 """Does the planner know this GPU? Times layers of a GPT on one, trains the whole GPT, and compares.
 
     python scripts/bench/planner_gpu.py [--output scripts/bench/results/planner_gpu.txt]
+    python scripts/bench/planner_gpu.py --model llama3-8b --layers 8 --global-batch-size 4 --microbatch 2
 
 The time of a batch is predicted twice, by the GPU's data sheet, as ``megatron-2bw plan`` does for a cluster, and by the
 profile of the layers; what is measured is the median of Megatron's log lines behind the first iterations. The memory
@@ -30,6 +31,7 @@ from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
 from megatron_2bw.planner.finder import Choice, price
 from megatron_2bw.planner.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.profile import Setting
 from megatron_2bw.planner.profiling import Request, measure
@@ -47,12 +49,9 @@ MODEL = Model(
     dropout=False,
     name="GPT, 16 layers, hidden 2048, sequence 2048, vocabulary 32768",
 )
-GLOBAL_BATCH = 16
-WAYS = ((1, Recompute.NONE), (4, Recompute.NONE), (4, Recompute.FULL))
-"""Microbatch sizes, and what is recomputed."""
 LOG_INTERVAL = 3
 TRAINING = (
-    f"--train-iters 12 --log-interval {LOG_INTERVAL} --lr 1e-5 --clip-grad 1.0 --eval-iters 0 --eval-interval 1000000 "
+    f"--train-iters 9 --log-interval {LOG_INTERVAL} --lr 1e-5 --clip-grad 1.0 --eval-iters 0 --eval-interval 1000000 "
     "--num-workers 0 --rerun-mode disabled"
 ).split()
 WITHOUT = {
@@ -66,7 +65,7 @@ ALLOCATED = re.compile(r"max allocated: ([\d.]+)")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 
 
-TITLES = ("b, recompute", "measured", "TFLOP/s", "by profile", "by data sheet", "allocated/GiB", "predicted")
+TITLES = ("microbatch", "measured", "TFLOP/s", "by profile", "by data sheet", "allocated/GiB", "predicted")
 
 
 def of_data_sheet(device: str, memory_gb: float) -> Cluster | None:
@@ -77,9 +76,9 @@ def of_data_sheet(device: str, memory_gb: float) -> Cluster | None:
     return gpu and replace(CLUSTERS["dgx-h100"], gpu=gpu, gpus_per_node=1)
 
 
-def ran(layout: Layout, more_flags: list[str]) -> tuple[float, float]:
+def ran(model: Model, layout: Layout, more_flags: list[str]) -> tuple[float, float]:
     """Seconds of a batch and bytes allocated at most."""
-    flags = [*flags_of(MODEL, layout), *TRAINING, *random_data(MODEL), *more_flags]
+    flags = [*flags_of(model, layout), *TRAINING, *random_data(model), *more_flags]
     lines = [*lines_of(["-m", "megatron_2bw", str(EXAMPLE), *flags], ranks=1, what=name(layout))]
     allocated = [float(found[1]) * 2**20 for line in lines if (found := ALLOCATED.search(line))]
     return median(later_times_s(lines, LOG_INTERVAL)), max(allocated)
@@ -89,28 +88,29 @@ def off(predicted: float, measured: float) -> str:
     return f"{predicted / measured - 1:+.1%}"
 
 
-def compared(fused: bool, more_flags: list[str]) -> Iterator[str]:
-    """Profile, then a row for every way to train."""
+def compared(model: Model, global_batch: int, microbatch: int, fused: bool, more_flags: list[str]) -> Iterator[str]:
+    """Profile, then a row for microbatches of one, and one for those of ``microbatch``; nothing is recomputed."""
+    sizes = 1, microbatch
     setting = Setting(ranks=1, precision=Precision.BF16, fused_attention=fused, sequence_parallel=False)
     request = Request(
-        model=MODEL,
+        model=model,
         setting=setting,
         tensors=(1,),
-        microbatches=tuple(sorted({microbatch for microbatch, _ in WAYS})),
-        recomputes=(Recompute.NONE, Recompute.FULL),
+        microbatches=sizes,
+        recomputes=(Recompute.NONE,),
         more_flags=tuple(more_flags),
     )
     with tempfile.TemporaryDirectory() as folder:
         profiled = measure(request, Path(folder) / "profile.json").cluster()
     sheet = of_data_sheet(profiled.gpu.name, profiled.gpu.memory_gb)
     yield " ".join(f"{title:>14}" for title in TITLES)
-    for microbatch, recompute in WAYS:
-        layout = replace(request.layout(1, microbatch, recompute), global_batch=GLOBAL_BATCH)
-        measured_s, allocated_bytes = ran(layout, more_flags)
-        by_profile = price(MODEL, layout, profiled)
-        by_sheet: Choice | None = sheet and price(MODEL, layout, sheet)
+    for size in sizes:
+        layout = replace(request.layout(1, size, Recompute.NONE), global_batch=global_batch)
+        measured_s, allocated_bytes = ran(model, layout, more_flags)
+        by_profile = price(model, layout, profiled)
+        by_sheet: Choice | None = sheet and price(model, layout, sheet)
         cells = (
-            f"b{microbatch}, {recompute}",
+            f"b={size}",
             seconds(measured_s),
             f"{by_profile.iteration.flops_per_gpu_s * by_profile.iteration.time_s / measured_s / 1e12:.0f}",
             off(by_profile.iteration.time_s, measured_s),
@@ -124,17 +124,26 @@ def compared(fused: bool, more_flags: list[str]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--model", choices=MODELS, help=f"default: {MODEL.name}")
+    parser.add_argument("--layers", type=int, help="in place of the model's own number of them")
+    parser.add_argument("--global-batch-size", type=int, default=8, help="sequences")
+    parser.add_argument("--microbatch", type=int, default=4, help="sequences of the larger one of two")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; scripts/bench/planner_here.py compares on CPUs")
     missing = [module for module in WITHOUT if importlib.util.find_spec(module) is None]
     has_engine = "transformer_engine" not in missing
     kernels = "Transformer Engine" if has_engine else "Megatron's own layers, attention unfused"
-    about = f"{MODEL.name}, batches of {GLOBAL_BATCH}, bf16, {kernels}, one GPU"
+    model = MODELS[options.model] if options.model else MODEL
+    if options.layers:
+        model = replace(model, num_layers=options.layers, name=f"{model.name} of {options.layers} layers")
+    about = f"{model.name}, batches of {options.global_batch_size}, bf16, {kernels}, one GPU"
+    sizes = options.global_batch_size, options.microbatch
+    more_flags = " ".join(WITHOUT[module] for module in missing).split()
     begin = [*heading(*filter(is_installed, ("transformer-engine", "apex"))), "", about, ""]
     # Line by line: who stops this script keeps what it has said.
     with (options.output or Path(os.devnull)).open("w") as file:
-        for line in chain(begin, compared(has_engine, " ".join(WITHOUT[module] for module in missing).split())):
+        for line in chain(begin, compared(model, *sizes, has_engine, more_flags)):
             for stream in (sys.stdout, file):
                 print(line, file=stream, flush=True)
 
