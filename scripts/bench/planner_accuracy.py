@@ -27,7 +27,7 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import works_of
 from megatron_2bw.planner.layout import Layout, Recompute
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.speeds import machine_of
+from megatron_2bw.planner.speeds import machine_of, speed_of
 from tests.planner import measured, measured_deepseek, measured_dgxc, measured_experts, measured_fp8
 from tests.planner.measured import Row
 
@@ -48,6 +48,8 @@ BIGSCIENCE = (
     "CUDA_LAUNCH_BLOCKING=1, which the authors used against hangs: the host waits for every kernel, small ones cost",
     "more.",
 )
+OLD_ATTENTION = 0.35
+"""Of the peak of an H100, before kernels were written for it."""
 SCRATCH_NOTE = (
     f"{measured.SCRATCH} begins with random weights, the other two do not:",
     "its router does not yet keep the experts nearly equally busy, which predictions assume.",
@@ -141,6 +143,20 @@ def single(title: str, rows: Iterable[Row]) -> Iterator[str]:
     """One line per row."""
     yield from ("", title)
     yield from map(_line, rows)
+
+
+def long_sequences(folder: Path) -> Iterator[str]:
+    """With today's attention, and with that of their day."""
+    title = "H100, sequences shared by up to 32 ranks, products in 8 bits (Llama 2 7B, NeMo 24.07; not fitted)"
+    yield from (
+        "",
+        title,
+        f"Last: with attention at {OLD_ATTENTION:.0%} of the peak, as FlashAttention-2 (arXiv 2407.08608)",
+    )
+    for row in measured_fp8.long_sequences(folder):
+        old = replace(speed_of(row.cluster.gpu), attention_efficiency=OLD_ATTENTION)
+        before_s = costs.iteration(row.model, row.layout, row.cluster, old).time_s
+        yield f"{_line(row)}  {before_s / row.measured - 1:+.1%}"
 
 
 def is_as_stated(row: Row) -> bool:
@@ -374,8 +390,7 @@ def report(folder: Path) -> Iterator[str]:
     yield from single("H100, fused attention (Megatron-LM's table; best microbatch and chunks; not fitted)", h100s())
     in_8_bits = "H100, products in 8 bits (NeMo 24.07; not fitted)"
     yield from single(in_8_bits, measured_fp8.nemo(folder))
-    shared = "H100, sequences shared by up to 32 ranks, products in 8 bits (Llama 2 7B, NeMo 24.07; not fitted)"
-    yield from single(shared, measured_fp8.long_sequences(folder))
+    yield from long_sequences(folder)
     yield from single(
         "H100, B200, GB200, GB300, products in 8 bits (Megatron-Bridge; not fitted)", measured_fp8.bridge(folder)
     )

@@ -465,7 +465,10 @@ def test_the_start_of_a_sum_over_many_nodes_grows_with_their_logarithm():
 def test_other_gpus():
     """The share of the peak follows what was measured to be reachable; the error bar, what was measured of it."""
     h100, unknown = CLUSTERS["dgx-h100"], replace(DGX, gpu=replace(DGX.gpu, name="new-gpu"))
-    assert speed_of(h100.gpu).gemm_efficiency == pytest.approx(0.80 * (794.5 / 989) / (271.2 / 312))
+    b200 = CLUSTERS["dgx-b200"].gpu
+    assert speed_of(h100.gpu).gemm_efficiency == pytest.approx(0.68)
+    assert speed_of(b200).gemm_efficiency == pytest.approx(0.68 * (1745 / 2250) / (794.5 / 989))
+    assert speed_of(CLUSTERS["p3.16xlarge"].gpu).gemm_efficiency == pytest.approx(A100.gemm_efficiency)
     assert speed_of(unknown.gpu) == replace(A100, shares_cards=True)
     for gpu in ("H100-80GB", "NVIDIA H100 80GB HBM3", "h100"):
         assert speed_of(replace(h100.gpu, name=gpu)) == speed_of(h100.gpu)
@@ -474,9 +477,9 @@ def test_other_gpus():
     assert time_s(layout(), cluster=h100) < time_s(layout())
     cases = [(DGX, Fp8.NONE), (h100, Fp8.NONE), (h100, Fp8.DELAYED), (unknown, Fp8.NONE)]
     bars = [costs.iteration(SMALL, layout(fp8=fp8), cluster).relative_error for cluster, fp8 in cases]
-    assert bars == [0.32, 0.22, 0.30, 0.30], "nothing as small was measured in 8 bits"
+    assert bars == [0.32, 0.20, 0.30, 0.30], "nothing as small was measured in 8 bits"
     wide = replace(SMALL, hidden_size=4096, num_attention_heads=32, num_query_groups=32)
-    assert costs.iteration(wide, layout(fp8=Fp8.DELAYED), h100).relative_error == 0.13
+    assert costs.iteration(wide, layout(fp8=Fp8.DELAYED), h100).relative_error == 0.11
 
 
 def test_rings_that_fill_no_node():
