@@ -122,10 +122,10 @@ class Sizes:
         return attention.Elementwise(self.tokens * moved, kernels + gate * _GATE)
 
     def more(self, *, backward: bool) -> attention.Elementwise:
-        """Kernels that are no products, of latent vectors and shared experts."""
-        of_latents = attention.elementwise(self.model, self.tokens, self.tensor, self.outside, backward=backward)
+        """Kernels that are no products: attention's norms and positions, and those of shared experts."""
+        of_attention = attention.elementwise(self.model, self.tokens, self.tensor, self.outside, backward=backward)
         of_shared = self.shared(backward=backward)
-        return attention.Elementwise(of_latents.moved + of_shared.moved, of_latents.kernels + of_shared.kernels)
+        return attention.Elementwise(of_attention.moved + of_shared.moved, of_attention.kernels + of_shared.kernels)
 
     def attention_s(self, machine: Machine, passes: int) -> float:
         """Products with scores; ``passes``: 1 forward, 2 backward. Ranks that share sequences have equal shares."""

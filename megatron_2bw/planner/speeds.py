@@ -84,8 +84,8 @@ FP8_GEMM_EFFICIENCY = {
 }
 """The same of products in 8 bits."""
 SUSTAINED = 0.68 / GEMM_EFFICIENCY["h200"]
-"""Of the largest product measured, in a layer's products again and again, for which an H200's power does not last:
-median of 48 (``scripts/bench/results/kernels_gpu.txt``). Blackwell's is taken to last as little."""
+"""Of the largest product measured, in a layer's products again and again, when an H200's power limit lowers its
+clock: median of 48 (``scripts/bench/results/kernels_gpu.txt``). Blackwell's share is taken to be the same."""
 
 
 class ErrorBar(NamedTuple):
@@ -96,7 +96,10 @@ class ErrorBar(NamedTuple):
 
 
 def speed_of(gpu: Gpu) -> Speed:
-    """The constants of ``gpu``: the A100's, its share of the peak scaled by the largest product measured."""
+    """The constants of ``gpu``: the A100's, but for products and attention.
+
+    Products reach a share of the largest one measured: the A100's, or from Hopper on ``SUSTAINED``.
+    """
     family, of_a100 = _family(gpu), GEMM_EFFICIENCY["a100"]
     sustained = SUSTAINED if family in GEMM_EFFICIENCY and family != "a100" else A100.gemm_efficiency / of_a100
     return replace(
@@ -149,15 +152,16 @@ def error_bar(
     if model.num_experts and family in ("h100", "gb200"):
         return ErrorBar(
             0.12,
-            "NVIDIA's runs with 8 experts: 26 of Grok-1, from 17% less to 4% longer; 3 of Mixtral, up to 11% longer",
+            "NVIDIA's runs with 8 experts: 26 of Grok-1, from 17% less to 5% longer; 3 of Mixtral, up to 11% longer",
         )
     if model.num_experts:
-        return ErrorBar(0.30, "assumed: runs with 8 experts on H100 and GB200 took up to 16% longer")
+        return ErrorBar(0.30, "assumed: runs with 8 experts on H100 and GB200 took up to 11% longer")
     if family == "h100" and in_8_bits and fused_attention and model.hidden_size >= 4096:
         if shared:
             return ErrorBar(
                 0.50,
-                "NVIDIA's runs on H100 in 8 bits: 18; six of 2024, with slower attention, took 32 to 50% longer",
+                "NVIDIA's runs on H100 in 8 bits: six of 2024, with slower attention, took 32 to 50% longer, twelve "
+                "from 7% less to 3% longer",
             )
         return ErrorBar(0.11, "NVIDIA's runs on H100 in 8 bits: 36, hidden sizes from 4096 on, 11% at most but one")
     if family == "h100" and fused_attention and not in_8_bits:
@@ -169,7 +173,9 @@ def error_bar(
     if family == "v100" and not fused_attention and not shared:
         return ErrorBar(0.20, "runs on V100s: 18 by Megatron-LM of 2021, which took 3 to 26% longer")
     if family != "a100" or shared:
-        return ErrorBar(0.30, "assumed: constants of A100, scaled by the data sheet and the largest product measured")
+        return ErrorBar(
+            0.30, "assumed: scaled by the data sheet and by what single kernels reach; no such runs were compared"
+        )
     if fused_attention:
         return ErrorBar(
             0.32, "130 runs of Llama by another trainer, which took 2 to 81% longer; nine of ten, less than 32%"

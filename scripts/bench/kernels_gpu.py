@@ -5,7 +5,8 @@
 Each kernel runs alone and again and again, on random numbers, for long enough that the GPU draws the power, and keeps
 the clock, that it does in training. Sizes are those of one tensor-parallel rank's share of a layer. Attention is
 Transformer Engine's, as Megatron's default layers have it, or torch's where that is not installed; attention to short
-sequences takes as long as the host needs to launch it. ``planner/speeds.py`` has constants from here.
+sequences takes as long as the host needs to launch it. The first
+kernel of all finds the GPU cold, and is faster. ``planner/speeds.py`` has constants from here.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ CASES = (("gpt3-175b", 8, 2), ("gpt3-175b", 4, 2), ("llama3-8b", 1, 1), ("llama3
 """Model, tensor-parallel size, microbatch size."""
 LASTS_S, WARM_S = 0.5, 0.3
 BF16 = torch.bfloat16
-BETWEEN = 20
-"""Kernels between two looks at the clock."""
+LEAST = 20
+"""Repetitions between two looks at the clock, at least."""
 TITLES = ("us", "TFLOP/s or TB/s", "of the peak")
 
 
@@ -56,8 +57,8 @@ class Kernel(NamedTuple):
 def seconds_of(run: Callable[[], object]) -> float:
     """Of one run among many, by the GPU's clock."""
     first_s = _mean_s(run, 3)
-    _mean_s(run, max(BETWEEN, int(WARM_S / first_s)))
-    return _mean_s(run, max(BETWEEN, int(LASTS_S / first_s)))
+    _mean_s(run, max(LEAST, int(WARM_S / first_s)))
+    return _mean_s(run, max(LEAST, int(LASTS_S / first_s)))
 
 
 def _mean_s(run: Callable[[], object], times: int) -> float:

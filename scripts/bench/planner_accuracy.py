@@ -49,7 +49,7 @@ BIGSCIENCE = (
     "more.",
 )
 OLD_ATTENTION = 0.35
-"""Of the peak of an H100, before kernels were written for it."""
+"""Of the peak of an H100, by FlashAttention-2: Shah et al., "FlashAttention-3" (arXiv 2407.08608), abstract."""
 SCRATCH_NOTE = (
     f"{measured.SCRATCH} begins with random weights, the other two do not:",
     "its router does not yet keep the experts nearly equally busy, which predictions assume.",
@@ -151,7 +151,7 @@ def long_sequences(folder: Path) -> Iterator[str]:
     yield from (
         "",
         title,
-        f"Last: with attention at {OLD_ATTENTION:.0%} of the peak, as FlashAttention-2 (arXiv 2407.08608)",
+        f"Last: with attention at {OLD_ATTENTION:.0%} of the peak, as FlashAttention-2 has (arXiv 2407.08608)",
     )
     for row in measured_fp8.long_sequences(folder):
         old = replace(speed_of(row.cluster.gpu), attention_efficiency=OLD_ATTENTION)

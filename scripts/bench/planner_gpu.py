@@ -47,7 +47,7 @@ MODEL = Model(
     seq_length=2048,
     vocab_size=32768,
     dropout=False,
-    name="GPT, 16 layers, hidden 2048, sequence 2048, vocabulary 32768",
+    name="GPT, hidden 2048, sequence 2048, vocabulary 32768",
 )
 LOG_INTERVAL = 3
 TRAINING = (
@@ -90,7 +90,7 @@ def off(predicted: float, measured: float) -> str:
 
 def compared(model: Model, global_batch: int, microbatch: int, fused: bool, more_flags: list[str]) -> Iterator[str]:
     """Profile, then a row for microbatches of one, and one for those of ``microbatch``; nothing is recomputed."""
-    sizes = 1, microbatch
+    sizes = tuple(sorted({1, microbatch}))
     setting = Setting(ranks=1, precision=Precision.BF16, fused_attention=fused, sequence_parallel=False)
     request = Request(
         model=model,
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help=f"default: {MODEL.name}")
     parser.add_argument("--layers", type=int, help="in place of the model's own number of them")
     parser.add_argument("--global-batch-size", type=int, default=8, help="sequences")
-    parser.add_argument("--microbatch", type=int, default=4, help="sequences of the larger one of two")
+    parser.add_argument("--microbatch", type=int, default=4, help="sequences, beside one")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; scripts/bench/planner_here.py compares on CPUs")
@@ -136,14 +136,15 @@ def main() -> None:
     kernels = "Transformer Engine" if has_engine else "Megatron's own layers, attention unfused"
     model = MODELS[options.model] if options.model else MODEL
     if options.layers:
-        model = replace(model, num_layers=options.layers, name=f"{model.name} of {options.layers} layers")
-    about = f"{model.name}, batches of {options.global_batch_size}, bf16, {kernels}, one GPU"
-    sizes = options.global_batch_size, options.microbatch
+        model = replace(model, num_layers=options.layers)
+    about = f"{model.name}, {model.num_layers} layers, batches of {options.global_batch_size}, bf16, {kernels}, one GPU"
     more_flags = " ".join(WITHOUT[module] for module in missing).split()
     begin = [*heading(*filter(is_installed, ("transformer-engine", "apex"))), "", about, ""]
     # Line by line: who stops this script keeps what it has said.
     with (options.output or Path(os.devnull)).open("w") as file:
-        for line in chain(begin, compared(model, *sizes, has_engine, more_flags)):
+        for line in chain(
+            begin, compared(model, options.global_batch_size, options.microbatch, has_engine, more_flags)
+        ):
             for stream in (sys.stdout, file):
                 print(line, file=stream, flush=True)
 

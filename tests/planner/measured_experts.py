@@ -2,8 +2,7 @@
 
 NVIDIA publishes them with releases of Megatron-Bridge, and yanring/Megatron-MoE-ModelZoo with its recipes (commits and
 files are in the data). Most exchange tokens by libraries of their own, over groups larger than a node; between two
-releases, the same model on the same GPUs became up to three times as fast. Biases of GPT-OSS are
-not priced.
+releases, the same model on the same GPUs became up to three times as fast. Biases of GPT-OSS are not priced.
 """
 
 from __future__ import annotations
