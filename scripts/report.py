@@ -38,3 +38,11 @@ def put(lines: Iterable[str], output: Path | None) -> None:
     print(text)
     if output is not None:
         output.write_text(text)
+
+
+def put_each(lines: Iterable[str], output: Path | None) -> None:
+    """The same line by line, as they come: who stops the script keeps what it has said."""
+    with (output or Path(os.devnull)).open("w") as file:
+        for line in lines:
+            for stream in (sys.stdout, file):
+                print(line, file=stream, flush=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import gpu_report
 import planner_gpu
 import pytest
+import report
 import schedules
 
 from megatron_2bw.planner.layout import Layout
@@ -154,3 +155,15 @@ def test_what_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert code == 1
     assert said.startswith("1\nstopped")
     assert not finished.exists()
+
+
+def test_a_benchmark_says_each_line_as_it_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "benchmark.txt"
+
+    def lines() -> Iterator[str]:
+        yield "one"
+        assert path.read_text() == capsys.readouterr().out == "one\n"
+        yield "two"
+
+    report.put_each(lines(), path)
+    assert path.read_text() == "one\ntwo\n"

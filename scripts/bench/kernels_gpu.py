@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from planner_gpu import of_data_sheet
-from report import heading, is_installed
+from report import heading, is_installed, put_each
 from torch import Tensor
 
 from megatron_2bw.planner.attention import core_channels
@@ -93,7 +92,7 @@ def attention(sizes: Sizes, peak: float) -> Iterator[Kernel]:
     """Of one sequence or more, causal: half of the scores count. A backward is timed with the forward before it."""
     model, tensor = sizes.model, sizes.split.tensor
     batch, length, heads = sizes.split.microbatch, model.seq_length, model.num_attention_heads // tensor
-    groups, channels = (model.num_query_groups or model.num_attention_heads) // tensor, core_channels(model)[0]
+    groups, channels = model.num_query_groups // tensor, core_channels(model)[0]
     shapes = ((length, batch, count, channels) for count in (heads, groups, groups))
     q, k, v = (_random(*shape, grad=True) for shape in shapes)
     run = _engine(heads, groups, channels) if importlib.util.find_spec("transformer_engine") else _torch
@@ -169,10 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device")
-    with (options.output or Path(os.devnull)).open("w") as file:
-        for line in chain((*heading(*filter(is_installed, ("transformer-engine",))), ""), lines()):
-            for stream in (sys.stdout, file):
-                print(line, file=stream, flush=True)
+    put_each(chain((*heading(*filter(is_installed, ("transformer-engine",))), ""), lines()), options.output)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import re
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from report import heading, is_installed
+from report import heading, is_installed, put_each
 
 from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
 from megatron_2bw.planner.finder import Choice, price
@@ -140,13 +139,8 @@ def main() -> None:
     about = f"{model.name}, {model.num_layers} layers, batches of {options.global_batch_size}, bf16, {kernels}, one GPU"
     more_flags = " ".join(WITHOUT[module] for module in missing).split()
     begin = [*heading(*filter(is_installed, ("transformer-engine", "apex"))), "", about, ""]
-    # Line by line: who stops this script keeps what it has said.
-    with (options.output or Path(os.devnull)).open("w") as file:
-        for line in chain(
-            begin, compared(model, options.global_batch_size, options.microbatch, has_engine, more_flags)
-        ):
-            for stream in (sys.stdout, file):
-                print(line, file=stream, flush=True)
+    rows = compared(model, options.global_batch_size, options.microbatch, has_engine, more_flags)
+    put_each(chain(begin, rows), options.output)
 
 
 if __name__ == "__main__":
