@@ -26,6 +26,7 @@ import torch
 from megatron_2bw.mcore import cpu_checkpoint, steps_of_adam
 from megatron_2bw.mcore.cpu_memory import keep_freed_memory
 from megatron_2bw.mcore.cpu_streams import CpuEvent, CpuStream
+from megatron_2bw.mcore.symbols import unsupported
 
 _CPU = torch.device("cpu")
 _MISSING = object()
@@ -148,9 +149,14 @@ _saved: dict[_Group, list[tuple[Any, str, Any]]] = {}
 def _apply(group: _Group) -> None:
     if group in _saved:
         return
-    saved = _saved[group] = []
-    for row in group():
-        saved.append((row.owner, row.attribute, vars(row.owner).get(row.attribute, _MISSING)))
+    try:
+        rows = group()
+        for row in rows:
+            getattr(row.owner, row.attribute)
+    except (ImportError, AttributeError) as error:
+        raise unsupported("what runs without a GPU", f"is missing ({error})") from error
+    _saved[group] = [(row.owner, row.attribute, vars(row.owner).get(row.attribute, _MISSING)) for row in rows]
+    for row in rows:
         setattr(row.owner, row.attribute, row.value)
 
 

@@ -10,14 +10,19 @@ from __future__ import annotations
 import atexit
 
 from megatron_2bw.mcore import cpu_backend, wrappers
-from megatron_2bw.mcore.symbols import Hook, Used, apply, check, is_relied_on, revert
+from megatron_2bw.mcore.symbols import Hook, apply, check, is_relied_on, revert
+from megatron_2bw.mcore.used import USED
 from megatron_2bw.runtime import gloo_workers
 
 
 def install() -> None:
     """Install every hook; see `megatron_2bw.install`."""
-    cpu_backend.install_as_needed()
-    check(HOOKS + USED)
+    try:
+        cpu_backend.install_as_needed()  # Before Megatron is imported, which the check does.
+        check(HOOKS + USED)
+    except BaseException:
+        cpu_backend.uninstall()
+        raise
     for hook in filter(is_relied_on, HOOKS):
         apply(hook)
     atexit.unregister(gloo_workers.finish)
@@ -38,7 +43,6 @@ def uninstall() -> None:
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -223,82 +227,3 @@ HOOKS: tuple[Hook, ...] = (
     ),
 )
 """Every binding that our schedules need."""
-
-_OPTIMIZER = "megatron.core.optimizer"
-_MOE = "megatron.core.transformer.moe"
-_MOE_LOGGING = f"{_MOE}.moe_logging"
-
-USED: tuple[Used, ...] = (
-    Used(module="megatron.core.parallel_state", name="set_pipeline_model_parallel_rank", parameters=("rank",)),
-    Used(module="megatron.core.parallel_state", name="_MPU_PIPELINE_MODEL_PARALLEL_RANK"),
-    Used(module="megatron.core.parallel_state", name="_PIPELINE_MODEL_PARALLEL_GROUP"),
-    Used(
-        module="megatron.core.parallel_state",
-        name="create_group",
-        parameters=("ranks", "timeout", "backend", "pg_options", "group_desc"),
-    ),
-    Used(module=_SCHEDULES, name="forward_step", parameters=("current_microbatch", "is_last_stage", "cp_group_size")),
-    Used(module=_SCHEDULES, name="backward_step", parameters=("input_tensor", "output_tensor", "output_tensor_grad")),
-    Used(module=_SCHEDULES, name="get_tensor_shapes", parameters=("tp_group", "cp_group", "decoder_seq_length")),
-    Used(module=_SCHEDULES, name="deallocate_output_tensor", parameters=("out", "deallocate_pipeline_outputs")),
-    Used(module=f"{_OPTIMIZER}.clip_grads", name="multi_tensor_applier"),
-    Used(module=f"{_OPTIMIZER}.clip_grads", name="l2_norm_impl"),
-    Used(module=f"{_OPTIMIZER}.optimizer", name="SEPARATE_GRAD_NORM_GROUPS", since=(0, 19)),
-    Used(module=f"{_OPTIMIZER}.optimizer", name="ChainedOptimizer.get_grad_norm"),
-    Used(
-        module=f"{_OPTIMIZER}.optimizer",
-        name="ChainedOptimizer.has_grad_norm_group",
-        parameters=("grad_norm_group",),
-        since=(0, 19),
-    ),
-    Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_grads_for_grad_norm", since=(0, 19)),
-    Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_main_grads_for_grad_norm", until=(0, 19)),
-    Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.prepare_grads"),
-    Used(module=f"{_OPTIMIZER}.layer_wise_optimizer", name="LayerWiseDistributedOptimizer"),
-    Used(module="megatron.core.num_microbatches_calculator", name="_GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
-    Used(
-        module="megatron.core.num_microbatches_calculator",
-        name="_build_num_microbatches_calculator",
-        parameters=(
-            "rank",
-            "global_batch_size",
-            "micro_batch_size",
-            "data_parallel_size",
-            "decrease_batch_size_if_needed",
-            "step_batch_size_schedule",
-            "seq_length",
-        ),
-    ),
-    Used(module=_CHECKPOINTING, name="get_checkpoint_name", parameters=("iteration", "return_base_dir")),
-    Used(module=_CHECKPOINTING, name="get_checkpoint_tracker_filename"),
-    Used(module=_CHECKPOINTING, name="read_metadata", parameters=("tracker_filename",)),
-    Used(module=_CHECKPOINTING, name="_NON_PERSISTENT_CKPT_SUBDIR"),
-    Used(module=_TRAINING, name="_TRAIN_START_TIME"),
-    Used(module="megatron.core.rerun_state_machine", name="_GLOBAL_RERUN_STATE_MACHINE"),
-    Used(
-        module="megatron.core.rerun_state_machine",
-        name="RerunStateMachine.validate_result",
-        parameters=("result", "rejection_func", "message", "fatal"),
-    ),
-    Used(module="megatron.core.timers", name="Timer.set_barrier_group", parameters=("barrier_group",)),
-    Used(module="megatron.core.timers", name="Timer.set_elapsed", parameters=("value",)),
-    Used(module="megatron.core.timers", name="DummyTimer"),
-    Used(module="megatron.core.distributed", name="finalize_model_grads"),
-    Used(module=_MOE_LOGGING, name="get_moe_metrics_tracker"),
-    Used(module=_MOE_LOGGING, name="set_moe_metrics_tracker", parameters=("tracker",)),
-    Used(
-        module=_MOE_LOGGING,
-        name="MoEMetricsTracker.report",
-        parameters=("loss_scale", "writer", "wandb_writer", "per_layer_logging", "total_loss_dict"),
-    ),
-    Used(
-        module=_MOE_LOGGING,
-        name="MoEMetricsTracker.ensure_initialized",
-        parameters=("name", "num_layers", "device"),
-    ),
-    Used(module=_MOE_LOGGING, name="MoEMetricsTracker.metrics"),
-    Used(module=f"{_MOE}.moe_utils", name="get_updated_expert_bias", parameters=("tp_dp_cp_group",)),
-    Used(module=f"{_MOE}.router", name="TopKRouter._maintain_float32_expert_bias"),
-    Used(module=_MOE_LOGGING, name="MetricEntry", parameters=("values", "reduce_group", "avg_group", "needs_dp_avg")),
-)
-"""Every symbol of Megatron that `install` leaves alone and a run relies on."""

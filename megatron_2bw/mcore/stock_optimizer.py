@@ -52,7 +52,7 @@ def forget_shards_of_weights(model: torch.nn.Module) -> None:
 
 def scaler_of(optimizer: Any) -> Any:
     """Megatron's gradient scaler; None in fp32 and bf16."""
-    return getattr(optimizer, "grad_scaler", None)
+    return optimizer.grad_scaler if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer) else None
 
 
 class Accumulated(NamedTuple):

@@ -71,11 +71,11 @@ def check(symbols: Iterable[Used]) -> None:
         try:
             target = operator.attrgetter(used.name)(importlib.import_module(used.module))
         except (ImportError, AttributeError) as error:
-            raise _unsupported(symbol, f"is missing ({error})") from error
+            raise unsupported(symbol, f"is missing ({error})") from error
         parameters = inspect.signature(target).parameters if used.parameters else {}
         missing = [name for name in used.parameters if name not in parameters]
         if missing:
-            raise _unsupported(symbol, f"no longer takes {', '.join(missing)}")
+            raise unsupported(symbol, f"no longer takes {', '.join(missing)}")
 
 
 def replace(target: object, name: str, value: object) -> Callable[[], None]:
@@ -85,7 +85,7 @@ def replace(target: object, name: str, value: object) -> Callable[[], None]:
         UnsupportedMegatronError: there is none of that name, so nobody would read it.
     """
     if not hasattr(target, name):
-        raise _unsupported(f"{type(target).__module__}.{type(target).__name__}.{name}", "is missing")
+        raise unsupported(f"{type(target).__module__}.{type(target).__name__}.{name}", "is missing")
     back = functools.partial(setattr, target, name, getattr(target, name))
     setattr(target, name, value)
     return back
@@ -114,7 +114,8 @@ def revert(hook: Hook) -> None:
         setattr(module, hook.name, replacement.__wrapped__)
 
 
-def _unsupported(symbol: str, problem: str) -> UnsupportedMegatronError:
+def unsupported(symbol: str, problem: str) -> UnsupportedMegatronError:
+    """What to raise where ``problem`` is one of the installed Megatron's."""
     return UnsupportedMegatronError(
         f"{symbol} {problem} in megatron-core {megatron_version()}; this release of megatron_2bw works with "
         f"megatron-core {SUPPORTED_VERSIONS}: install one of these, or a newer megatron_2bw"

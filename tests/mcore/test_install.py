@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import os
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.mcore import checks
+from megatron_2bw.mcore.install import HOOKS
+from megatron_2bw.mcore.used import USED
 
 REPLACED = """
 import importlib, operator
@@ -56,6 +59,79 @@ def test_a_process_leaves_no_thread_of_gloo_at_work(then: str, printed: str) -> 
 def test_everything_is_replaced_once_and_put_back() -> None:
     ended = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+CHANGED = """
+import sys, torch
+from megatron_2bw.mcore import cpu_backend
+cuda = torch.Tensor.cuda
+cpu_backend.install()
+from megatron.core import timers
+from megatron.core.datasets import utils
+from megatron.training import training
+cpu_backend.uninstall()
+train = training.train
+{change}
+import megatron_2bw
+try:
+    megatron_2bw.install()
+except RuntimeError as error:
+    print(type(error).__name__, error)
+assert torch.Tensor.cuda is cuda, "the CPU backend stays"
+assert training.train is train, "a hook is in place"
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("del training.evaluate", "megatron.training.training.evaluate is missing"),
+        (
+            "timers.Timer.set_elapsed = lambda self, seconds: None",
+            "megatron.core.timers.Timer.set_elapsed no longer takes value in megatron-core",
+        ),
+        ("del utils.compile_helpers", "what runs without a GPU is missing"),
+    ],
+)
+def test_a_megatron_that_lacks_a_name_is_refused_and_left_as_it_was(change: str, message: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", CHANGED.format(change=change)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("UnsupportedMegatronError ")
+    assert message in ended.stdout
+    assert "works with megatron-core" in ended.stdout
+
+
+def test_every_name_that_is_imported_from_megatron_is_checked() -> None:
+    checked = {(used.module, used.name.partition(".")[0]) for used in (*HOOKS, *USED)}
+    files = set((ROOT / "megatron_2bw" / "mcore").glob("*.py")) - {ROOT / "megatron_2bw" / "mcore" / "profile.py"}
+    imported = set().union(*map(_imported, files))
+    assert len(imported) > 50
+    assert imported <= checked | {("megatron.core.package_info", "__version__")}
+
+
+def _imported(file: Path) -> set[tuple[str, str]]:
+    """Modules and names: ``from module import name``, and ``module.name`` after ``from package import module``."""
+    tree = ast.parse(file.read_text())
+    names, modules = set(), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "megatron":
+            for one in node.names:
+                whole = f"{node.module}.{one.name}"
+                if _is_module(whole):
+                    modules[one.asname or one.name] = whole
+                else:
+                    names.add((node.module, one.name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            names.add((modules[node.value.id], node.attr))
+    return names
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # Its package is a module.
+        return False
 
 
 @pytest.mark.parametrize("given", [["--pipeline-schedule", "2bw"], ["--pipeline-schedule=2bw"]])
