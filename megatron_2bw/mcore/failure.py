@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_2bw.runtime.errors import PeerLostError, lost_in
+from megatron_2bw.runtime.links import backend_of
 
 _POLL_S = 0.2
 _ending = threading.RLock()
@@ -92,7 +93,7 @@ def nccl_failure() -> tuple[dist.ProcessGroup, str] | None:
     for group in list(dist.distributed_c10d._world.pg_map):
         # One that is being destroyed, or that torch wraps to debug it, may not answer.
         with contextlib.suppress(RuntimeError, TypeError, ValueError):
-            if "cuda:nccl" in dist.get_backend_config(group):
+            if backend_of(group, "cuda") == "nccl":
                 error = group._get_backend(torch.device("cuda")).get_error()
                 if error.name != "SUCCESS":
                     return group, f"NCCL, {group.group_desc}: {error.name}"

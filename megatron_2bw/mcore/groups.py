@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_2bw.runtime.links import Way
+from megatron_2bw.runtime.links import Way, backend_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +118,9 @@ def _connect_neighbours(ranks: list[int], group: dist.ProcessGroup, way: Way) ->
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where ``group`` transfers from and to."""
-    is_on_host = dist.get_backend(group) == "gloo" or not torch.cuda.is_available()
-    return torch.device("cpu") if is_on_host else torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.is_available() and backend_of(group, "cuda") == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def create_mirror_groups(timeout: timedelta) -> MirrorGroups:
@@ -249,7 +250,7 @@ def _nccl_options(group: dist.ProcessGroup) -> dist.ProcessGroupNCCL.Options | N
     By ``--nccl-communicator-config-path`` or ``--high-priority-stream-groups``. Not the object that the group has:
     torch adds to it where a group comes from.
     """
-    if dist.get_backend(group) != "nccl":
+    if backend_of(group, "cuda") != "nccl":
         return None
     given = group._get_backend(torch.device("cuda")).options
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)

@@ -41,7 +41,7 @@ class _Transfer(NamedTuple):
 
     def wait(self) -> torch.Tensor:
         with needs_peers(_what(self.action, self.peer)):
-            if dist.get_backend(self.group) == "gloo":
+            if backend_of(self.group, self.tensor.device.type) == "gloo":
                 # Its transfers do not know of a timeout that was set after their group was made.
                 self.work.wait(self.group._get_backend(torch.device("cpu")).options._timeout)
             else:
@@ -110,7 +110,7 @@ class Links:
         """What ``receive`` has brought, once it is here."""
         transfer = self._receives.pop(receive)
         tensor = transfer.wait()
-        if dist.get_backend(transfer.group) == "nccl":
+        if backend_of(transfer.group, tensor.device.type) == "nccl":
             while self._taken and self._taken[0].done.query():
                 self._taken.popleft()
             done = torch.cuda.current_stream(tensor.device).record_event()
@@ -129,7 +129,7 @@ class Links:
         while sends and sends[0].work.is_completed():
             sends.popleft()
         group = self._group(action, self._rank, peer)
-        if dist.get_backend(group) == "gloo":
+        if backend_of(group, tensor.device.type) == "gloo":
             # It reports a send complete only to a caller that waits for it.
             while len(sends) >= self._most_sends:
                 sends.popleft().wait()
@@ -149,6 +149,15 @@ class Links:
 
     def _group(self, action: Action, source: int, destination: int) -> dist.ProcessGroup:
         return self._groups[Way(action.type in ACTIVATIONS, source < destination)]
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """What carries tensors of ``cpu`` or ``cuda``; None where nothing does.
+
+    ``get_backend`` answers "undefined" where ``init_process_group`` was not told of one, and the group has both.
+    """
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return next((backend for device, backend in pairs if device == device_type), None)
 
 
 def _what(action: Action, peer: int) -> str:

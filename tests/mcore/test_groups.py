@@ -66,7 +66,7 @@ def test_a_group_has_the_options_of_megatrons(monkeypatch: pytest.MonkeyPatch) -
         given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         given.config.max_ctas, given.config.net_name = 4, "IB"
         made: list[dict[str, Any]] = []
-        monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
         monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: SimpleNamespace(options=given))
         monkeypatch.setattr(groups.parallel_state, "get_pipeline_model_parallel_group", lambda: dist.group.WORLD)
         monkeypatch.setattr(groups.parallel_state, "create_group", lambda ranks, **keywords: made.append(keywords))

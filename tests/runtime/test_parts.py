@@ -230,7 +230,7 @@ def test_capturing_over_a_pending_batch_is_refused():
 def test_the_oldest_receive_that_the_device_waits_for(monkeypatch):
     """Over NCCL, where no wait of the host shows it."""
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:nccl")
     monkeypatch.setattr(dist, "irecv", lambda tensor, **_: MagicMock())
     done, numbers = set(), itertools.count()
 
@@ -253,6 +253,21 @@ def test_the_oldest_receive_that_the_device_waits_for(monkeypatch):
     assert links.waiting(str(ONE_WAY[0])).startswith("stage 0: 0RECV_B1 ")
     done.update((1, 2))
     assert links.waiting(str(ONE_WAY[0])) is None
+
+
+def test_sends_are_let_go_where_torch_chose_the_backend(monkeypatch):
+    """As by ``init_process_group()``, after which a group's backend is "undefined"."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        links = Links(groups=dict.fromkeys(ONE_WAY, dist.group.WORLD), ranks=[0, 1])
+        sent = [MagicMock(**{"is_completed.return_value": False}) for _ in range(5)]
+        works = iter(sent)
+        monkeypatch.setattr(dist, "isend", lambda tensor, **_: next(works))
+        for microbatch in range(5):
+            links.send(Action.parse(f"0SEND_F{microbatch}"), 1, torch.zeros(1))
+    finally:
+        dist.destroy_process_group()
+    assert [work.wait.called for work in sent] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize(("action", "named"), [("1F2v-1", "1F2v0"), ("1F2@3v2", "1F2@3v2"), ("1UPDATE", "1UPDATE")])
