@@ -29,6 +29,8 @@ def check_declaration(schedule: Schedule) -> None:
         Misplaced: which bound.
     """
     ranks = len(schedule.programs)
+    if schedule.per_boundary < 1:
+        raise Misplaced(Rule.DECLARATION, f"per_boundary = {schedule.per_boundary}; at least 1 crosses each boundary")
     for name, values, count, least in (
         ("delay", schedule.delay, schedule.stages, 0),
         ("weight_versions", schedule.weight_versions, ranks, 1),

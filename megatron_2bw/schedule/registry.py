@@ -79,7 +79,7 @@ def build(name: str, *, stages: int, microbatches: int, **options: int | None) -
             0 and None are the defaults.
 
     Raises:
-        ScheduleError: unknown name, a count below 1, numbers that the schedule does not take, or an option of another.
+        ScheduleError: unknown name, a count below 1, numbers that the schedule does not take, or options of others.
     """
     builder = SCHEDULES[canonical_name(name)]
     for what, count in (("stages", stages), ("microbatches", microbatches)):
@@ -94,8 +94,14 @@ def check_options(name: str, options: Mapping[str, int | None]) -> None:
     """Whether the schedule ``name`` takes what is set of ``options``.
 
     Raises:
-        ScheduleError: an option of another, or no delayed microbatches.
+        ScheduleError: an option of another or of none, one below 0, or no delayed microbatches.
     """
+    unknown = options.keys() - _WITHOUT.keys()
+    if unknown:
+        raise ScheduleError(f"no schedule has the option {min(unknown)!r}; choose from {', '.join(_WITHOUT)}")
+    for option, value in options.items():
+        if value is not None and value < 0:
+            raise ScheduleError(f"{name} got {option} = {value}; give 0 or more, or leave it out")
     if options.get("delayed_microbatches") == 0:
         raise ScheduleError(f"{name} got delayed_microbatches = 0; give at least 1, or leave it out for all")
     for option, value in options.items():

@@ -198,6 +198,8 @@ def test_spans_under_a_limit_on_activations(d: int, limit: int, spans: tuple[int
         ("mixpipe", 4, 8, {"k": 2}, "leave them out, or use as many microbatches as stages"),
         ("mixpipe", 4, 4, {"k": 3}, "k = 3 (--mixpipe-k); use an even number from 2 to the depth, 4"),
         ("mixpipe", 4, 4, {"k": 2, "gamma": 2}, "gamma = 2 (--mixpipe-gamma); with k = 2, use 0 to (d - k)/2 = 1"),
+        ("2bw", 4, 4, {"extra_in_flight": -1}, "2bw got extra_in_flight = -1; give 0 or more, or leave it out"),
+        ("gpipe", 4, 4, {"extra": 0}, "no schedule has the option 'extra'; choose from extra_in_flight, delayed_micro"),
         ("gpipe", 4, 4, {"gamma": 1}, "gpipe has no k and gamma (--mixpipe-k, --mixpipe-gamma); leave them out"),
     ],
 )

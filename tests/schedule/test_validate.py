@@ -334,6 +334,7 @@ def test_declared_bounds_must_fit_the_programs():
         ({"delay": (1,)}, "delay = (1,); it takes 2 numbers, one per stage, from 0 up"),
         ({"delay": (1, -1)}, "delay = (1, -1); it takes 2 numbers, one per stage, from 0 up"),
         ({"weight_versions": (2, 0)}, "weight_versions = (2, 0); it takes 2 numbers, one per rank, from 1 up"),
+        ({"per_boundary": 0}, "per_boundary = 0; at least 1 crosses each boundary"),
         ({"in_flight": (2, 1, 1)}, "in_flight = (2, 1, 1); it takes 2 numbers, one per rank, from 1 up"),
     ):
         with pytest.raises(ScheduleError) as caught:
