@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
 from typing import NamedTuple
@@ -18,13 +18,40 @@ from megatron_2bw.schedule.timeline import DATA, REDUCTIONS, Event
 _NOTES_PER_ORIGIN = 1024
 
 
+@dataclass(slots=True, eq=False)
+class _Origin:
+    """A moment of a GPU, for marks soon after it.
+
+    CUDA counts milliseconds between two events in single precision: the distance must stay short.
+    """
+
+    event: torch.cuda.Event
+    before: _Origin | None
+    """From which its time is counted, as long as that is not known."""
+    known_s: float = 0.0
+    """On the host's clock, from when there is none before."""
+
+    def time_s(self) -> float:
+        """On the host's clock; waits for it where nobody has asked before."""
+        unknown = [self]
+        while unknown[-1].before is not None:
+            unknown.append(unknown[-1].before)
+        known = unknown.pop()
+        while unknown:
+            origin = unknown.pop()
+            origin.event.synchronize()
+            origin.known_s = known.known_s + known.event.elapsed_time(origin.event) / 1000
+            origin.before, known = None, origin
+        return known.known_s
+
+
 class _Note(NamedTuple):
     """One action, or what ran beside it."""
 
     action: Action
     start: object
     end: object
-    origin: int
+    origin: _Origin | None
     """Of a GPU's marks: the newest origin when it was kept."""
 
 
@@ -43,32 +70,32 @@ class Recorder:
         self._notes: deque[_Note] = deque(maxlen=limit)
         self._beside = {row: deque[_Note](maxlen=limit) for row in (REDUCTIONS, DATA)}
         self._appending = Lock()
-        """Held where another thread may append."""
-        self._origins: list[torch.cuda.Event] = []
-        """CUDA counts milliseconds between two events in single precision: the distance must stay short."""
-        self._origins_s: list[float] = []
-        """Of those that were asked for, on the host's clock."""
+        """Held where another thread may append, or ask for an origin's time."""
+        self._origin: _Origin | None = None
+        """The newest one, on a GPU."""
         self._noted = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            self._origins.append(self._event())
-            self._origins_s.append(time.perf_counter())
+            self._origin = _Origin(self._event(), None, time.perf_counter())
 
     def mark(self) -> object:
         """This moment, as the device sees it."""
-        return self._event() if self._origins else time.perf_counter()
+        return time.perf_counter() if self._origin is None else self._event()
 
     def note(self, action: Action, start: object, end: object) -> None:
         """Keep that ``action`` ran between two marks."""
         self._noted += 1
-        if self._origins and self._noted % _NOTES_PER_ORIGIN == 0:
-            self._origins.append(self._event())
-        self._notes.append(_Note(action, start, end, len(self._origins) - 1))
+        if self._origin is not None and self._noted % _NOTES_PER_ORIGIN == 0:
+            before, self._origin = self._origin, _Origin(self._event(), self._origin)
+            if before.event.query():
+                with self._appending:
+                    before.time_s()  # It needs none before it any more: those without notes are let go.
+        self._notes.append(_Note(action, start, end, self._origin))
 
     def note_beside(self, row: str, action: Action, start: object, end: object) -> None:
         """Keep what ran beside the actions, or within one of them, between two marks."""
         with self._appending:
-            self._beside[row].append(_Note(action, start, end, len(self._origins) - 1))
+            self._beside[row].append(_Note(action, start, end, self._origin))
 
     def timed[Result](self, row: str, action: Action, function: Callable[[], Result]) -> Callable[[], Result]:
         """``function``, kept as something that runs beside the actions."""
@@ -101,28 +128,18 @@ class Recorder:
         return lambda: (self._resolved(notes), self._resolved(beside))
 
     def _resolved(self, notes: list[_Note]) -> list[Event]:
-        if not self._origins:
+        if self._origin is None:
             return [Event(note.action, note.start, note.end) for note in notes]
-        if not notes:
-            return []
         with torch.cuda.device(self._device):
             for note in notes:  # On several streams; each start is before its end.
                 note.end.synchronize()
-            self._know_origins(max(note.origin for note in notes))
+            return [self._resolved_on_gpu(note) for note in notes]
 
-            def event(note: _Note) -> Event:
-                origin, origin_s = self._origins[note.origin], self._origins_s[note.origin]
-                start_s = origin_s + origin.elapsed_time(note.start) / 1000
-                return Event(note.action, start_s, start_s + note.start.elapsed_time(note.end) / 1000)
-
-            return [event(note) for note in notes]
-
-    def _know_origins(self, last: int) -> None:
-        """Add up the distances of the origins up to that one."""
+    def _resolved_on_gpu(self, note: _Note) -> Event:
         with self._appending:
-            for before, after in itertools.pairwise(self._origins[len(self._origins_s) - 1 : last + 1]):
-                after.synchronize()
-                self._origins_s.append(self._origins_s[-1] + before.elapsed_time(after) / 1000)
+            origin_s = note.origin.time_s()
+        start_s = origin_s + note.origin.event.elapsed_time(note.start) / 1000
+        return Event(note.action, start_s, start_s + note.start.elapsed_time(note.end) / 1000)
 
     @staticmethod
     def _event() -> torch.cuda.Event:
