@@ -169,6 +169,7 @@ HOOKS: tuple[Hook, ...] = (
         module=_CHECKPOINTING,
         name="_load_base_checkpoint",
         wrapper=wrappers.read_checkpoint,
+        parameters=("load_dir", "args"),
         why="finds the older weight version in what Megatron reads",
     ),
     Hook(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_2bw.schedule.registry import MEGATRON, MIRRORED
+
 
 def add_arguments(original: Any, parser: Any) -> Any:
     from megatron_2bw.mcore.arguments import add_arguments
@@ -33,25 +35,19 @@ def validate_arguments(original: Any, args: Any, *rest: Any, **keywords: Any) ->
 
 
 def get_timers(original: Any, *args: Any, **keywords: Any) -> Any:
-    from megatron.training import get_args
-
     from megatron_2bw.mcore.timers import CallTimers
 
-    ours = getattr(get_args(), "pipeline_schedule", "megatron") != "megatron"
-    return (CallTimers if ours else original)(*args, **keywords)
+    return (original if _schedule() == MEGATRON else CallTimers)(*args, **keywords)
 
 
 def build_model(original: Any, *args: Any, **keywords: Any) -> Any:
-    from megatron.training import get_args
-
     from megatron_2bw.mcore import mirror
     from megatron_2bw.mcore.session import Session
-    from megatron_2bw.schedule.registry import MIRRORED
 
     chunks = original(*args, **keywords)
     again = inspect.signature(original).bind(*args, **keywords)
     is_trained = again.arguments.get("wrap_with_ddp", True)
-    if is_trained and getattr(get_args(), "pipeline_schedule", "megatron") in MIRRORED:
+    if is_trained and _schedule() in MIRRORED:
         given = again.arguments.get("pg_collection")  # None: Megatron makes one of its groups.
 
         def mirrored() -> Any:
@@ -64,15 +60,12 @@ def build_model(original: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def get_optimizer(original: Any, config: Any, model_chunks: Any, *rest: Any, **keywords: Any) -> Any:
-    from megatron.training import get_args
-
     from megatron_2bw.mcore.session import Session
 
     inner = original(config, model_chunks, *rest, **keywords)
-    name = getattr(get_args(), "pipeline_schedule", "megatron")
-    if name == "megatron":
+    if _schedule() == MEGATRON:
         return inner
-    Session.current = Session(name, inner, model_chunks, Session.mirrored)
+    Session.current = Session(_schedule(), inner, model_chunks, Session.mirrored)
     Session.mirrored = None
     return Session.current.pipeline.optimizer
 
@@ -210,6 +203,8 @@ def save_checkpoint(original: Any, iteration: Any, model: Any, optimizer: Any, *
 
 
 def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
+    if _schedule() == MEGATRON:
+        return original(model, optimizer, *rest, **keywords)
     from megatron_2bw.mcore import checkpoint_folders
 
     checkpoints, load = _checkpoints(optimizer), functools.partial(checkpoint_folders.load, original)
@@ -218,11 +213,13 @@ def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **key
     return load(model, optimizer, *rest, **keywords)
 
 
-def read_checkpoint(original: Any, *args: Any, **keywords: Any) -> Any:
+def read_checkpoint(original: Any, load_dir: Any, args: Any, *rest: Any, **keywords: Any) -> Any:
+    if _schedule(args) == MEGATRON:
+        return original(load_dir, args, *rest, **keywords)
     from megatron_2bw.mcore import checkpoint_folders
     from megatron_2bw.mcore.checkpoint import Checkpoints
 
-    result = checkpoint_folders.read(original, *args, **keywords)
+    result = checkpoint_folders.read(original, load_dir, args, *rest, **keywords)
     if Checkpoints.current is not None:
         Checkpoints.current.read(result)
     return result
@@ -249,6 +246,13 @@ def get_rng_state(original: Any, *args: Any, **keywords: Any) -> Any:
     state = None if _session() is None else _session().pipeline.random_state()
     with contextlib.nullcontext() if state is None else state.shown():
         return original(*args, **keywords)
+
+
+def _schedule(args: Any = None) -> str:
+    """The one that was asked for; Megatron's where none could be."""
+    from megatron.training import get_args
+
+    return getattr(get_args() if args is None else args, "pipeline_schedule", MEGATRON)
 
 
 def _checkpoints(optimizer: Any) -> Any:

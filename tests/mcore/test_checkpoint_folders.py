@@ -94,3 +94,27 @@ def test_a_damaged_checkpoint_to_finetune_is_an_error(saving, tmp_path) -> None:
     (tmp_path / "pretrained" / "latest_checkpointed_iteration.txt").write_text("4")
     with pytest.raises(RuntimeError, match="could not go on from the checkpoint"):
         folders.load(lambda: sys.exit(0))
+
+
+@pytest.mark.parametrize("asked", [{}, {"pipeline_schedule": "megatron"}], ids=["by default", "by name"])
+def test_megatrons_own_schedule_loads_as_without_us(saving, asked, tmp_path, monkeypatch) -> None:
+    from megatron_2bw.mcore import wrappers
+
+    folders, args = saving
+    vars(args).update(asked)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    unfinished = _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
+    old = _checkpoint(tmp_path / "replaced_iter_0000006", "old")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
+
+    def load(*given: object, strict: bool) -> None:
+        assert given == ("model", "optimizer") or given == (str(tmp_path), args)
+        assert (unfinished.exists(), old.exists(), strict) == (True, True, True)
+        assert folders.checkpointing.read_metadata is reads
+        sys.exit()
+
+    reads = folders.checkpointing.read_metadata
+    with pytest.raises(SystemExit):
+        wrappers.load_checkpoint(load, "model", "optimizer", strict=True)
+    with pytest.raises(SystemExit):
+        wrappers.read_checkpoint(load, str(tmp_path), args, strict=True)
