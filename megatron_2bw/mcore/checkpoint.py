@@ -37,9 +37,6 @@ OLDER = "older"
 class Checkpoints:
     """What one run saves beyond Megatron's state, and what it found in the checkpoint it resumed from."""
 
-    current: Checkpoints | None = None
-    """Of this process's last delayed run; saves may come after the run itself has ended."""
-
     def __init__(self) -> None:
         self.layers_of_gpt: Any = None
         """Where a GPT's checkpoint has the layers of a hybrid model, if one is being loaded into the other."""

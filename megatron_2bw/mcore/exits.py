@@ -44,6 +44,10 @@ class ExitRequests:
         """Wait for what is under way, so that no rank ends in the middle of it."""
         for what in self._before:
             self._known(what)
+        self.forget()
+
+    def forget(self) -> None:
+        """End the thread, whatever it gathers, without waiting for it."""
         self._background.close()
 
     @contextmanager

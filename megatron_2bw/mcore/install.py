@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 
 from megatron_2bw.mcore import cpu_backend, wrappers
+from megatron_2bw.mcore.active import active
 from megatron_2bw.mcore.symbols import Hook, apply, check, is_relied_on, revert
 from megatron_2bw.mcore.used import USED
 from megatron_2bw.runtime import gloo_workers
@@ -31,13 +32,11 @@ def install() -> None:
 
 def uninstall() -> None:
     """Restore every name that `install` replaced."""
-    from megatron_2bw.mcore.session import Session
-
     for hook in filter(is_relied_on, HOOKS):
         revert(hook)
     atexit.unregister(gloo_workers.finish)
     cpu_backend.uninstall()
-    Session.end_current()
+    active.forget()
 
 
 _ARGUMENTS = "megatron.training.arguments"

@@ -69,6 +69,10 @@ class PipelineMonitor:
         if self._last is not None:
             with waiting_in("gathering how busy the stages were"):
                 self._background.result(self._last)
+        self.forget()
+
+    def forget(self) -> None:
+        """End the thread, whatever it gathers, without waiting for it."""
         self._background.close()
 
     def add_to(self, losses: dict[str, torch.Tensor], totals: dict[str, Any], advanced: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -120,8 +120,6 @@ class Pipeline:
         """Of a model with experts, where forwards run ahead of the report of their batch."""
         self._inner = self.optimizer = optimizer
         self._tied = False
-        if self.config.mtp_num_layers:
-            _keep_gradients_of_lookups(model)
         if self.is_delayed:
             # Neither versions nor reductions depend on the number of microbatches, which comes with the first batch.
             promised = build(self.schedule_name, stages=self.stages, microbatches=1)
@@ -143,6 +141,8 @@ class Pipeline:
             )
         self._is_closed = False
         self._undo = contextlib.ExitStack()
+        if self.config.mtp_num_layers:
+            self._undo.enter_context(_keeping_gradients_of_lookups(model))
         self._undo.callback(end_at_once_on_errors(self.where))
         if self.is_delayed:
             self._undo.callback(self.optimizer.release)
@@ -357,12 +357,21 @@ def _check_keywords(
         raise ValueError(f"gradient_buffers {gradient_buffers}: use 1 or 2")
 
 
-def _keep_gradients_of_lookups(model: torch.nn.Module) -> None:
-    """Let a tied weight that multi-token prediction also looks up get both gradients under accumulation fusion.
+@contextlib.contextmanager
+def _keeping_gradients_of_lookups(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, a tied weight that multi-token prediction also looks up gets both gradients under accumulation fusion.
 
     The fused product adds that of the output to ``main_grad``, whereupon Megatron's hook drops what autograd found for
     the lookups, unless the weight is marked; ``setup_embeddings_and_output_layer`` marks it without pipelining alone.
     """
     gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-    if getattr(gpt, "mtp_process", False) and getattr(gpt, "share_embeddings_and_output_weights", False):
-        gpt.shared_embedding_or_output_weight().zero_out_wgrad = True
+    is_tied = getattr(gpt, "mtp_process", False) and getattr(gpt, "share_embeddings_and_output_weights", False)
+    weight = gpt.shared_embedding_or_output_weight() if is_tied else None
+    if weight is None or getattr(weight, "zero_out_wgrad", False):
+        yield
+        return
+    weight.zero_out_wgrad = True
+    try:
+        yield
+    finally:
+        del weight.zero_out_wgrad

@@ -14,7 +14,6 @@ from megatron.training.utils import print_rank_0
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.arguments import options_of
 from megatron_2bw.mcore.batches import BatchSizes
-from megatron_2bw.mcore.checkpoint import Checkpoints
 from megatron_2bw.mcore.clock import SharedClock
 from megatron_2bw.mcore.exits import ExitRequests
 from megatron_2bw.mcore.monitor import PipelineMonitor
@@ -39,11 +38,6 @@ class Session:
         model_chunks: the model, as Megatron's training loop holds it.
         mirrored: this rank's second stage, in a bidirectional pipeline.
     """
-
-    current: Session | None = None
-    """The run of this process; hooks find it here because Megatron calls them as bare functions."""
-    mirrored: Any = None
-    """The second stage of the run that is being set up."""
 
     def __init__(self, name: str, inner: Any, model_chunks: list[Any], mirrored: Any = None) -> None:
         args = get_args()
@@ -77,8 +71,6 @@ class Session:
         """Where a trace is to be written."""
         self._foreseen = 0
         """Of the newest batch: an update to be skipped that the log counts already."""
-        if self.is_delayed:
-            Checkpoints.current = Checkpoints()
 
     @property
     def is_delayed(self) -> bool:
@@ -161,14 +153,13 @@ class Session:
             pipeline.executor.abandon()  # The trace is gathered where its transfers would be.
             write_trace(path, pipeline.executor.schedule, pipeline.recorder, pipeline.transfers, self._clock)
         pipeline.close()
-        Session.current = None
 
-    @classmethod
-    def end_current(cls) -> None:
-        """Forget the run of this process, if there is one."""
-        if cls.current is not None:
-            cls.current.pipeline.forget()
-        cls.current = cls.mirrored = None
+    def forget(self) -> None:
+        """Give back what the run has taken; waits for nobody."""
+        for gathering in (self.exits, self.monitor):
+            if gathering is not None:
+                gathering.forget()
+        self.pipeline.forget()
 
     def _start(self, call: Call) -> None:
         args, pipeline = get_args(), self.pipeline

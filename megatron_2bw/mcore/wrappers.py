@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_2bw.mcore.active import active
 from megatron_2bw.schedule.registry import MEGATRON, MIRRORED
 
 
@@ -42,7 +43,6 @@ def get_timers(original: Any, *args: Any, **keywords: Any) -> Any:
 
 def build_model(original: Any, *args: Any, **keywords: Any) -> Any:
     from megatron_2bw.mcore import mirror
-    from megatron_2bw.mcore.session import Session
 
     chunks = original(*args, **keywords)
     again = inspect.signature(original).bind(*args, **keywords)
@@ -55,35 +55,38 @@ def build_model(original: Any, *args: Any, **keywords: Any) -> Any:
                 again.arguments["pg_collection"] = mirror.collection(given)
             return original(*again.args, **again.kwargs)
 
-        (Session.mirrored,) = mirror.build(mirrored)
+        (active.mirrored,) = mirror.build(mirrored)
     return chunks
 
 
 def get_optimizer(original: Any, config: Any, model_chunks: Any, *rest: Any, **keywords: Any) -> Any:
+    from megatron_2bw.mcore.checkpoint import Checkpoints
     from megatron_2bw.mcore.session import Session
 
     inner = original(config, model_chunks, *rest, **keywords)
     if _schedule() == MEGATRON:
         return inner
-    Session.current = Session(_schedule(), inner, model_chunks, Session.mirrored)
-    Session.mirrored = None
-    return Session.current.pipeline.optimizer
+    mirrored = active.mirrored
+    active.forget()  # A run before this one, in the same process.
+    session = Session(_schedule(), inner, model_chunks, mirrored)
+    active.begin(session, Checkpoints() if session.is_delayed else None)
+    return session.pipeline.optimizer
 
 
 def get_scheduler(original: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
     scheduler = original(optimizer, *rest, **keywords)
-    return scheduler if _session() is None else _session().pipeline.drive(scheduler)
+    return scheduler if active.session is None else active.session.pipeline.drive(scheduler)
 
 
 def get_forward_backward(original: Any, *args: Any, **keywords: Any) -> Any:
-    session = _session()
+    session = active.session
     stock = original(*args, **keywords)
     return stock if session is None else functools.partial(session.forward_backward, stock)
 
 
 def locally(original: Any, value: Any, *rest: Any, **keywords: Any) -> Any:
     # Under a delay every rank already knows the outcome; asking all stages would stop the pipeline.
-    session = _session()
+    session = active.session
     if session is not None and session.is_delayed:
         return value
     return original(value, *rest, **keywords)
@@ -96,14 +99,14 @@ def rounded(original: Any, stat: Any, *rest: Any, **keywords: Any) -> Any:
 
 
 def settled(original: Any, *args: Any, **keywords: Any) -> Any:
-    session = _session()
+    session = active.session
     if session is not None:
         session.interrupt()
     return original(*args, **keywords)
 
 
 def evaluate(original: Any, *args: Any, **keywords: Any) -> Any:
-    session = _session()
+    session = active.session
     if session is None:
         return original(*args, **keywords)
     from megatron.training import get_timers
@@ -127,7 +130,7 @@ def evaluate(original: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def packed_tokens(original: Any, *args: Any, **keywords: Any) -> Any:
-    session = _session()
+    session = active.session
     if session is not None and session.is_delayed:
         from megatron.training import training
 
@@ -136,7 +139,7 @@ def packed_tokens(original: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
-    session = _session()
+    session = active.session
     if session is None:
         return original(*args, **keywords)
     call = inspect.signature(original).bind(*args, **keywords)
@@ -149,7 +152,7 @@ def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def norm_of_weights(original: Any, *args: Any, **keywords: Any) -> float | None:
-    session = _session()
+    session = active.session
     if session is None or not session.is_delayed:
         return original(*args, **keywords)
     if not session.logs_this_batch():  # Megatron computes it for every batch, and all ranks take part.
@@ -159,7 +162,7 @@ def norm_of_weights(original: Any, *args: Any, **keywords: Any) -> float | None:
 
 
 def gather_signals(original: Any, item: Any, *rest: Any, **keywords: Any) -> Any:
-    session = _session()
+    session = active.session
     if session is None or session.exits is None:
         return original(item, *rest, **keywords)
     return session.exits.gather("signal", item)
@@ -168,7 +171,7 @@ def gather_signals(original: Any, item: Any, *rest: Any, **keywords: Any) -> Any
 def decide_exit(original: Any, *args: Any, **keywords: Any) -> Any:
     from megatron.training import get_args
 
-    session = _session()
+    session = active.session
     if session is None or session.exits is None:
         return original(*args, **keywords)
     with session.exits.duration_checked_only_at_the_end(get_args()):
@@ -180,17 +183,17 @@ def train(original: Any, *args: Any, **keywords: Any) -> Any:
 
     from megatron_2bw.mcore.checks import checked_before_training
 
-    if _session() is not None:
+    if active.session is not None:
         checked_before_training(get_args())
     try:
         result = original(*args, **keywords)
     except SystemExit as exit_:
         # From the loop itself; a signal's handler, or a forward step, may exit in the middle of a call.
-        if not exit_.code and _session() is not None and _session().pipeline.is_between_calls:
-            _session().close()
+        if not exit_.code and active.session is not None and active.session.pipeline.is_between_calls:
+            _end()
         raise
-    if _session() is not None:
-        _session().close()
+    if active.session is not None:
+        _end()
     return result
 
 
@@ -217,20 +220,17 @@ def read_checkpoint(original: Any, load_dir: Any, args: Any, *rest: Any, **keywo
     if _schedule(args) == MEGATRON:
         return original(load_dir, args, *rest, **keywords)
     from megatron_2bw.mcore import checkpoint_folders
-    from megatron_2bw.mcore.checkpoint import Checkpoints
 
     result = checkpoint_folders.read(original, load_dir, args, *rest, **keywords)
-    if Checkpoints.current is not None:
-        Checkpoints.current.read(result)
+    if active.checkpoints is not None:
+        active.checkpoints.read(result)
     return result
 
 
 def map_layers_of_gpt(original: Any, *args: Any, **keywords: Any) -> Any:
-    from megatron_2bw.mcore.checkpoint import Checkpoints
-
     result = original(*args, **keywords)
-    if Checkpoints.current is not None:
-        Checkpoints.current.layers_of_gpt, _ = result
+    if active.checkpoints is not None:
+        active.checkpoints.layers_of_gpt, _ = result
     return result
 
 
@@ -243,7 +243,7 @@ def generate_state_dict(original: Any, args: Any, model: Any, optimizer: Any, *r
 
 
 def get_rng_state(original: Any, *args: Any, **keywords: Any) -> Any:
-    state = None if _session() is None else _session().pipeline.random_state()
+    state = None if active.session is None else active.session.pipeline.random_state()
     with contextlib.nullcontext() if state is None else state.shown():
         return original(*args, **keywords)
 
@@ -255,15 +255,14 @@ def _schedule(args: Any = None) -> str:
     return getattr(get_args() if args is None else args, "pipeline_schedule", MEGATRON)
 
 
+def _end() -> None:
+    """Of the run, planned or not."""
+    active.session.close()
+    active.session = None
+
+
 def _checkpoints(optimizer: Any) -> Any:
     """What saves and loads more than Megatron does; None for an optimizer that is not ours."""
-    from megatron_2bw.mcore.checkpoint import Checkpoints
     from megatron_2bw.mcore.optimizer import DelayedOptimizer
 
-    return Checkpoints.current if isinstance(optimizer, DelayedOptimizer) else None
-
-
-def _session() -> Any:
-    from megatron_2bw.mcore.session import Session
-
-    return Session.current
+    return active.checkpoints if isinstance(optimizer, DelayedOptimizer) else None

@@ -196,9 +196,11 @@ class UpdateLead(_Lead):
             torch._foreach_lerp_(before, present, 1 + self.steps_ahead)
         for weight, ahead in zip(after, before, strict=True):
             weight.data = ahead
-        yield
-        for weight, data in zip(after, present, strict=True):
-            weight.data = data
+        try:
+            yield
+        finally:
+            for weight, data in zip(after, present, strict=True):
+                weight.data = data
 
     def _keep(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._before.pop(optimizer, None)  # Of a step that nobody has shown, as loading takes one: it may be large.

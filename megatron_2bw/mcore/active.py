@@ -1,0 +1,35 @@
+"""The run of this process: Megatron calls hooks as bare functions, and they find it here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_2bw.mcore.checkpoint import Checkpoints
+    from megatron_2bw.mcore.session import Session
+
+
+@dataclass(slots=True)
+class Active:
+    """What hooks hand on to each other."""
+
+    session: Session | None = None
+    """From the optimizer on, to the end of training."""
+    checkpoints: Checkpoints | None = None
+    """Of the newest delayed run; saves may come after it has ended."""
+    mirrored: Any = None
+    """The second stage of a run that is being set up."""
+
+    def begin(self, session: Session, checkpoints: Checkpoints | None) -> None:
+        """A run is set up; it has its mirrored stage."""
+        self.session, self.checkpoints, self.mirrored = session, checkpoints, None
+
+    def forget(self) -> None:
+        """Give back what the run has taken, if there is one; waits for nobody."""
+        if self.session is not None:
+            self.session.forget()
+        self.session = self.checkpoints = self.mirrored = None
+
+
+active = Active()
