@@ -9,7 +9,7 @@ from megatron_2bw.schedule.durations import Durations, Seconds
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.simulate import simulate
 
-_HEAD = ("schedule", "bubble", "activations in flight", "weight versions", "delay in updates")
+_HEAD = ("schedule", "bubble", "activations in flight", "weight copies", "delay in updates")
 
 
 def comparison(schedules: Iterable[Schedule], bubbles: Iterable[Seconds], durations: Durations) -> Iterator[str]:
