@@ -70,6 +70,8 @@ def read(original: Callable[..., Any], folder: str, args: Any, *rest: Any, **key
     Raises:
         RuntimeError: they are damaged.
     """
+    if not dist.is_initialized():  # For --use-checkpoint-args, on all ranks, before `load`.
+        finish_renames(Path(folder))
     why = f"the checkpoint in {folder} is damaged: Megatron cannot read it; load another one by --ckpt-step"
     with _failing(args, [checkpointing.get_checkpoint_tracker_filename(folder)], why):
         return original(folder, args, *rest, **keywords)
@@ -92,13 +94,20 @@ def replace(present: Path, new: Path) -> None:
 
 def finish_replacements(folder: Path) -> None:
     """Complete every `replace` in ``folder`` that a kill stopped after its first rename."""
+    finish_renames(folder)
+    for old in folder.glob("replaced_iter_*"):
+        if old.with_name(old.name.removeprefix("replaced_")).exists():
+            remove(old)
+
+
+def finish_renames(folder: Path) -> None:
+    """The part of it without which a checkpoint is missing; ranks may do so at the same time."""
     for old in folder.glob("replaced_iter_*"):
         present = old.with_name(old.name.removeprefix("replaced_"))
         new = old.with_name(f"unfinished_{present.name}")
-        if new.exists() and not present.exists():
-            new.rename(present)
-        if present.exists():
-            remove(old)
+        if not present.exists():
+            with contextlib.suppress(FileNotFoundError):  # There is none, or another rank was first.
+                new.rename(present)
 
 
 def remove_all_but_the_named(folder: Path) -> None:

@@ -42,6 +42,17 @@ def test_the_only_checkpoint_left_is_not_removed(tmp_path: Path) -> None:
     assert (old / "file").exists()
 
 
+def test_a_replacement_is_finished_before_arguments_are_read(saving, tmp_path) -> None:
+    """``--use-checkpoint-args`` reads before there are process groups, on every rank."""
+    folders, args = saving
+    folders.dist.is_initialized = lambda: False
+    _checkpoint(tmp_path / "replaced_iter_0000006", "old")
+    _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
+    present = tmp_path / "iter_0000006" / "file"
+    for _ in range(2):
+        assert folders.read(lambda folder, args: present.read_text(), str(tmp_path), args) == "new"
+
+
 def test_nothing_of_a_killed_save_is_in_the_next_one(saving, tmp_path) -> None:
     folders, _ = saving
     present = _checkpoint(tmp_path / "iter_0000006", "old")
