@@ -34,11 +34,14 @@ class ExitRequests:
         self._background = Background(torch.device("cpu"), "2bw exits", timeout.total_seconds())
         self._before: dict[str, Future] = {}
 
-    def gather(self, what: str, wish: bool) -> list[int]:
-        """What all ranks wished after the batch before this one; ``wish`` is this rank's after this one."""
-        before = self._known(what) if what in self._before else [0]
+    def gather(self, what: str, wish: bool, *, drained: bool = False) -> list[int]:
+        """What all ranks wished after the batch before this one; ``wish`` is this rank's after this one.
+
+        Where the pipeline has drained, the same for all ranks, nothing stops: that of this one as well.
+        """
+        wishes = self._known(what) if what in self._before else [0]
         self._before[what] = self._background.submit(lambda: self._gathered(wish))
-        return before
+        return [*wishes, *self._known(what)] if drained else wishes
 
     def close(self) -> None:
         """Wait for what is under way, so that no rank ends in the middle of it."""
@@ -51,7 +54,7 @@ class ExitRequests:
         self._background.close()
 
     @contextmanager
-    def duration_checked_only_at_the_end(self, args: Any) -> Iterator[None]:
+    def duration_checked_only_at_the_end(self, args: Any, *, drained: bool = False) -> Iterator[None]:
         """Inside, ``args.exit_duration_in_mins`` is set only if the time was up after the batch before.
 
         Megatron's own check, in which all ranks meet, then ends the run.
@@ -61,7 +64,7 @@ class ExitRequests:
             yield
             return
         is_up = (time.time() - training._TRAIN_START_TIME) / 60.0 > limit
-        if not any(self.gather("duration", is_up)):
+        if not any(self.gather("duration", is_up, drained=drained)):
             args.exit_duration_in_mins = None
         try:
             yield

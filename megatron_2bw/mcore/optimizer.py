@@ -149,6 +149,8 @@ class DelayedOptimizer:
         """Of the newest finished update."""
         self.skipped = 0
         """Of the updates that ``step`` reported last: how many were skipped. After a drain it reports two."""
+        self.reported: int | None = None
+        """The newest batch whose update ``step`` reported last; what was settled since then, it has yet to report."""
         self._is_released = False
         self._taken_over = ExitStack()
         self._take_over()
@@ -174,6 +176,7 @@ class DelayedOptimizer:
             return self._inner.step()
         outcomes, self._outcomes = self._outcomes, []
         self.skipped = sum(not outcome.successful for outcome in outcomes)
+        self.reported = outcomes[-1].batch if outcomes else None
         if not outcomes:
             return True, None, None
         return self.skipped == 0, outcomes[-1].grad_norm, outcomes[-1].num_zeros

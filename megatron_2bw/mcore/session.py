@@ -69,6 +69,8 @@ class Session:
         self._batch_sizes = BatchSizes.of_training(args)
         self._clock: SharedClock | None = None
         """Where a trace is to be written."""
+        self.drained = False
+        """Whether the newest batch has left the pipeline empty, on all ranks."""
         self._foreseen = 0
         """Of the newest batch: an update to be skipped that the log counts already."""
 
@@ -92,11 +94,11 @@ class Session:
             losses: of that batch, on the last stage.
         """
         found = max(self.optimizer.skipped - self._foreseen, 0)
-        newest = self.optimizer.outcome
-        is_known = newest is not None and newest.batch == self.pipeline.batch - 1
+        is_known = self.optimizer.reported == self.pipeline.batch - 1
         self._foreseen = 0
         if self.optimizer.scales.by_version and not is_known:  # Only then is waiting for the loss worth it.
-            self._foreseen = int(not all(torch.isfinite(loss).all() for loss in losses.values()))
+            loss = next(iter(losses.values()), None)  # Others may be a mean over nothing, such as of one data set.
+            self._foreseen = int(loss is not None and not torch.isfinite(loss).all())
         return found + self._foreseen
 
     def forward_backward(self, stock: Callable[..., Any], **keywords: Any) -> list[Any]:
@@ -108,12 +110,11 @@ class Session:
         timers = self.pipeline.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=False)
+        left = self._batch_sizes.left(keywords["num_microbatches"], at_most=self.pipeline.stages)
+        synchronous = get_args().curr_iteration < get_args().synchronous_warmup_iters
         with get_timers().inside_call():
-            losses = self.pipeline.forward_backward(
-                **keywords,
-                left=self._batch_sizes.left(keywords["num_microbatches"], at_most=self.pipeline.stages),
-                synchronous=get_args().curr_iteration < get_args().synchronous_warmup_iters,
-            )
+            losses = self.pipeline.forward_backward(**keywords, left=left, synchronous=synchronous)
+        self.drained = left == 0 or synchronous
         if self.monitor is not None:
             self.monitor.after(self.pipeline.executor.schedule)
         if timers is not None:

@@ -165,7 +165,7 @@ def gather_signals(original: Any, item: Any, *rest: Any, **keywords: Any) -> Any
     session = active.session
     if session is None or session.exits is None:
         return original(item, *rest, **keywords)
-    return session.exits.gather("signal", item)
+    return session.exits.gather("signal", item, drained=session.drained)
 
 
 def decide_exit(original: Any, *args: Any, **keywords: Any) -> Any:
@@ -174,7 +174,7 @@ def decide_exit(original: Any, *args: Any, **keywords: Any) -> Any:
     session = active.session
     if session is None or session.exits is None:
         return original(*args, **keywords)
-    with session.exits.duration_checked_only_at_the_end(get_args()):
+    with session.exits.duration_checked_only_at_the_end(get_args(), drained=session.drained):
         return original(*args, **keywords)
 
 

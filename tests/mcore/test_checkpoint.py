@@ -85,6 +85,15 @@ def test_an_exit_by_signal_finishes_the_last_update(saving: bool, tmp_path: Path
     assert differing(found, oracle(replace(CASE, batches=finished), delay=1), norms=False) == []
 
 
+def test_a_signal_in_the_last_batch_ends_a_run_before_its_last_evaluation() -> None:
+    """As in Megatron: there may be no time for one."""
+    signal = Fault(kind="signal before forward", rank=1, call=CASE.batches * CASE.microbatches - 1)
+    flags = ("--exit-signal-handler", "--eval-iters", str(EVALUATION_ITERATIONS))
+    found = run(replace(CASE, flags=flags, faults=(signal,)))
+    assert found.validation_losses.numel() == 0
+    assert differing(found, oracle(CASE, delay=1), norms=False) == []
+
+
 def _checkpoint(folder: Path, text: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "file").write_text(text)

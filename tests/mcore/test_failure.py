@@ -179,7 +179,7 @@ def test_an_exit_waits_for_the_others_only_between_calls(
     from megatron_2bw.mcore import checks, wrappers
 
     session = MagicMock(pipeline=MagicMock(is_between_calls=between))
-    monkeypatch.setattr(wrappers, "_session", lambda: session)
+    monkeypatch.setattr(wrappers.active, "session", session)
     monkeypatch.setattr(checks, "checked_before_training", lambda args: None)
     monkeypatch.setattr("megatron.training.get_args", lambda: None)
     with pytest.raises(SystemExit):

@@ -86,11 +86,15 @@ def _logged(case: Case, losses: tuple[str, ...]) -> list[tuple[float, ...]]:
     return [tuple(map(float, values)) for values in re.findall(shown, results.outputs[-1])]
 
 
+@pytest.mark.parametrize("more", [(), ("--log-params-norm",)], ids=["", "settled before its line"])
 @pytest.mark.parametrize("interval", [1, 2, 4])
-def test_a_loss_that_is_no_number_is_counted_and_left_out(interval: int) -> None:
-    """In fp16, in the line of its batch, though its update is found to be skipped one batch later."""
+def test_a_loss_that_is_no_number_is_counted_and_left_out(interval: int, more: tuple[str, ...]) -> None:
+    """In fp16, in the line of its batch, though its update is found to be skipped one batch later.
+
+    The norm of the weights has it found out before that line, but after Megatron asked what became of the update.
+    """
     case = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=8, precision="fp16", model=NO_UPDATES)
-    case = replace(case, flags=("--log-interval", str(interval)))
+    case = replace(case, flags=("--log-interval", str(interval), *more))
     found, expected = (
         re.findall(LOSSES, collect(_with_an_infinite_loss, one, one.ranks)[-1].output)
         for one in (case, replace(case, schedule=None))
@@ -122,6 +126,43 @@ def _with_an_infinite_loss(case: Case, rank: int, port: int, folder: Path) -> No
             return output * (float("inf") if is_it and next(calls) == 3 * case.microbatches else 1.0), loss
 
         return infinite
+
+    faults.before_forward = prepared
+    worker.main(case, rank, port, folder)
+
+
+def test_a_mean_over_nothing_beside_the_loss_skips_no_update() -> None:
+    """Such as the loss of one of several data sets, in a batch without it."""
+    case = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=6, precision="fp16", model=NO_UPDATES)
+    case = replace(case, flags=("--log-interval", "1"))
+    found, expected = (
+        re.findall(LOSSES, collect(_with_a_mean_over_nothing, one, one.ranks)[-1].output)
+        for one in (case, replace(case, schedule=None))
+    )
+    assert found == expected
+    assert all(skipped == nan == "0" for *_, skipped, nan in found)
+
+
+def _with_a_mean_over_nothing(case: Case, rank: int, port: int, folder: Path) -> None:
+    """In the second half of the run."""
+    from . import faults, worker
+
+    before_forward, calls = faults.before_forward, itertools.count()
+
+    def prepared(*args: Any) -> Any:
+        step = before_forward(*args)
+
+        def with_another(data: Any, model: Any) -> Any:
+            output, loss = step(data, model)
+            tokens = 1.0 if next(calls) < 3 * case.microbatches else 0.0
+
+            def losses(tensor: Any) -> Any:
+                *rest, logged = loss(tensor)
+                return (*rest, logged | {"loss of another": tensor.new_tensor([tokens, tokens])})
+
+            return output, losses
+
+        return with_another
 
     faults.before_forward = prepared
     worker.main(case, rank, port, folder)
@@ -167,6 +208,6 @@ def test_statistics_are_rounded_as_megatrons_are(
     stat: float | None, logged: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron takes the largest of all stages in an fp32 tensor; under a delay no stage is asked."""
-    monkeypatch.setattr(wrappers, "_session", lambda: SimpleNamespace(is_delayed=True))
+    monkeypatch.setattr(wrappers.active, "session", SimpleNamespace(is_delayed=True))
     value = wrappers.rounded(None, stat)
     assert (value, type(value)) == (logged, type(logged))
