@@ -133,16 +133,21 @@ def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
 def work_s(model: Model, layout: Layout, cluster: Cluster) -> float:
     """What a batch takes at least, because some stage computes as long as all of them do on average.
 
-    With a flush, the first microbatch passes all stages before that one goes on alone; less where chunks or a second
-    direction shorten its way.
+    With a flush, the first microbatch passes the stages before that one, which all microbatches pass one after the
+    other: with work w_i of stage i, at least w_1 + ... + w_(i-1) + m w_i. The largest of those is least where each
+    stage has 1 - 1/m of the work of the one before. Stages that are equal but for embedding and loss take
+    (m + d - 1)/d of the work; less where chunks or a second direction shorten the way.
     """
     works = works_of(model, Split.of(layout), machine_of(cluster))
     microbatch_s = (model.num_layers - model.dense_layers) * (works.layer.forward_s + works.layer.backward_s)
     others = (1, works.embedding), (1 + model.mtp_num_layers, works.loss)
     for count, work in (*others, (model.dense_layers, works.dense), (model.mtp_num_layers, works.mtp)):
         microbatch_s += count * (work.forward_s + work.backward_s)
-    fills = layout.chunks == 1 and layout.schedule in _FILLING
-    passes = layout.microbatches + (layout.pipeline - 1 if fills else 0)
+    passes = m = float(layout.microbatches)
+    if layout.chunks == 1 and layout.schedule in _FILLING:
+        has_ends = layout.first_stage_layers or layout.last_stage_layers or layout.pipeline_layout
+        is_uneven = has_ends or model.dense_layers
+        passes = layout.pipeline / (1 - (1 - 1 / m) ** layout.pipeline) if is_uneven else m + layout.pipeline - 1
     return processor_share(cluster) * passes * microbatch_s / layout.pipeline * (1 - periods.ROUNDING)
 
 

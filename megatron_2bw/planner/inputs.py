@@ -194,6 +194,8 @@ def checked(value: Any, kind: type, where: str) -> Any:
             return kind(value)
         except ValueError as error:
             raise PlanError(f"{where} {value!r}: choose one of {', '.join(kind)}") from error
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # Tables with gaps have all numbers of a column as floats.
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise PlanError(f"{where} {value!r}: give {_wanted(kind)}")
@@ -217,7 +219,7 @@ def read_json(source: str) -> dict[str, Any]:
         PlanError: it cannot be read, or is none.
     """
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        text = Path(source).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
         raise PlanError(f"{source}: {reason}; give a JSON file or a name") from error

@@ -23,6 +23,7 @@ _LISTS = {f"--{part}data-path" for part in ("", "train-", "valid-", "test-")}
 """Flags with any number of values."""
 _OTHERS = re.compile(r"pretrain_(?:hybrid|ict|mamba|retro|t5|vision|vlm)\w*\.py")
 """Megatron's scripts of models that are neither GPT nor BERT."""
+_TRAINER = re.compile(r"pretrain_(?:gpt|bert)\w*\.py")
 _NO_TRAINING = re.compile(
     r"(?!(?:pre)?train|finetune)(?:\w*_)?"
     r"(?:convert|eval|evaluat(?:e|ion)|export|generat(?:e|ion)|inference|preprocess|quantize)(?:_\w*)?\.py"
@@ -79,6 +80,9 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
         other = _matching(_NO_TRAINING, next(iter(described)))
         raise PlanError(f"--from-script {file}: {other} trains nothing; give the script that trains the model")
     if not training:
+        for words in found:
+            if (hidden := _hidden_from_trainer(words)) and not _matching(_NO_TRAINING, words):
+                raise PlanError(f"--from-script {file}: {_may_be_flags(hidden)}")
         hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
         hint += ", or write the flags with hyphens" if "--num_layers" in text else ""
         hint += ", or the arguments and variables without which it exits" if _EXIT.search(text) else ""
@@ -92,10 +96,7 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
                 "large"
             )
         if hidden := _hidden(words):
-            raise PlanError(
-                f"--from-script {file}: {shorten(shown(hidden), 80)} may hold flags that only running it would tell; "
-                "write them instead, or give the variables and arguments (--script-args) that decide"
-            )
+            raise PlanError(f"--from-script {file}: {_may_be_flags(hidden)}")
     return [Launch(words=words, kind=_kind(words), gpus=_gpus(words, slurm, environment)) for words in training]
 
 
@@ -139,6 +140,19 @@ def _hidden(words: Sequence[str]) -> str | None:
             return word
         flag, values = (word, "=" in word) if word.startswith("--") else (flag, values + 1)
     return None
+
+
+def _hidden_from_trainer(words: Sequence[str]) -> str | None:
+    """The same of one of Megatron's scripts, with few flags or none beside it."""
+    is_trainer = any(_TRAINER.fullmatch(Path(word).name) for word in words)
+    return _hidden(words) if is_trainer else None
+
+
+def _may_be_flags(hidden: str) -> str:
+    return (
+        f"{shorten(shown(hidden), 80)} may hold flags that only running it would tell; write them instead, or give the "
+        "variables and arguments (--script-args) that decide"
+    )
 
 
 def _slurm(text: str) -> dict[str, str]:

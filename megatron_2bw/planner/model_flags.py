@@ -155,8 +155,20 @@ def _given(options: Options, seq_length: int) -> str:
     return " ".join(words)
 
 
-def vocabulary(options: Options, kind: Kind) -> int:
+def vocabulary(
+    options: Options,
+    kind: Kind,
+    *,
+    name: str = "--vocab-size",
+    remedy: str = "--vocab-size N (on the command line, behind --from-script FILE)",
+) -> int:
     """Tokens that the tokenizer knows, or that Megatron pads their number to.
+
+    Args:
+        options: flags.
+        kind: of the model.
+        name: of what is missing where no flag says.
+        remedy: what to give then.
 
     Raises:
         PlanError: no flag says.
@@ -170,10 +182,7 @@ def vocabulary(options: Options, kind: Kind) -> int:
         by_files = "BertWordPieceLowerCase"
     tokenizer = options.text("--tokenizer-type", by_files)
     if tokenizer not in VOCABULARIES:
-        raise PlanError(
-            f"--vocab-size is missing, and --tokenizer-type {tokenizer} has no fixed vocabulary; give --vocab-size N "
-            "(on the command line, behind --from-script FILE)"
-        )
+        raise PlanError(f"{name} is missing, and --tokenizer-type {tokenizer} has no fixed vocabulary; give {remedy}")
     return VOCABULARIES[tokenizer]
 
 

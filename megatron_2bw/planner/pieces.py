@@ -10,7 +10,7 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.periods import Pipeline, Stage
 from megatron_2bw.planner.stages import Contents, contents_of
 from megatron_2bw.planner.work import Work
-from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.registry import DELAYED, MIRRORED
 
 _COLUMNS = {
     "layers, as profiled": "measured_s",
@@ -82,7 +82,7 @@ def parts_of_batch(
     else:
         parts = _parts_of_stage(model, layout, works, slowest)
     parts["update"] = pipeline.update_s
-    if layout.schedule != "2bw":
+    if layout.schedule not in DELAYED:
         parts["sum of gradients"] = pipeline.gradients_s + pipeline.norm_s
     total_s = sum(parts.values())
     if shared and total_s > time_s:  # Work is done faster while others wait.

@@ -44,6 +44,12 @@ OURS = {
     "dp": "data",
     "mbs": "microbatch",
     "gbs": "global_batch",
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "seq_len": "seq_length",
+    "vocab": "vocab_size",
+    "interleave_v": "chunks",
 }
 """Our names for Megatron's, as its arguments spell them, and for those that tables of measurements have."""
 _OF_RECOMPUTATION = ("recompute_granularity", "recompute_activations")
@@ -61,10 +67,33 @@ MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "giv
 LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name != "optimizer"}
 """Fields that a row may have. Megatron has more optimizers than ours; its flag says which one."""
 _KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
+_ANY_CASE = {*OURS, *LAYOUT, "nodes", "gpus"}
+"""Those that tables of measurements have in capitals, too."""
 _ALIKE = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "add_position_embedding", "pad_vocab_size")
 """Arguments that no price depends on, with names that look like flags on which prices do."""
 _MEMBER = re.compile(r"[A-Z]\w*\.(\w+)")
 """Of an enumeration, as Python prints it."""
+
+
+def as_arguments(row: dict[str, Any]) -> dict[str, Any]:
+    """``row`` with keys as Megatron's arguments have them, where they are flags or in capitals.
+
+    >>> as_arguments({"--micro-batch-size": 2, "TP": 4, "Remark": "x"})
+    {'micro_batch_size': 2, 'tp': 4, 'Remark': 'x'}
+
+    Raises:
+        PlanError: two keys contradict each other.
+    """
+    found: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for key, value in row.items():
+        name = key.removeprefix("--").replace("-", "_")
+        if name.lower() in _ANY_CASE:
+            name = name.lower()
+        if keys.setdefault(name, key) != key and found[name] != value:
+            raise PlanError(f"{key} {value!r} and {keys[name]} {found[name]!r} disagree; leave out one of them")
+        found[name] = value
+    return found
 
 
 def check_spelling(row: dict[str, Any]) -> None:
@@ -142,12 +171,18 @@ def in_our_names(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _precisions(theirs: dict[str, Any]) -> Iterator[tuple[str, Precision]]:
     """Of Megatron's arguments, which are taken out of the row, and the precision they ask for."""
     asked = [name for name in ("bf16", "fp16") if name in theirs]
+    for name in asked:
+        if theirs[name] not in (True, False):
+            raise PlanError(f"{name} {theirs[name]!r}: give true or false")
     on = [name for name in asked if theirs.pop(name)]
     if len(on) > 1:
         raise PlanError("bf16 and fp16 exclude each other; leave one out")
     if asked:
         yield (on or asked)[0], Precision(on[0]) if on else Precision.FP32
-    if (precision := _PRECISIONS.get(str(theirs.pop("params_dtype", "")))) is not None:
+    if "params_dtype" in theirs:
+        given = theirs.pop("params_dtype")
+        if (precision := _PRECISIONS.get(f"torch.{str(given).removeprefix('torch.')}")) is None:
+            raise PlanError(f"params_dtype {given!r}: choose one of {', '.join(_PRECISIONS)}")
         yield "params_dtype", precision
 
 
@@ -180,5 +215,7 @@ def _words(value: Any) -> list[str] | None:
         return [] if value else None
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
         return value or None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     member = _MEMBER.fullmatch(str(value))
     return [member[1] if member else str(value)] if value != "" else None

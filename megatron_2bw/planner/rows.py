@@ -36,6 +36,7 @@ from megatron_2bw.planner.row_arguments import (
     LAYOUT,
     MODEL,
     OURS,
+    as_arguments,
     check_spelling,
     flags_of,
     flags_that_set,
@@ -51,6 +52,7 @@ _DECIDED += "chunks fused_attention fused_swiglu fused_loss distributed_optimize
 _POSITIONS = {"--position-embedding-type", "--use-rotary-position-embeddings"}
 _NOT_IN_FLAGS = ("split_transfers", "keeps_main_gradients")
 """Fields of a Layout that today's Megatron does not have."""
+_MAIN_SIZES = {"num_layers", "hidden_size", "num_attention_heads", "seq_length"}
 _SIZES = ("nodes", "gpus", "data")
 _OUTCOMES = ("prediction", "error")
 
@@ -75,7 +77,7 @@ def predicted_rows(
         PlanError: the file cannot be read.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
         raise PlanError(f"--jsonl {file}: {reason}; give a file with one JSON object per line") from error
@@ -105,7 +107,7 @@ def _flags_of_any(text: str) -> set[str]:
 
 def _completed(row: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     row = {key: value for key, value in row.items() if value is not None}
-    is_sized = any(OURS.get(key, key) in _SIZES for key in row)
+    is_sized = any(OURS.get(key, key) in _SIZES for key in as_arguments(row))
     return {**{key: value for key, value in defaults.items() if key not in _SIZES or not is_sized}, **row}
 
 
@@ -115,12 +117,12 @@ def predicted(row: dict[str, Any], *, ignored: Collection[str] = ()) -> dict[str
     Raises:
         PlanError: the row describes no configuration that runs.
     """
-    row = without({key: value for key, value in row.items() if value is not None}, ignored)
+    row = without(as_arguments({key: value for key, value in row.items() if value is not None}), ignored)
     check_spelling(row)
     ours, theirs = in_our_names(row)
     options = Options(values=flags_of(theirs))
     model, base = _model(ours, options), _cluster(ours)
-    layout = _layout(ours, model, base)
+    layout = _layout(ours, model, base, microbatches=theirs.get("num_microbatches"))
     words = [*model_flags(model), "--vocab-size", str(model.vocab_size), *layout_flags(model, layout)]
     ours_said = Options.parse(words).without([GROUPED, "--moe-token-dispatcher-type"])  # The planner adds them.
     options = dataclasses.replace(options, values={**ours_said.values, **options.values})
@@ -146,9 +148,11 @@ def _model(ours: dict[str, Any], options: Options) -> Model:
             fields = {
                 key: value for key, value in fields.items() if key not in ("dense_layers", "dense_ffn_hidden_size")
             }
+        if not _MAIN_SIZES & fields.keys():
+            raise PlanError("model is missing; give a name, an object, or sizes such as num_layers")
         if "vocab_size" not in fields:
             kind = checked(fields.get("kind", Kind.GPT), Kind, "kind")
-            fields["vocab_size"] = vocabulary(options, kind)
+            fields["vocab_size"] = vocabulary(options, kind, name="vocab_size", remedy="it, a whole number")
         return build(Model, fields, "model")
     source = ours["model"]
     if not isinstance(source, str | dict):
@@ -174,8 +178,8 @@ def _cluster(ours: dict[str, Any]) -> Cluster:
     raise PlanError(f"cluster is missing; give one of {', '.join(CLUSTERS)}, or an object")
 
 
-def _layout(ours: dict[str, Any], model: Model, base: Cluster) -> Layout:
-    """The layout as far as fields of ours describe it."""
+def _layout(ours: dict[str, Any], model: Model, base: Cluster, *, microbatches: Any = None) -> Layout:
+    """The layout as far as fields of ours describe it, or so many ``microbatches`` in place of the batch."""
     fields = typed(Layout, {key: value for key, value in ours.items() if key in LAYOUT}, "layout")
     fields["schedule"] = schedule_name(fields.get("schedule", MEGATRON))
     fields.setdefault("pipeline", 1)
@@ -197,7 +201,14 @@ def _layout(ours: dict[str, Any], model: Model, base: Cluster) -> Layout:
             f"data {fields['data']} x pipeline x tensor x context = {ranks} are not {gpus} GPUs; leave out data"
         )
     fields.setdefault("fused_attention", fuses_attention(base.gpu, fields.get("precision", Precision.BF16)))
-    fields.setdefault("global_batch", fields.get("microbatch", 1) * fields["data"])  # As Megatron.
+    unit, count = fields.get("microbatch", 1) * fields["data"], 1  # As Megatron.
+    if microbatches is not None:
+        count = checked(microbatches, int, "num_microbatches")
+        batch = fields.get("global_batch", count * unit)
+        if batch != count * unit:
+            has = f"global_batch {batch} has {batch / unit:g} per replica"
+            raise PlanError(f"num_microbatches {count}: {has}; leave out one of them")
+    fields.setdefault("global_batch", count * unit)
     return build(Layout, fields, "layout")
 
 

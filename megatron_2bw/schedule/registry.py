@@ -29,7 +29,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 """Each builds a Schedule from (stages, microbatches) and options of its own."""
 
-ALIASES: dict[str, str] = {"pipedream-flush": "1f1b-flush", "dapple": "1f1b-flush"}
+ALIASES: dict[str, str] = dict.fromkeys(("1f1b", "pipedream-flush", "dapple"), "1f1b-flush")
 
 PER_MICROBATCH = frozenset({"pipedream"})
 """Those whose batches have one microbatch, because each is followed by an update."""

@@ -564,6 +564,12 @@ def test_what_a_plan_says_is_a_row(capsys: pytest.CaptureFixture[str], tmp_path:
     assert [choice["name"] for choice in again["choices"]] == [choice["name"] for choice in plan["choices"]]
 
 
+def test_rows_behind_a_byte_order_mark(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(ROW), encoding="utf-8-sig")
+    assert run(capsys, f"estimate --cluster dgx-a100 --jsonl {file}")[0] == 0
+
+
 def test_a_row_of_brackets_is_that_rows_error(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "rows.jsonl"
     file.write_text(f"{'[' * 100_000}\n{json.dumps(ROW)}")

@@ -231,6 +231,9 @@ def test_parts_add_up():
     middle = costs.iteration(SMALL, layout(schedule="2bw", pipeline=4, first_stage_layers=2, last_stage_layers=2), DGX)
     assert middle.parts["loss"] == 0
     assert sum(middle.parts.values()) == pytest.approx(middle.time_s)
+    sizes = {"pipeline": 12, "data": 32, "microbatch": 4, "global_batch": 128}
+    delayed = costs.iteration(SMALL, layout(schedule="pipedream", **sizes), replace(DGX, nodes=48))
+    assert sum(delayed.parts.values()) == pytest.approx(delayed.time_s), "sums over replicas wait for nobody"
     assert middle.parts["waiting"] < 0.02 * middle.time_s, "the slowest stage is in the middle"
 
 

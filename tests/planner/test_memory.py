@@ -125,8 +125,15 @@ def test_full_recomputation_keeps_inputs():
         full = layout(recompute=Recompute.FULL, recompute_method=method, recompute_layers=layers)
         first = memory.stages(MODEL, full)[0]
         assert first.activations_bytes == pytest.approx(4 * (per_forward + embedding)), (method, layers)
-        at_once = layers if method is RecomputeMethod.UNIFORM else 1
-        assert first.working_bytes > at_once * whole
+        at_once = layers if method is RecomputeMethod.UNIFORM else int(layers >= count)
+        assert (at_once + 1) * whole > first.working_bytes > at_once * whole
+
+
+def test_recomputing_a_layer_takes_no_more_memory_than_recomputing_none():
+    """Those behind it have given back what they kept before it computes again."""
+    none, one = (layout(recompute=choice, recompute_method="block") for choice in (Recompute.NONE, Recompute.FULL))
+    for without, computed_again in zip(memory.stages(MODEL, none), memory.stages(MODEL, one), strict=True):
+        assert computed_again.total_bytes < without.total_bytes
 
 
 @pytest.mark.parametrize("method", RecomputeMethod)

@@ -40,6 +40,38 @@ def test_sizes_in_megatrons_names() -> None:
     assert predicted({**ROW, "dp": 4}) == predicted(ROW)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"TP": 4, "PP": 4, "GBS": 128},
+        {"tensor-model-parallel-size": 4, "--pipeline-model-parallel-size": 4, "global-batch-size": 128},
+        {"tp": 4, "pp": 4, "mbs": 1, "num_microbatches": 32},
+        {"tp": 4, "pp": 4, "gbs": 128, "Model": "a label", "schedule": "megatron"},
+    ],
+    ids=str,
+)
+def test_other_spellings(other: dict[str, Any]) -> None:
+    sizes = {"pipeline", "tensor", "global_batch"}
+    assert predicted({**{key: value for key, value in ROW.items() if key not in sizes}, **other}) == predicted(ROW)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "1F1B", "DAPPLE"])
+def test_names_of_one_schedule(name: str) -> None:
+    assert predicted({**ROW, "schedule": name}) == predicted({**ROW, "schedule": "1f1b-flush"})
+
+
+def test_columns_of_tables_of_measurements() -> None:
+    row = {"layers": 40, "hidden": 6144, "heads": 48, "seq_len": 2048, "vocab": 50257}
+    sizes = {"num_layers": 40, "hidden_size": 6144, "num_attention_heads": 48, "seq_length": 2048, "vocab_size": 50257}
+    more = {"cluster": "dgx-a100", "gpus": 256, "tp": 8, "dp": 16, "pp": 2, "mbs": 8, "gbs": 1024}
+    assert predicted({**row, **more}) == predicted({**sizes, **more})
+
+
+def test_whole_numbers_of_a_column_with_gaps() -> None:
+    row = {"tensor": 4.0, "gpus": 64.0, "num_layers_per_virtual_pipeline_stage": 5.0, "global_batch": 128.0}
+    assert predicted({**ROW, **row}) == predicted({**ROW, "chunks": 4})
+
+
 def test_experts_in_megatrons_names() -> None:
     sizes = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 50257}
     row = {**ROW, **sizes, "bias": False, "sequence_parallel": True}
@@ -145,7 +177,17 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
             {"model": "mixtral-8x7b", "moe_layer_freq": [1, 0] * 16},
             "the cost model covers dense layers only in front of all experts; give ([0]*16+[1]*16)",
         ),
+        ({"fp16": "False"}, "fp16 'False': give true or false"),
+        ({"bf16": "no"}, "bf16 'no': give true or false"),
+        ({"params_dtype": "fp32"}, "params_dtype 'fp32': choose one of torch.bfloat16, torch.float16, torch.float32"),
+        ({"params_dtype": "float32", "bf16": True}, "params_dtype 'float32' and bf16 bf16 disagree"),
+        ({"mbs": 2.5}, "microbatch 2.5: give a whole number"),
+        ({"mbs": float("inf")}, "microbatch inf: give a whole number"),
         ({"vp": 2, "chunks": 1}, "chunks 1 and vp 2 disagree; leave out one of them"),
+        ({"num-layers": 4, "num_layers": 80}, "num_layers 80 and num-layers 4 disagree; leave out one of them"),
+        ({"num_microbatches": 3}, "num_microbatches 3: global_batch 128 has 32 per replica; leave out one of them"),
+        ({"model": None}, "model is missing; give a name, an object, or sizes such as num_layers"),
+        ({"model": None, "num_layers": 2}, "vocab_size is missing, and --tokenizer-type none has no fixed vocabulary"),
         ({"world_size": 32}, "world_size 32 and gpus 64 disagree"),
         ({"hidden_size": float("nan")}, "model: hidden_size nan: give a whole number"),
         (

@@ -520,3 +520,13 @@ def test_as_many_kinds_of_layouts_are_found_as_asked_for():
     few, many = (search(MODEL, cluster(8, 80), 64, keep=keep).choices for keep in (3, 12))
     assert [len(first_of_kinds(choices)) >= keep for choices, keep in ((few, 3), (many, 12))] == [True, True]
     assert [*first_of_kinds(few)][:3] == [*first_of_kinds(many)][:3]
+
+
+def test_a_narrow_search_finds_the_best_where_the_last_stage_has_less_than_others():
+    sizes = {"num_layers": 24, "hidden_size": 1536, "num_attention_heads": 24, "seq_length": 2048, "vocab_size": 1000}
+    model = Model(**sizes, bias=False, tied=False, dropout=False, learned_positions=False)
+    space = Space(schedules=("1f1b-flush",), pipelines=(3, 6), last_stage_layers=(6,), recomputes=(Recompute.NONE,))
+    machine = sized(CLUSTERS["dgx-b200"], gpus=3)
+    best = search(model, machine, 6, space, keep=1).best
+    assert costs.work_s(model, best.layout, machine) <= best.iteration.time_s
+    assert best == search(model, machine, 6, space).best

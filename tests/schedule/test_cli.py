@@ -49,7 +49,7 @@ def test_schedules(capsys: pytest.CaptureFixture[str]):
     code, out, _ = run(capsys, "schedules")
     assert code == 0
     assert all(name in out for name in (*SCHEDULES, *ALIASES))
-    assert "1f1b-flush (also pipedream-flush, dapple)\n  Fill the pipeline, alternate one forward" in out
+    assert "1f1b-flush (also 1f1b, pipedream-flush, dapple)\n  Fill the pipeline, alternate one forward" in out
     assert "bubble 42.9%\n  peak activations per rank      4 4 4 4\n" in out
     _, out, _ = run(capsys, "schedules --stages 4 --microbatches 1")
     assert "does not work for 4 stages and 1 microbatch\n" in out

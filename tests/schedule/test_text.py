@@ -95,7 +95,7 @@ def test_forwards_far_ahead_end_one_batch_after_the_other():
 
 def test_names():
     with pytest.raises(ScheduleError) as caught:
-        build("1f1b", stages=2, microbatches=2)
+        build("1f1b-flushed", stages=2, microbatches=2)
     assert all(name in caught.value.message for name in (*SCHEDULES, *ALIASES))
     assert build("pipedream-flush", stages=2, microbatches=2) == build("dapple", stages=2, microbatches=2)
     for bad in ({"stages": 0, "microbatches": 1}, {"stages": 1, "microbatches": 0}):

@@ -29,6 +29,8 @@ _PARAMETER = re.compile(
 )
 _DEFAULT = re.compile(r"(?P<empty_too>:?)(?P<operator>[-=+?])(?P<word>.*)", re.DOTALL)
 _SUBSTRING = re.compile(r":([^:?]+)(?::([^:?]+))?")
+_COMMENT = re.compile(r"\s*(?:#[^\n]*)?\s*")
+"""A command that does nothing, which explains lines of a longer one."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "e": "\x1b"}
 
 
@@ -144,7 +146,7 @@ def _special(part: str, scope: Scope, *, quoted: bool) -> Iterator[_Piece]:
         case "\x01" | "\x02":
             yield _Piece(part, quoted, not quoted)
         case "`":
-            yield _Piece(unknown(part), quoted, not quoted)
+            yield _Piece("" if _COMMENT.fullmatch(part[1:-1]) else unknown(part), quoted, not quoted)
         case _ if part.startswith("$'"):
             yield _Piece(_unescaped(part), quoted=True)
         case _:
