@@ -153,16 +153,26 @@ data sheets (8 x 400 Gbit/s)."""
 
 
 def known(name: str, among: dict[str, object], what: str) -> object:
-    """What is called ``name``.
+    """What is called ``name``, whatever its capitals and hyphens.
 
     Raises:
         PlanError: nothing is; the message lists the names, the nearest one first.
     """
-    if name in among:
-        return among[name]
+    for other, thing in among.items():
+        if _folded(other) == _folded(name):
+            return thing
     nearest = max(among, key=lambda other: _likeness(name, other, among[other]))
     listed = ", ".join(dict.fromkeys([nearest, *among]))
     raise PlanError(f"unknown {what} {name!r}; choose one of {listed}")
+
+
+def _folded(name: str) -> str:
+    """As it is compared.
+
+    >>> _folded("LLAMA3_70B"), _folded("llama3-70b")
+    ('llama370b', 'llama370b')
+    """
+    return name.lower().translate(dict.fromkeys(map(ord, "-_ ")))
 
 
 def _likeness(name: str, other: str, thing: object) -> tuple[float, int]:

@@ -191,7 +191,7 @@ def checked(value: Any, kind: type, where: str) -> Any:
         return tuple(checked(part, kind, where) for part, kind in zip(parts, kinds, strict=True))
     if issubclass(kind, Enum):
         try:
-            return kind(value)
+            return kind(value.lower() if isinstance(value, str) else value)
         except ValueError as error:
             raise PlanError(f"{where} {value!r}: choose one of {', '.join(kind)}") from error
     if kind is int and isinstance(value, float) and value.is_integer():
@@ -206,6 +206,14 @@ def checked(value: Any, kind: type, where: str) -> Any:
 
 def _wanted(kind: type) -> str:
     return f"one of {', '.join(kind)}" if issubclass(kind, Enum) else _KINDS.get(kind, "an object")
+
+
+def is_model(source: str) -> bool:
+    """Whether there is a model called ``source``, or such a file."""
+    try:
+        return _is_file(source) or known(source, MODELS, "model") is not None
+    except PlanError:
+        return False
 
 
 def _is_file(source: str) -> bool:

@@ -71,14 +71,17 @@ _ANY_CASE = {*OURS, *LAYOUT, "nodes", "gpus"}
 """Those that tables of measurements have in capitals, too."""
 _ALIKE = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "add_position_embedding", "pad_vocab_size")
 """Arguments that no price depends on, with names that look like flags on which prices do."""
+_TEXTS = {"model", "cluster", "name"}
+"""Keys whose values are texts, even if they look like numbers."""
+_NUMBER = re.compile(r"[+-]?\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?")
 _MEMBER = re.compile(r"[A-Z]\w*\.(\w+)")
 """Of an enumeration, as Python prints it."""
 
 
 def as_arguments(row: dict[str, Any]) -> dict[str, Any]:
-    """``row`` with keys as Megatron's arguments have them, where they are flags or in capitals.
+    """What ``row`` says, with keys as Megatron's arguments have them where they are flags or in capitals.
 
-    >>> as_arguments({"--micro-batch-size": 2, "TP": 4, "Remark": "x"})
+    >>> as_arguments({"--micro-batch-size": 2, "TP": "4", "Remark": "x", "vp": ""})
     {'micro_batch_size': 2, 'tp': 4, 'Remark': 'x'}
 
     Raises:
@@ -87,13 +90,32 @@ def as_arguments(row: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in row.items():
+        if value is None or value == "":
+            continue
         name = key.removeprefix("--").replace("-", "_")
         if name.lower() in _ANY_CASE:
             name = name.lower()
+        if name not in _TEXTS:
+            value = _meant(value)
         if keys.setdefault(name, key) != key and found[name] != value:
             raise PlanError(f"{key} {value!r} and {keys[name]} {found[name]!r} disagree; leave out one of them")
         found[name] = value
     return found
+
+
+def _meant(value: Any) -> Any:
+    """The number or truth value that a text is, where a table has become one of texts.
+
+    >>> _meant("16"), _meant("1e2"), _meant("True"), _meant("16 GiB"), _meant("E|t|L")
+    (16, 100.0, True, '16 GiB', 'E|t|L')
+    """
+    if not isinstance(value, str) or not (text := value.strip().lower()):
+        return value
+    if text in ("true", "false"):
+        return text == "true"
+    if _NUMBER.fullmatch(text):
+        return float(text) if set(".e") & set(text) else int(text)
+    return value
 
 
 def check_spelling(row: dict[str, Any]) -> None:

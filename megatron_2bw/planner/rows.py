@@ -18,6 +18,7 @@ from megatron_2bw.planner.inputs import (
     build,
     checked,
     cluster_of,
+    is_model,
     load_cluster,
     load_model,
     model_of,
@@ -52,7 +53,8 @@ _DECIDED += "chunks fused_attention fused_swiglu fused_loss distributed_optimize
 _POSITIONS = {"--position-embedding-type", "--use-rotary-position-embeddings"}
 _NOT_IN_FLAGS = ("split_transfers", "keeps_main_gradients")
 """Fields of a Layout that today's Megatron does not have."""
-_MAIN_SIZES = {"num_layers", "hidden_size", "num_attention_heads", "seq_length"}
+_MAIN_SIZES = {"num_layers", "hidden_size", "num_attention_heads"}
+"""Without any of which a row is taken to lack the model."""
 _SIZES = ("nodes", "gpus", "data")
 _OUTCOMES = ("prediction", "error")
 
@@ -65,8 +67,9 @@ def predicted_rows(
     A row has the fields of Model and Layout side by side, or a ``model`` (a name or an object); ``cluster`` (the
     same), ``nodes`` and ``gpus`` where they differ from the defaults. ``data`` follows from ``gpus`` where it is not
     given. Megatron's arguments (``micro_batch_size``, ``bf16``), as ``vars(args)`` has them, mean what its flags do;
-    ``tp``, ``pp``, ``vp``, ``dp``, ``cp``, ``ep``, ``etp``, ``sp``, ``mbs`` and ``gbs`` say the same as their names.
-    What else a row has stays in it, unless it looks like one of these misspelled.
+    ``tp``, ``pp``, ``vp``, ``dp``, ``cp``, ``ep``, ``etp``, ``sp``, ``mbs`` and ``gbs`` say the same as their names, in
+    capitals, too, and flags what arguments do. Numbers may be texts, as in a table; a ``model`` that is none, beside
+    sizes, is a label. What else a row has stays in it, unless it looks like one of these misspelled.
 
     Args:
         file: a JSON object per line.
@@ -106,8 +109,8 @@ def _flags_of_any(text: str) -> set[str]:
 
 
 def _completed(row: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    row = {key: value for key, value in row.items() if value is not None}
-    is_sized = any(OURS.get(key, key) in _SIZES for key in as_arguments(row))
+    row = as_arguments(row)
+    is_sized = any(OURS.get(key, key) in _SIZES for key in row)
     return {**{key: value for key, value in defaults.items() if key not in _SIZES or not is_sized}, **row}
 
 
@@ -117,9 +120,11 @@ def predicted(row: dict[str, Any], *, ignored: Collection[str] = ()) -> dict[str
     Raises:
         PlanError: the row describes no configuration that runs.
     """
-    row = without(as_arguments({key: value for key, value in row.items() if value is not None}), ignored)
+    row = without(as_arguments(row), ignored)
     check_spelling(row)
     ours, theirs = in_our_names(row)
+    if ours.keys() >= _MAIN_SIZES and isinstance(ours.get("model"), str) and not is_model(ours["model"]):
+        del ours["model"]  # A label of what the sizes describe.
     options = Options(values=flags_of(theirs))
     model, base = _model(ours, options), _cluster(ours)
     layout = _layout(ours, model, base, microbatches=theirs.get("num_microbatches"))

@@ -459,7 +459,7 @@ def test_estimate_of_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
         good,
         {**own, **machine, "schedule": "megatron", "pipeline": 2, "global_batch": 8, "recompute": "full"},
         {**good, "pipeline": 3},
-        {**good, "pipeline": "4"},
+        {**good, "pipeline": "four"},
         {**good, "pipeline": 0},
         {**good, "nodes": "two"},
         {**good, "precision": "fp64"},

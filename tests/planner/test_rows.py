@@ -67,6 +67,16 @@ def test_columns_of_tables_of_measurements() -> None:
     assert predicted({**row, **more}) == predicted({**sizes, **more})
 
 
+def test_rows_of_texts() -> None:
+    """As ``csv.DictReader`` has them, with the labels of another table's models."""
+    texts = {key: value if key == "cluster" else str(value) for key, value in ROW.items()}
+    assert predicted({**texts, "model": "LLAMA3_70B", "sequence_parallel": "True", "vp": ""}) == predicted(
+        {**ROW, "sequence_parallel": True}
+    )
+    sizes = {"num_layers": 40, "hidden_size": 6144, "num_attention_heads": 48, "seq_length": 2048, "vocab_size": 50257}
+    assert predicted({**ROW, **sizes, "model": "18B"}) == predicted({**ROW, **sizes, "model": None})
+
+
 def test_whole_numbers_of_a_column_with_gaps() -> None:
     row = {"tensor": 4.0, "gpus": 64.0, "num_layers_per_virtual_pipeline_stage": 5.0, "global_batch": 128.0}
     assert predicted({**ROW, **row}) == predicted({**ROW, "chunks": 4})
@@ -153,7 +163,7 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
             "tied True: the model has False; leave out one of them",
         ),
         ({"add_bias_linear": True, "disable_bias_linear": True}, "add_bias_linear and disable_bias_linear disagree"),
-        ({"disable_bias_linear": "false"}, "disable_bias_linear 'false': give true or false"),
+        ({"disable_bias_linear": "no"}, "disable_bias_linear 'no': give true or false"),
         ({"hidden_dropout": "no"}, "--hidden-dropout no: give a number"),
         ({"normalization": "rmsnorm"}, "--normalization rmsnorm: choose one of LayerNorm, RMSNorm"),
         ({"attention_backend": "some"}, "--attention-backend some: choose one of auto, flash, fused, unfused, local"),
@@ -177,7 +187,7 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
             {"model": "mixtral-8x7b", "moe_layer_freq": [1, 0] * 16},
             "the cost model covers dense layers only in front of all experts; give ([0]*16+[1]*16)",
         ),
-        ({"fp16": "False"}, "fp16 'False': give true or false"),
+        ({"fp16": "off"}, "fp16 'off': give true or false"),
         ({"bf16": "no"}, "bf16 'no': give true or false"),
         ({"params_dtype": "fp32"}, "params_dtype 'fp32': choose one of torch.bfloat16, torch.float16, torch.float32"),
         ({"params_dtype": "float32", "bf16": True}, "params_dtype 'float32' and bf16 bf16 disagree"),
@@ -204,7 +214,7 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
         ({"params_dtype": "torch.float16", "bf16": True}, "params_dtype 'torch.float16' and bf16 bf16 disagree"),
         ({"cpu_offloading_num_layers": 2}, "does not cover offloading"),
         ({"tp": 2}, "tp 2 and tensor 4 disagree; leave out one of them"),
-        ({"micro_batch_size": "2"}, "microbatch '2': give a whole number"),
+        ({"micro_batch_size": "2 to 4"}, "microbatch '2 to 4': give a whole number"),
         ({"recompute_granularity": "some"}, "--recompute-granularity some: choose one of none, selective, full"),
     ],
 )
