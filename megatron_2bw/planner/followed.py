@@ -48,7 +48,7 @@ def _first_forwards_s(p: Pipeline, stages: list[Stage]) -> tuple[list[float], li
     """When each stage has done the forwards that come before its first backward, and has the input of the next one."""
     ends_s: list[float] = []
     inputs_s: list[float] = [0]
-    arrivals_s: list[float] = [0] * p.microbatches
+    arrivals_s: list[float] = [0] * min(p.stages, p.microbatches)
     for stage, ((forward_s, _), send_s) in enumerate(zip(stages, (*p.links_s, 0), strict=True)):
         end_s = sent_s = 0
         for microbatch in range(min(p.stages - stage, p.microbatches)):
