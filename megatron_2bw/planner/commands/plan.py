@@ -127,23 +127,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron_2bw.planner.inputs import sized
-    from megatron_2bw.planner.report import flags_of, plan_json, plan_lines
-    from megatron_2bw.planner.rules import delay_of
 
-    for flag, count in (("--top", args.top), ("--verify-top", args.verify_top)):
-        if count is not None and count < 1:
-            raise PlanError(f"{flag} {count}: give a whole number of at least 1")
-    if args.verify_top is None and (args.script or args.run_args):
-        raise PlanError("--script and --run-args say how --verify-top runs layouts; give that too, or leave them out")
-    if args.plot and args.plot.suffix != ".svg":
-        raise PlanError(f"--plot {args.plot}: it is an SVG; give a name ending in .svg")
-    if args.plot:
-        _check_writable(args.plot)
-    if args.verify_top is not None and args.explain:
-        raise PlanError("--explain says what the prediction rests on, --verify-top measures; leave one out")
-    for flag, given in (("--json", args.json), ("--flags-only", args.flags_only)):
-        if args.explain is not None and given:
-            raise PlanError(f"--explain says why in words, {flag} prints the plan; leave one out")
+    _check(args)
     model = described_model(args, words)
     node = described_cluster(args)
     cluster = sized(node, nodes=args.nodes, gpus=args.gpus)
@@ -163,19 +148,49 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_2bw.planner.plot import plot
 
         args.plot.write_text(plot(plan), encoding="utf-8")
+    _print(args, plan, space)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Whether options go together, before anything is searched.
+
+    Raises:
+        PlanError: they do not.
+    """
+    for flag, count in (("--top", args.top), ("--verify-top", args.verify_top)):
+        if count is not None and count < 1:
+            raise PlanError(f"{flag} {count}: give a whole number of at least 1")
+    if args.verify_top is None and (args.script or args.run_args):
+        raise PlanError("--script and --run-args say how --verify-top runs layouts; give that too, or leave them out")
+    if args.plot and args.plot.suffix != ".svg":
+        raise PlanError(f"--plot {args.plot}: it is an SVG; give a name ending in .svg")
+    if args.plot:
+        _check_writable(args.plot)
+    if args.verify_top is not None and args.explain:
+        raise PlanError("--explain says what the prediction rests on, --verify-top measures; leave one out")
+    for flag, given in (("--json", args.json), ("--flags-only", args.flags_only)):
+        if args.explain is not None and given:
+            raise PlanError(f"--explain says why in words, {flag} prints the plan; leave one out")
+
+
+def _print(args: argparse.Namespace, plan: Plan, space: Space) -> None:
+    """In the form that was asked for."""
+    from megatron_2bw.planner.report import flags_of, plan_json, plan_lines
+    from megatron_2bw.planner.rules import delay_of
+
     if args.explain is not None:
         from megatron_2bw.planner.explain import explain
 
         print("\n".join(explain(plan, space, args.explain)))
     elif args.flags_only:
-        print(*flags_of(model, plan.best.layout))
+        print(*flags_of(plan.model, plan.best.layout))
         if plan.assumption and delay_of(plan.best.layout):
             print(f"megatron-2bw: {plan.assumption}", file=sys.stderr)  # These flags are half of that.
     elif args.json:
         print(json.dumps(plan_json(plan, args.top), indent=2))
     else:
         print("\n".join(plan_lines(plan, args.top)))
-    return 0
 
 
 def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: Space, keep: int) -> Plan:
