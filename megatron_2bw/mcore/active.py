@@ -27,9 +27,10 @@ class Active:
 
     def forget(self) -> None:
         """Give back what the run has taken, if there is one; waits for nobody."""
-        if self.session is not None:
-            self.session.forget()
+        session = self.session
         self.session = self.checkpoints = self.mirrored = None
+        if session is not None:
+            session.forget()
 
 
 active = Active()

@@ -88,7 +88,11 @@ def replace(present: Path, new: Path) -> None:
     remove(old)
     if present.exists():
         present.rename(old)
-    new.rename(present)
+    try:
+        new.rename(present)
+    except FileNotFoundError:  # A job that reads from here may have taken this one for dead, and done so.
+        if not present.exists():
+            raise
     remove(old)
 
 
@@ -101,7 +105,7 @@ def finish_replacements(folder: Path) -> None:
 
 
 def finish_renames(folder: Path) -> None:
-    """The part of it without which a checkpoint is missing; ranks may do so at the same time."""
+    """The part of `finish_replacements` without which a checkpoint is missing; ranks may do so at the same time."""
     for old in folder.glob("replaced_iter_*"):
         present = old.with_name(old.name.removeprefix("replaced_"))
         new = old.with_name(f"unfinished_{present.name}")

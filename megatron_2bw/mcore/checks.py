@@ -48,9 +48,9 @@ def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
         if name != MEGATRON:
             refuse(args, name)  # Again: Megatron derives some values from others.
             _check_trace(args)
+            if args.mixpipe_k == AUTO:
+                _print_once([_automatic(args)])
             if not args.skip_train:  # Evaluation is by Megatron's own schedule.
-                if args.mixpipe_k == AUTO:
-                    _print_once([_automatic(args)])
                 # How far a loaded run has come is known only later; then `checked_before_training` looks again.
                 check_batches(args, BatchSizes.of_arguments(args), only_last_phase=args.load is not None)
     except ArgumentError as error:

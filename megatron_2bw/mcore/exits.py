@@ -22,8 +22,8 @@ class ExitRequests:
     """What every rank wants after a batch, gathered in the background and known after the next one.
 
     Megatron asks all ranks after every batch whether one received a signal or ran out of time, which
-    would stop the pipeline. Here the answer is one batch old: the same on all ranks, and they leave
-    after the same batch.
+    would stop the pipeline. Here the answer is one batch old, or of this batch where the pipeline has
+    drained: the same on all ranks, and they leave after the same batch.
 
     Args:
         timeout: how long to wait for a rank.

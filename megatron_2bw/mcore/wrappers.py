@@ -63,11 +63,11 @@ def get_optimizer(original: Any, config: Any, model_chunks: Any, *rest: Any, **k
     from megatron_2bw.mcore.checkpoint import Checkpoints
     from megatron_2bw.mcore.session import Session
 
+    mirrored = active.mirrored
+    active.forget()  # A run before this one, in the same process: before Megatron looks at the weights.
     inner = original(config, model_chunks, *rest, **keywords)
     if _schedule() == MEGATRON:
         return inner
-    mirrored = active.mirrored
-    active.forget()  # A run before this one, in the same process.
     session = Session(_schedule(), inner, model_chunks, mirrored)
     active.begin(session, Checkpoints() if session.is_delayed else None)
     return session.pipeline.optimizer

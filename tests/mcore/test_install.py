@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_2bw.mcore import checks
+from megatron_2bw.mcore import checks, wrappers
 from megatron_2bw.mcore.install import HOOKS
 from megatron_2bw.mcore.used import USED
 
@@ -101,6 +102,20 @@ def test_a_megatron_that_lacks_a_name_is_refused_and_left_as_it_was(change: str,
     assert "works with megatron-core" in ended.stdout
 
 
+def test_a_run_that_was_left_is_forgotten_where_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also under Megatron's own schedule, and before it copies weights, which the one before has to give back."""
+    left = MagicMock()
+
+    def build(config: object, chunks: list[object]) -> str:
+        assert left.forget.called
+        return "Megatron's"
+
+    monkeypatch.setattr(wrappers, "_schedule", lambda: "megatron")
+    monkeypatch.setattr(wrappers.active, "session", left)
+    assert wrappers.get_optimizer(build, None, []) == "Megatron's"
+    assert wrappers.active.session is None
+
+
 def test_every_name_that_is_imported_from_megatron_is_checked() -> None:
     checked = {(used.module, used.name.partition(".")[0]) for used in (*HOOKS, *USED)}
     files = set((ROOT / "megatron_2bw" / "mcore").glob("*.py")) - {ROOT / "megatron_2bw" / "mcore" / "profile.py"}
@@ -117,7 +132,7 @@ def _imported(file: Path) -> set[tuple[str, str]]:
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "megatron":
             for one in node.names:
                 whole = f"{node.module}.{one.name}"
-                if _is_module(whole):
+                if whole in {used.module for used in USED} or _is_module(whole):
                     modules[one.asname or one.name] = whole
                 else:
                     names.add((node.module, one.name))
