@@ -196,6 +196,8 @@ def checked(value: Any, kind: type, where: str) -> Any:
             raise PlanError(f"{where} {value!r}: choose one of {', '.join(kind)}") from error
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)  # Tables with gaps have all numbers of a column as floats.
+    if kind is bool and type(value) is int and value in (0, 1):
+        value = bool(value)
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise PlanError(f"{where} {value!r}: give {_wanted(kind)}")
@@ -217,7 +219,10 @@ def is_model(source: str) -> bool:
 
 
 def _is_file(source: str) -> bool:
-    return source.endswith(".json") or Path(source).is_file()
+    try:
+        return source.endswith(".json") or Path(source).is_file()
+    except OSError:  # Too long for the name of one.
+        return False
 
 
 def read_json(source: str) -> dict[str, Any]:

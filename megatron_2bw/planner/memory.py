@@ -320,10 +320,11 @@ def _working(layout: Layout, shares: _Shares, held: Contents) -> float:
     """Of the kind of layer that takes most of those that the chunk has."""
     has_usual = held.layers > held.dense or held.mtp
     kinds = [shares.layer] * bool(has_usual) + [shares.dense_layer] * (held.dense > 0)
-    at_once, layers = 0, held.layers // held.chunks
+    layers, at_once, freed = held.layers // held.chunks, 0, 0.0
     if layout.recompute == Recompute.FULL and layout.recompute_method == RecomputeMethod.UNIFORM:
         at_once = min(max(layers, 1), layout.recompute_layers)
     elif layout.recompute == Recompute.FULL:
-        # Layers behind those that compute again have given back as much before these begin.
-        at_once = int(layers <= layout.recompute_layers)
-    return max((layer.working + at_once * layer.kept for layer in kinds), default=0.0)
+        # Layers behind those that compute again have given back what they kept before these begin.
+        at_once = 1
+        freed = max(layers - layout.recompute_layers, 0) * min((layer.kept for layer in kinds), default=0.0)
+    return max((layer.working + max(at_once * layer.kept - freed, 0.0) for layer in kinds), default=0.0)

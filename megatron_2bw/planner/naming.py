@@ -130,12 +130,12 @@ def within(space: Space, text: str) -> Space:
 
 
 def schedule_name(text: str) -> str:
-    """The schedule called ``text``, which may be an alias, in capitals, or Megatron's own.
+    """The schedule called ``text``, which may be an alias, or Megatron's own.
 
     Raises:
         PlanError: there is none; the message lists the names.
     """
     try:
-        return text if text == MEGATRON else canonical_name(text.lower())
+        return text if text == MEGATRON else canonical_name(text)
     except ScheduleError as error:
         raise PlanError(f"{error.message}, {MEGATRON}") from error

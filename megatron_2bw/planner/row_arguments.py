@@ -12,7 +12,7 @@ from megatron_2bw.planner.argument_flags import NEGATED, flag_of
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import FP8_FORMATS, LAYOUT_NUMBERS, SPELLED, SWITCHES
-from megatron_2bw.planner.inputs import misspelled
+from megatron_2bw.planner.inputs import checked
 from megatron_2bw.planner.layout import Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import MODEL_NUMBERS
@@ -66,69 +66,13 @@ _PRECISIONS = {"torch.bfloat16": Precision.BF16, "torch.float16": Precision.FP16
 MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "given_flags"}
 LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name != "optimizer"}
 """Fields that a row may have. Megatron has more optimizers than ours; its flag says which one."""
-_KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
-_ANY_CASE = {*OURS, *LAYOUT, "nodes", "gpus"}
-"""Those that tables of measurements have in capitals, too."""
+KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
+_NAMES_OF_VALUES = ("precision", "recompute", "recompute_method", "fp8", "kind")
+"""Keys whose values tables have in capitals, too."""
 _ALIKE = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "add_position_embedding", "pad_vocab_size")
 """Arguments that no price depends on, with names that look like flags on which prices do."""
-_TEXTS = {"model", "cluster", "name"}
-"""Keys whose values are texts, even if they look like numbers."""
-_NUMBER = re.compile(r"[+-]?\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?")
 _MEMBER = re.compile(r"[A-Z]\w*\.(\w+)")
 """Of an enumeration, as Python prints it."""
-
-
-def as_arguments(row: dict[str, Any]) -> dict[str, Any]:
-    """What ``row`` says, with keys as Megatron's arguments have them where they are flags or in capitals.
-
-    >>> as_arguments({"--micro-batch-size": 2, "TP": "4", "Remark": "x", "vp": ""})
-    {'micro_batch_size': 2, 'tp': 4, 'Remark': 'x'}
-
-    Raises:
-        PlanError: two keys contradict each other.
-    """
-    found: dict[str, Any] = {}
-    keys: dict[str, str] = {}
-    for key, value in row.items():
-        if value is None or value == "":
-            continue
-        name = key.removeprefix("--").replace("-", "_")
-        if name.lower() in _ANY_CASE:
-            name = name.lower()
-        if name not in _TEXTS:
-            value = _meant(value)
-        if keys.setdefault(name, key) != key and found[name] != value:
-            raise PlanError(f"{key} {value!r} and {keys[name]} {found[name]!r} disagree; leave out one of them")
-        found[name] = value
-    return found
-
-
-def _meant(value: Any) -> Any:
-    """The number or truth value that a text is, where a table has become one of texts.
-
-    >>> _meant("16"), _meant("1e2"), _meant("True"), _meant("16 GiB"), _meant("E|t|L")
-    (16, 100.0, True, '16 GiB', 'E|t|L')
-    """
-    if not isinstance(value, str) or not (text := value.strip().lower()):
-        return value
-    if text in ("true", "false"):
-        return text == "true"
-    if _NUMBER.fullmatch(text):
-        return float(text) if set(".e") & set(text) else int(text)
-    return value
-
-
-def check_spelling(row: dict[str, Any]) -> None:
-    """Whether a key looks like one that means something.
-
-    Raises:
-        PlanError: it does.
-    """
-    for key in row.keys() - _KEYS:
-        is_spelled = key in OURS or hasattr(Layout, key) or "--" + key.replace("_", "-") in SPELLED
-        nearest = None if is_spelled else misspelled(key, _KEYS - {"name"})
-        if nearest is not None and nearest not in row:
-            raise PlanError(f"unknown key {key!r}; did you mean {nearest!r}?")
 
 
 def without(row: dict[str, Any], ignored: Collection[str]) -> dict[str, Any]:
@@ -171,9 +115,11 @@ def in_our_names(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
     for key, value in row.items():
         name = OURS.get(key, key)
+        if name in _NAMES_OF_VALUES and isinstance(value, str):
+            value = value.lower()
         if key == "fp8" and (isinstance(value, bool) or value in FP8_FORMATS):
             theirs[key] = FP8_FORMATS[0] if value is True else value
-        elif name not in _KEYS or key == "optimizer" or any(other in row for other in _MEGATRONS.get(key, ())):
+        elif name not in KEYS or key == "optimizer" or any(other in row for other in _MEGATRONS.get(key, ())):
             theirs[key] = value
         elif name == "mixpipe_k" and value == AUTO:
             theirs[name] = value
@@ -193,10 +139,7 @@ def in_our_names(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _precisions(theirs: dict[str, Any]) -> Iterator[tuple[str, Precision]]:
     """Of Megatron's arguments, which are taken out of the row, and the precision they ask for."""
     asked = [name for name in ("bf16", "fp16") if name in theirs]
-    for name in asked:
-        if theirs[name] not in (True, False):
-            raise PlanError(f"{name} {theirs[name]!r}: give true or false")
-    on = [name for name in asked if theirs.pop(name)]
+    on = [name for name in asked if checked(theirs.pop(name), bool, name)]
     if len(on) > 1:
         raise PlanError("bf16 and fp16 exclude each other; leave one out")
     if asked:
@@ -222,11 +165,11 @@ def flags_of(row: dict[str, Any]) -> dict[str, list[str]]:
         if value is None or key in _ALIKE:
             continue
         flag = flag_of(key)
-        if flag in SWITCHES and not isinstance(value, bool):
-            raise PlanError(f"{key} {value!r}: give true or false")
+        if flag in SWITCHES:
+            value = checked(value, bool, key)
         words = _words(not value if key in NEGATED else value)
         other, there = found.setdefault(flag, (key, words))
-        if there != words:
+        if there != words and flag in SPELLED:
             raise PlanError(f"{other} and {key} disagree; leave out one of them")
     return {flag: words for flag, (_, words) in found.items() if words is not None}
 

@@ -37,13 +37,12 @@ from megatron_2bw.planner.row_arguments import (
     LAYOUT,
     MODEL,
     OURS,
-    as_arguments,
-    check_spelling,
     flags_of,
     flags_that_set,
     in_our_names,
     without,
 )
+from megatron_2bw.planner.row_spelling import as_arguments, check_spelling
 from megatron_2bw.planner.rules import MEGATRON
 from megatron_2bw.planner.unpriced import GROUPED
 
@@ -67,9 +66,10 @@ def predicted_rows(
     A row has the fields of Model and Layout side by side, or a ``model`` (a name or an object); ``cluster`` (the
     same), ``nodes`` and ``gpus`` where they differ from the defaults. ``data`` follows from ``gpus`` where it is not
     given. Megatron's arguments (``micro_batch_size``, ``bf16``), as ``vars(args)`` has them, mean what its flags do;
-    ``tp``, ``pp``, ``vp``, ``dp``, ``cp``, ``ep``, ``etp``, ``sp``, ``mbs`` and ``gbs`` say the same as their names, in
-    capitals, too, and flags what arguments do. Numbers may be texts, as in a table; a ``model`` that is none, beside
-    sizes, is a label. What else a row has stays in it, unless it looks like one of these misspelled.
+    short names (``tp``, ``pp``, ``vp``, ``dp``, ``cp``, ``ep``, ``etp``, ``sp``, ``mbs``, ``gbs``, ``layers``,
+    ``hidden``, ``heads``, ``seq_len``, ``vocab``) say the same as long ones. All of these may be in capitals or have
+    hyphens; numbers and truth values may be texts. A ``model`` that is not known is a label where the sizes are
+    given. What else a row has stays in it, unless it looks like one of these misspelled.
 
     Args:
         file: a JSON object per line.
@@ -104,7 +104,7 @@ def _flags_of_any(text: str) -> set[str]:
     found: set[str] = set()
     for line in text.split("\n"):
         with contextlib.suppress(PlanError):
-            found.update(*map(flags_that_set, parsed(line, "row")))
+            found.update(*map(flags_that_set, as_arguments(parsed(line, "row"))))
     return found
 
 
@@ -123,8 +123,9 @@ def predicted(row: dict[str, Any], *, ignored: Collection[str] = ()) -> dict[str
     row = without(as_arguments(row), ignored)
     check_spelling(row)
     ours, theirs = in_our_names(row)
+    notes = []
     if ours.keys() >= _MAIN_SIZES and isinstance(ours.get("model"), str) and not is_model(ours["model"]):
-        del ours["model"]  # A label of what the sizes describe.
+        notes = [f"model {ours.pop('model')!r} is none of ours, so a label: priced is what the sizes beside it say"]
     options = Options(values=flags_of(theirs))
     model, base = _model(ours, options), _cluster(ours)
     layout = _layout(ours, model, base, microbatches=theirs.get("num_microbatches"))
@@ -136,11 +137,11 @@ def predicted(row: dict[str, Any], *, ignored: Collection[str] = ()) -> dict[str
         said = getattr(run.model if field in MODEL else run.layout, field)
         if field in ours and ours[field] != said:
             raise PlanError(f"{field} {ours[field]}: Megatron's arguments in the row say {said}; leave out one")
-    if "model" in ours:
-        _compare(run.model, model)
+    for key in sorted(MODEL) if "model" in ours else ():
+        _compare(key, getattr(run.model, key), getattr(model, key))
     layout = dataclasses.replace(run.layout, **{name: getattr(layout, name) for name in _NOT_IN_FLAGS})
     choice = price(run.model, layout, sized(base, gpus=layout.gpus))
-    return {**prediction_json(run.model, choice), "notes": list(run.notes)}
+    return {**prediction_json(run.model, choice), "notes": [*notes, *run.notes]}
 
 
 def _model(ours: dict[str, Any], options: Options) -> Model:
@@ -163,15 +164,15 @@ def _model(ours: dict[str, Any], options: Options) -> Model:
     if not isinstance(source, str | dict):
         raise PlanError(f"model {source!r}: give a name or an object, or the sizes beside it")
     model = load_model(source) if isinstance(source, str) else model_of(source, "model")
-    _compare(model, dataclasses.replace(model, **typed(Model, fields, "model")))
+    for key, value in typed(Model, fields, "model").items():
+        _compare(key, getattr(model, key), value)
     return model
 
 
-def _compare(model: Model, other: Model) -> None:
-    """Whether a row's sizes are those of the model it names."""
-    for key in sorted(MODEL - {"name"}):
-        if getattr(model, key) != getattr(other, key):
-            raise PlanError(f"{key} {getattr(other, key)}: the model has {getattr(model, key)}; leave out one of them")
+def _compare(key: str, named: Any, given: Any) -> None:
+    """Whether what a row says of a model is what the model has that it names."""
+    if named != given and key != "name":
+        raise PlanError(f"{key} {given}: the model has {named}; leave out one of them")
 
 
 def _cluster(ours: dict[str, Any]) -> Cluster:
@@ -186,7 +187,7 @@ def _cluster(ours: dict[str, Any]) -> Cluster:
 def _layout(ours: dict[str, Any], model: Model, base: Cluster, *, microbatches: Any = None) -> Layout:
     """The layout as far as fields of ours describe it, or so many ``microbatches`` in place of the batch."""
     fields = typed(Layout, {key: value for key, value in ours.items() if key in LAYOUT}, "layout")
-    fields["schedule"] = schedule_name(fields.get("schedule", MEGATRON))
+    fields["schedule"] = schedule_name(fields.get("schedule", MEGATRON).lower())
     fields.setdefault("pipeline", 1)
     if fields.get("expert_tensor") == 0:
         raise PlanError("expert_tensor 0: give a whole number of at least 1, or leave it out")
@@ -210,7 +211,7 @@ def _layout(ours: dict[str, Any], model: Model, base: Cluster, *, microbatches: 
     if microbatches is not None:
         count = checked(microbatches, int, "num_microbatches")
         batch = fields.get("global_batch", count * unit)
-        if batch != count * unit:
+        if unit > 0 and batch != count * unit:
             has = f"global_batch {batch} has {batch / unit:g} per replica"
             raise PlanError(f"num_microbatches {count}: {has}; leave out one of them")
     fields.setdefault("global_batch", count * unit)

@@ -491,7 +491,7 @@ ROW = {"model": "gpt-2.2b", "schedule": "2bw", "pipeline": 4, "tensor": 2, "glob
         {"data": 8, "gpus": 64},
         {"data": 8, "nodes": 8},
         {"data": 8, "nodes": 16},
-        {"tensors": "beside tensor", "microbatches": 1},
+        {"tensors": "beside tensor", "microbatches": 64.0},
     ],
     ids=str,
 )

@@ -136,6 +136,17 @@ def test_recomputing_a_layer_takes_no_more_memory_than_recomputing_none():
         assert computed_again.total_bytes < without.total_bytes
 
 
+def test_a_layer_that_is_recomputed_may_take_more_than_those_behind_it_gave_back():
+    """A wide dense layer in front of narrow ones with experts."""
+    experts = {"num_experts": 4, "moe_router_topk": 1, "ffn_hidden_size": 512, "bias": False}
+    model = replace(MODEL, **experts, num_layers=2, dense_layers=1, dense_ffn_hidden_size=65536)
+    one = layout(pipeline=1, recompute=Recompute.FULL, recompute_method="block")
+    dense, behind = (activations.of_layer(each, one) for each in (model.dense, model))
+    (stage,) = memory.stages(model, one)
+    assert dense.kept > 2 * behind.kept
+    assert stage.working_bytes == dense.working + dense.kept - behind.kept
+
+
 @pytest.mark.parametrize("method", RecomputeMethod)
 def test_more_layers_to_recompute_than_there_are(method: RecomputeMethod):
     """All of a chunk are recomputed: ``checkpointed_forward`` in ``megatron/core/recompute.py`` stops at the last."""

@@ -46,7 +46,8 @@ def test_sizes_in_megatrons_names() -> None:
         {"TP": 4, "PP": 4, "GBS": 128},
         {"tensor-model-parallel-size": 4, "--pipeline-model-parallel-size": 4, "global-batch-size": 128},
         {"tp": 4, "pp": 4, "mbs": 1, "num_microbatches": 32},
-        {"tp": 4, "pp": 4, "gbs": 128, "Model": "a label", "schedule": "megatron"},
+        {"tp": 4, "pp": 4, "gbs": 128, "Model": "a label", "Data": "wikitext", "schedule": "Megatron", "BF16": "TRUE"},
+        {"TP": 4, "PP": 4, "GBS": 128, "PRECISION": "BF16", "bf16": 1, "recompute": "None", "a-b": 1, "a_b": 2},
     ],
     ids=str,
 )
@@ -74,7 +75,9 @@ def test_rows_of_texts() -> None:
         {**ROW, "sequence_parallel": True}
     )
     sizes = {"num_layers": 40, "hidden_size": 6144, "num_attention_heads": 48, "seq_length": 2048, "vocab_size": 50257}
-    assert predicted({**ROW, **sizes, "model": "18B"}) == predicted({**ROW, **sizes, "model": None})
+    labelled, plain = predicted({**ROW, **sizes, "model": "18B"}), predicted({**ROW, **sizes, "model": None})
+    assert labelled.pop("notes") == ["model '18B' is none of ours, so a label: priced is what the sizes beside it say"]
+    assert labelled == {key: value for key, value in plain.items() if key != "notes"}
 
 
 def test_whole_numbers_of_a_column_with_gaps() -> None:
@@ -195,6 +198,11 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
         ({"mbs": float("inf")}, "microbatch inf: give a whole number"),
         ({"vp": 2, "chunks": 1}, "chunks 1 and vp 2 disagree; leave out one of them"),
         ({"num-layers": 4, "num_layers": 80}, "num_layers 80 and num-layers 4 disagree; leave out one of them"),
+        ({"mbs": 0, "num_microbatches": 3}, "microbatch 0 is no count"),
+        ({"GPUs": 8}, "unknown key 'GPUs'; did you mean 'gpus'?"),
+        ({"SwiGLU": True}, "unknown key 'SwiGLU'; did you mean 'swiglu'?"),
+        ({"BF16": False, "precision": "bf16"}, "bf16 False and precision bf16 disagree"),
+        ({"NUM_MICROBATCHES": 3}, "num_microbatches 3: global_batch 128 has 32 per replica; leave out one of them"),
         ({"num_microbatches": 3}, "num_microbatches 3: global_batch 128 has 32 per replica; leave out one of them"),
         ({"model": None}, "model is missing; give a name, an object, or sizes such as num_layers"),
         ({"model": None, "num_layers": 2}, "vocab_size is missing, and --tokenizer-type none has no fixed vocabulary"),
