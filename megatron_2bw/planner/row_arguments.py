@@ -61,7 +61,7 @@ _MEGATRONS = {
     "recompute_num_layers": _OF_RECOMPUTATION,
 }
 """Names that mean what they do in Megatron where one of these is beside them."""
-_OF_PRECISION = ("bf16", "fp16", "params_dtype")
+OF_PRECISION = ("bf16", "fp16", "fp32", "params_dtype")
 _PRECISIONS = {"torch.bfloat16": Precision.BF16, "torch.float16": Precision.FP16, "torch.float32": Precision.FP32}
 MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "given_flags"}
 LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name != "optimizer"}
@@ -78,7 +78,7 @@ _MEMBER = re.compile(r"[A-Z]\w*\.(\w+)")
 def without(row: dict[str, Any], ignored: Collection[str]) -> dict[str, Any]:
     """``row`` but the arguments that ``ignored`` flags set."""
     kept = {key: value for key, value in row.items() if not flags_that_set(key).intersection(ignored)}
-    if any(key in row and key not in kept for key in _OF_PRECISION):
+    if any(key in row and key not in kept for key in OF_PRECISION):
         kept["precision"] = Precision.FP32  # As Megatron without them.
     return kept
 
@@ -138,11 +138,11 @@ def in_our_names(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _precisions(theirs: dict[str, Any]) -> Iterator[tuple[str, Precision]]:
     """Of Megatron's arguments, which are taken out of the row, and the precision they ask for."""
-    asked = [name for name in ("bf16", "fp16") if name in theirs]
+    asked = [name for name in ("bf16", "fp16", "fp32") if name in theirs]
     on = [name for name in asked if checked(theirs.pop(name), bool, name)]
     if len(on) > 1:
-        raise PlanError("bf16 and fp16 exclude each other; leave one out")
-    if asked:
+        raise PlanError(f"{on[0]} and {on[1]} exclude each other; leave one out")
+    if on or (asked and asked != ["fp32"]):
         yield (on or asked)[0], Precision(on[0]) if on else Precision.FP32
     if "params_dtype" in theirs:
         given = theirs.pop("params_dtype")

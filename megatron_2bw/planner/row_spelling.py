@@ -10,7 +10,7 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import SPELLED
 from megatron_2bw.planner.inputs import misspelled
 from megatron_2bw.planner.layout import Layout
-from megatron_2bw.planner.row_arguments import KEYS, OURS
+from megatron_2bw.planner.row_arguments import KEYS, OF_PRECISION, OURS
 
 _SAME = {"microbatches": "num_microbatches"}
 _TEXTS = {"model", "cluster", "name"}
@@ -52,8 +52,9 @@ def _name(key: str) -> str:
 
 
 def _means_something(name: str) -> bool:
-    known = name in KEYS or name in OURS or name in _SAME.values()
-    return known or "--" + name.replace("_", "-") in SPELLED or flag_of(name) in SPELLED
+    if name in KEYS or name in OURS or name in OF_PRECISION or name in _SAME.values():
+        return True
+    return "--" + name.replace("_", "-") in SPELLED or flag_of(name) in SPELLED
 
 
 def _meant(value: Any) -> Any:

@@ -181,7 +181,8 @@ def _cluster(ours: dict[str, Any]) -> Cluster:
         return cluster_of(cluster, "cluster")
     if isinstance(cluster, str):
         return load_cluster(cluster)
-    raise PlanError(f"cluster is missing; give one of {', '.join(CLUSTERS)}, or an object")
+    what = "cluster is missing" if cluster is None else f"cluster {cluster!r}"
+    raise PlanError(f"{what}; give one of {', '.join(CLUSTERS)}, or an object")
 
 
 def _layout(ours: dict[str, Any], model: Model, base: Cluster, *, microbatches: Any = None) -> Layout:

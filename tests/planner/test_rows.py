@@ -56,6 +56,19 @@ def test_other_spellings(other: dict[str, Any]) -> None:
     assert predicted({**{key: value for key, value in ROW.items() if key not in sizes}, **other}) == predicted(ROW)
 
 
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [
+        ({"fp32": True}, "fp32"),
+        ({"fp32": False}, "bf16"),
+        ({"fp32": False, "fp16": True}, "fp16"),
+        ({"FP32": 1}, "fp32"),
+    ],
+)
+def test_precisions_as_switches(flags: dict[str, Any], precision: str) -> None:
+    assert predicted({**ROW, **flags}) == predicted({**ROW, "precision": precision})
+
+
 @pytest.mark.parametrize("name", ["1f1b", "1F1B", "DAPPLE"])
 def test_names_of_one_schedule(name: str) -> None:
     assert predicted({**ROW, "schedule": name}) == predicted({**ROW, "schedule": "1f1b-flush"})
@@ -199,6 +212,7 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
         ({"vp": 2, "chunks": 1}, "chunks 1 and vp 2 disagree; leave out one of them"),
         ({"num-layers": 4, "num_layers": 80}, "num_layers 80 and num-layers 4 disagree; leave out one of them"),
         ({"mbs": 0, "num_microbatches": 3}, "microbatch 0 is no count"),
+        ({"fp16": True, "fp32": True}, "fp16 and fp32 exclude each other; leave one out"),
         ({"GPUs": 8}, "unknown key 'GPUs'; did you mean 'gpus'?"),
         ({"SwiGLU": True}, "unknown key 'SwiGLU'; did you mean 'swiglu'?"),
         ({"BF16": False, "precision": "bf16"}, "bf16 False and precision bf16 disagree"),
