@@ -196,6 +196,11 @@ class Pipeline:
             )
         if self._is_closed:
             raise RuntimeError("the pipeline is closed: make another one")
+        if self.executor is not None and self.executor.at is not None:
+            raise RuntimeError(
+                f"the call before failed {self.where()}, in the middle of its batch, so no other can follow: end the "
+                "job, and go on from a checkpoint"
+            )
         call = Call.of(keywords, self.schedule_name)
         if self._stage is None:
             self.start(call)

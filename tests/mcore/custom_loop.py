@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,4 +146,48 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         answer("2bw", {}, {}, lambda pipeline: None),
         answer("chimera", {}, {}),
     ]
+    torch.save(answers, folder / f"rank{rank}.pt")
+
+
+def failed(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Write what every batch says where one cannot be read, and the loop leaves it out and goes on."""
+    initialize(replace(case, schedule="megatron"), rank, case.ranks, port)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import megatron_2bw
+
+    from .model import build_model
+    from .record import RankRecord
+
+    bare = build_model(case.kind, parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
+    model = DistributedDataParallel(bare.config, DistributedDataParallelConfig(), bare)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0), [model])
+    pipeline = megatron_2bw.Pipeline(case.schedule, model, optimizer, timeout=timedelta(seconds=10))
+    step, forwards, answers = partial(forward_step, case.kind, RankRecord()), itertools.count(), []
+
+    def reading(data: Any, of_model: Any) -> Any:
+        output = step(data, of_model)
+        if next(forwards) == case.microbatches - 1:
+            raise ValueError("an unreadable sample")
+        return output
+
+    data = _microbatches(case, parallel_state.get_data_parallel_rank())
+    for batch in range(4):
+        model.zero_grad_buffer()
+        try:
+            pipeline.forward_backward(
+                forward_step_func=reading,
+                data_iterator=data,
+                model=model,
+                num_microbatches=case.microbatches,
+                seq_length=SEQUENCE_LENGTH,
+                micro_batch_size=MICRO_BATCH_SIZE,
+                left=3 - batch,
+            )
+            answers.append("")
+        except (ValueError, RuntimeError, KeyError) as error:
+            answers.append(repr(error))
+    pipeline.forget()
     torch.save(answers, folder / f"rank{rank}.pt")

@@ -92,6 +92,15 @@ def test_what_does_not_work_is_refused() -> None:
     assert answers[-1] == "chimera needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
+def test_no_batch_follows_one_that_failed(schedule: str) -> None:
+    """What is left of it would be taken for part of the next one."""
+    answers = collect(custom_loop.failed, replace(CASES[0], schedule=schedule, microbatches=4), CASES[0].ranks)
+    for of_rank in answers:
+        assert "an unreadable sample" in of_rank[0] or "look for that rank's own error" in of_rank[0]
+        assert ["the call before failed at stage" in answer for answer in of_rank] == [False, True, True, True], of_rank
+
+
 def looped(case: Case, then: str | None = None) -> object:
     """What ``case`` computes; the second half of its batches by the schedule ``then``."""
     return merge(collect(partial(custom_loop.main, then=then), case, case.ranks), case.stages, case.microbatches)
