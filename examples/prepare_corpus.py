@@ -40,7 +40,7 @@ def write_corpus(library: Path, corpus: Path, *, max_bytes: int) -> None:
     """
     size_bytes = documents = 0
     corpus.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = corpus.with_name(f"unfinished-{corpus.name}")
+    unfinished = corpus.with_name(f"unfinished-{os.getpid()}-{corpus.name}")
     with unfinished.open("w", encoding="utf-8") as lines:
         for path in source_files(library):
             text = path.read_text(encoding="utf-8", errors="ignore")

@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,22 +37,32 @@ def read_documents(files: Sequence[Path], key: str) -> Iterator[str]:
     """The text of each document that is not blank.
 
     Raises:
-        ValueError: a line of a ``.jsonl`` file is not a JSON object with text under ``key``.
+        ValueError: a file is not UTF-8, or a line of a ``.jsonl`` file is not blank and not a JSON object with text
+            under ``key``.
     """
     for file in files:
-        with file.open(encoding="utf-8") as lines:
-            if file.suffix != ".jsonl":
-                texts: Iterator[str] = iter([lines.read()])
-            else:
-                texts = (_text(line, key, f"{file}:{number}") for number, line in enumerate(lines, start=1))
-            yield from (text for text in texts if text.strip())
+        try:
+            yield from (text for text in _texts(file, key) if text.strip())
+        except UnicodeError as error:
+            raise ValueError(f"{file}: not UTF-8 text: {error}") from error
+
+
+def _texts(file: Path, key: str) -> Iterator[str]:
+    with file.open(encoding="utf-8-sig") as lines:  # Some programs begin a file with a mark.
+        if file.suffix != ".jsonl":
+            yield lines.read()
+            return
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _text(line, key, f"{file}:{number}")
 
 
 def _text(line: str, key: str, place: str) -> str:
     try:
-        return json.loads(line)[key] + ""
+        text = json.loads(line)[key] + ""
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{place}: not a JSON object with text under {key!r}; name another with --key") from error
+    return text.encode(errors="replace").decode()  # Half a surrogate pair is no character.
 
 
 def train_vocabulary(documents: Iterator[str], path: Path, *, size: int, model: str) -> None:
@@ -167,26 +178,35 @@ def make(
 ) -> bool:
     """Make ``target`` unless it is there and made of the same; half of it is never left behind.
 
-    ``run`` gets a temporary name; its files, one per suffix, are renamed at the end. A file beside them says what
-    they are made of, and that they are finished.
+    ``run`` gets a temporary name, another one in each process; its files, one per suffix, are renamed at the end. A
+    file beside them says what they are made of, and that they are finished.
 
     Returns:
         Whether it was made now.
     """
     record = Path(f"{target}.json")
-    if record.exists() and json.loads(record.read_text(encoding="utf-8")) == made_of:
+    if _recorded(record) == made_of:
         print(f"{title}: there already, {target}", flush=True)
         return False
     print(f"{title} ...", flush=True)
     start_s = time.monotonic()
     record.unlink(missing_ok=True)
-    temporary = target.with_name(f"unfinished-{target.name}")
-    run(temporary)
-    for suffix in suffixes:
-        os.replace(f"{temporary}{suffix}", f"{target}{suffix}")
-    record.write_text(json.dumps(made_of), encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=target.parent) as folder:
+        temporary = Path(folder, target.name)
+        run(temporary)
+        Path(f"{temporary}.json").write_text(json.dumps(made_of), encoding="utf-8")
+        for suffix in (*suffixes, ".json"):
+            os.replace(f"{temporary}{suffix}", f"{target}{suffix}")
     print(f"{title}: {time.monotonic() - start_s:.0f} s, {target}", flush=True)
     return True
+
+
+def _recorded(record: Path) -> Any:
+    """What a record says, if it is there and whole."""
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def main() -> None:

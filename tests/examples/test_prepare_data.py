@@ -170,3 +170,46 @@ def test_the_command_says_what_is_missing(prepare_data, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match=r"none\.txt"):
         prepare_data.main()
+
+
+def test_blank_lines_and_marks_are_no_documents(prepare_data, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(b'\xef\xbb\xbf{"text": "first"}\n\n{"text": "half a \\ud83d pair"}\n \n')
+    assert list(prepare_data.read_documents([corpus], "text")) == ["first", "half a ? pair"]
+
+
+@pytest.mark.parametrize("name", ["corpus.jsonl", "text.txt"])
+def test_the_command_names_the_file_that_is_no_text(prepare_data, tmp_path, monkeypatch, name):
+    (tmp_path / name).write_bytes(b"caf\xe9")
+    arguments = ["prepare_data", "--input", str(tmp_path / name), "--output", str(tmp_path), "--vocab-size", "300"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match=rf"{name}: not UTF-8 text"):
+        prepare_data.main()
+
+
+def test_a_record_that_was_cut_short_is_none(prepare_data, corpus, tmp_path, capsys):
+    data = tmp_path / "data"
+    prepare(prepare_data, [corpus], data)
+    for record in data.glob("*.json"):
+        record.write_text("")
+    prepare(prepare_data, [corpus], data)
+    capsys.readouterr()
+    prepare(prepare_data, [corpus], data)
+    assert capsys.readouterr().out.count("there already") == 2
+
+
+def test_two_at_once_do_not_write_into_each_others_files(prepare_data, tmp_path):
+    """One that is stopped later leaves those of the other as they were."""
+
+    def finish(path: Path) -> None:
+        path.write_text("whole")
+        with pytest.raises(KeyboardInterrupt):
+            prepare_data.make("tokens", begin, tmp_path / "target", {})
+
+    def begin(path: Path) -> None:
+        path.write_text("ha")
+        raise KeyboardInterrupt
+
+    assert prepare_data.make("tokens", finish, tmp_path / "target", {})
+    assert (tmp_path / "target").read_text() == "whole"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "target.json"]
