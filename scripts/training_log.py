@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
 import sys
 from collections.abc import Iterable
@@ -33,6 +34,10 @@ LAUNCHER_REPORT = re.compile(r"torch/distributed/elastic/.*failed \(exitcode")
 """torchrun names the rank that failed, then repeats what it said."""
 LAST_LOSSES = 10
 """The last training loss is the mean of this many, because one batch's loss is noisy."""
+
+
+LEAST_BATCHES = 5
+"""A trace of fewer has no bubble: 0, which says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +95,10 @@ def render(summary: Summary, places: dict[str, Path]) -> str:
     rows.append(("iteration time", f"{summary.iteration_time_s * 1e3:.1f} ms (median)"))
     if pipeline := summary.pipeline:
         layout = f"{pipeline['stages']} stages, {pipeline['microbatches']} microbatches per batch"
-        measured = f"{pipeline['bubble']:.1%} measured over {pipeline['batches']} batches"
+        batches = pipeline["batches"]
+        measured = f"{pipeline['bubble']:.1%} measured over {batches} batches"
+        if batches < LEAST_BATCHES:
+            measured = f"not measured, {batches} batches only fill and drain the pipeline"
         rows.append(("schedule", f"{pipeline['schedule']}, {layout}"))
         rows.append(("pipeline bubble", f"{measured}; with a flush at least {pipeline['flush_bubble']:.1%}"))
     rows += [(title, str(path)) for title, path in places.items()]
@@ -136,6 +144,9 @@ def main() -> None:
     summary.add_argument("--checkpoint", type=Path, default=None, help="folder to point to")
     args = parser.parse_args()
     if args.command == "follow":
+        for number in (signal.SIGINT, signal.SIGTERM):  # The job ends by them, and may have more to say and to save.
+            signal.signal(number, signal.SIG_IGN)
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # Ranks may write into each other's characters.
         with args.log.open("a" if args.append else "w", encoding="utf-8") as log:
             follow(sys.stdin, log, every=args.every)
         return

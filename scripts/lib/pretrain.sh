@@ -92,8 +92,10 @@ has_transformer_engine() {
 keep_vocabulary() {
     local kept="$2/vocabulary.cksum" sum
     sum="$(cksum <"$1")"
-    if [ ! -e "$kept" ]; then
-        echo "$sum" >"$kept"
+    if [ ! -s "$kept" ]; then
+        # All at once: other nodes look at it in the same moment.
+        echo "$sum" >"$kept.${HOSTNAME:-}-$BASHPID"
+        mv -f "$kept.${HOSTNAME:-}-$BASHPID" "$kept"
     elif [ "$sum" != "$(cat "$kept")" ]; then
         echo "error: $2 belongs to another vocabulary than $1: set OUTPUT to another folder, or delete it" >&2
         return 1

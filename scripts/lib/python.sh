@@ -47,8 +47,9 @@ show_downloads() {
 # ensure_venv REQUIREMENTS: .venv with the file's versions and this package in it; skipped when done already.
 ensure_venv() {
     local requirements="$ROOT/$1" stamp python
-    stamp="$VENV/installed-$(cat "$ROOT"/requirements*.txt "$ROOT/setup.py" | cksum | cut -d ' ' -f 1)-$1"
-    if [ -e "$stamp" ]; then
+    # A repository that was moved or copied is another one: its environment still has the package of the old place.
+    stamp="$VENV/installed-$({ cat "$ROOT"/requirements*.txt "$ROOT/setup.py" && echo "$ROOT"; } | cksum | cut -d ' ' -f 1)-$1"
+    if [ -e "$stamp" ] && "$VENV/bin/python" -c "" 2>/dev/null; then
         return 0
     fi
     if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then

@@ -27,6 +27,7 @@ train() {
         shift
     done
     shift
+    trap : INT TERM # Where all processes get a signal (Ctrl-C, the end of a job's time), the ranks may still save.
     "$VENV/bin/python" -m torch.distributed.run "${launcher[@]}" -m megatron_2bw "$@" \
         2>&1 | "$VENV/bin/python" "$ROOT/scripts/training_log.py" follow --append "$log" || {
         echo "error: training failed; its whole output is in $log" >&2

@@ -146,3 +146,56 @@ def test_checkpoints_of_another_vocabulary_are_not_gone_on_with(root, tmp_path):
     with pytest.raises(subprocess.CalledProcessError) as failed:
         pretrain(root, tmp_path, "")
     assert "belongs to another vocabulary" in failed.value.stderr
+
+
+def test_nodes_that_begin_at_once_agree_about_the_vocabulary(root, tmp_path):
+    """None sees the file of another one before it is written; and one that a full disk left empty is none."""
+    (tmp_path / "vocabulary.cksum").touch()
+    (tmp_path / "gpt.model").write_text("a vocabulary")
+    command = f"""
+        source "{root}/scripts/lib/pretrain.sh"
+        for round in $(seq 40); do
+            nodes=()
+            for node in 1 2 3 4 5 6 7 8; do keep_vocabulary "{tmp_path}/gpt.model" "{tmp_path}" & nodes+=($!); done
+            for node in "${{nodes[@]}}"; do wait "$node"; done
+            rm "{tmp_path}/vocabulary.cksum"
+        done
+    """
+    done = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt.model"]
+
+
+def made_environment(root: Path, repository: Path, place: Path) -> list[str]:
+    """What ``ensure_venv`` says in a repository whose Python answers to everything."""
+    command = f"""
+        ROOT="{place}"
+        source "{root}/scripts/lib/python.sh"
+        find_python() {{ echo "{repository}/python"; }}
+        ensure_venv requirements.txt
+    """
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def test_an_environment_is_made_again_where_it_no_longer_works(root, tmp_path):
+    """After its Python is gone, and where it has the package of another place."""
+    for name in ("requirements.txt", "setup.py"):
+        (tmp_path / name).touch()
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/bash
+        if [ "$1 $2" = "-m venv" ]; then mkdir -p "$4/bin" && rm -f "$4/bin/python" && cp "{python}" "$4/bin/python"; fi
+    """)
+    python.chmod(0o755)
+    assert len(made_environment(root, tmp_path, tmp_path)) == 2
+    assert made_environment(root, tmp_path, tmp_path) == []
+    (tmp_path / ".venv/bin/python").unlink()
+    (tmp_path / ".venv/bin/python").symlink_to("/nonexistent/python")
+    assert made_environment(root, tmp_path, tmp_path)[0].startswith("making .venv")
+    moved = tmp_path.with_name(f"{tmp_path.name}-moved")
+    tmp_path.rename(moved)
+    for script in (moved / "python", moved / ".venv/bin/python"):
+        script.write_text(script.read_text().replace(str(tmp_path), str(moved)))
+    assert made_environment(root, moved, moved)[0].startswith("installing")
+    assert made_environment(root, moved, moved) == []

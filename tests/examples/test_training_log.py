@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -142,3 +144,27 @@ def test_follow_shows_a_refusal_alone(training_log, capsys, message):
         "E1120 14:16:35 1 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0"
     )
     assert shown(training_log, capsys, [*around, message, *around, report, "Traceback (most recent"]) == [message]
+
+
+def test_follow_goes_on_to_the_end_of_the_job(root, tmp_path):
+    """A signal to all processes is for the ranks, which may save now; and whatever they print, none fails to."""
+    log = tmp_path / "train.log"
+    command = [sys.executable, root / "scripts/training_log.py", "follow", log]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as following:
+        following.stdin.write("".join(lines()[:3]).encode())
+        following.stdin.flush()
+        assert b"iteration  1/30" in following.stdout.readline()  # It has begun.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            following.send_signal(number)
+        time.sleep(0.2)
+        output, _ = following.communicate(b"torn \xe2\x80\n" + lines()[-2].encode(), timeout=20)
+    assert following.returncode == 0
+    assert b"validation loss 3.1000" in output
+    assert "torn" in log.read_text(encoding="utf-8")
+
+
+def test_a_run_too_short_for_a_bubble_has_none(training_log):
+    trace = {"otherData": TRACE["otherData"] | {"bubble": 0.0, "batches": 3}}
+    rendered = training_log.render(training_log.summarize(lines()[:5], trace), {})
+    assert "0.0%" not in rendered
+    assert "not measured, 3 batches" in rendered
