@@ -350,6 +350,10 @@ def _check_keywords(
     correction: Correction | None,
     gradient_buffers: int,
 ) -> None:
+    if isinstance(correction, str):
+        raise ValueError(
+            f"correction {correction!r}: give MomentLead(steps), or UpdateLead, of megatron_2bw.runtime.corrections"
+        )
     if correction and schedule not in TWO_BW:
         raise ValueError(f"{schedule} has no delay of one batch to correct: leave correction out, or use 2bw")
     if (mirrored is None) is (schedule in MIRRORED):

@@ -50,7 +50,7 @@ def read_run(path: Path) -> Run:
         events, beside = _events(trace["traceEvents"], schedule.stages)
     except OSError as error:
         raise ScheduleError(f"--measured {path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, IndexError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError, IndexError) as error:
         raise ScheduleError(f"--measured {path} is no file that --pipeline-trace wrote: {error!r}") from error
     timeline = Timeline(events=events, name=f"{schedule.name}, measured", beside=beside)
     return Run(schedule=schedule, timeline=timeline)

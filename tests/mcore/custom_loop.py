@@ -143,6 +143,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         answer("2bw", {}, {}, lambda pipeline: (pipeline.forget(), pipeline.forward_backward(left=0))),
         answer("2bw", {}, {}, lambda pipeline: pipeline.optimizer._inner.step()),
         answer("2bw", {}, {}, lambda pipeline: megatron_2bw.Pipeline("gpipe", pipeline._model, pipeline.optimizer)),
+        answer("2bw", {}, {}, correction="lead"),
         answer("2bw", {}, {}, lambda pipeline: None),
         answer("chimera", {}, {}),
     ]

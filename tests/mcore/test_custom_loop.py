@@ -80,6 +80,7 @@ def test_what_does_not_work_is_refused() -> None:
         "the pipeline is closed: make another one",
         "a pipeline updates with this optimizer by itself: call step() of pipeline.optimizer",
         "the optimizer belongs to a pipeline that is in use: close() that one first",
+        "correction 'lead': give MomentLead(steps), or UpdateLead, of megatron_2bw.runtime.corrections",
     ]
     assert "bf16 is set in the config of the model and not in that of the optimizer" in answers[10]
     assert [part for part, answer in zip(expected, answers, strict=False) if part not in answer] == []

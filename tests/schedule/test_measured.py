@@ -246,6 +246,10 @@ def test_times_of_a_simulation_say_nothing_of_a_run(tmp_path: Path, capsys: pyte
         ("{", "is no file that --pipeline-trace wrote"),
         ("{}", "is no file that --pipeline-trace wrote: KeyError"),
         ('{"otherData": {"schedule": "x", "stages": 2, "microbatches": 2, "options": {}}}', "unknown schedule"),
+        (
+            json.dumps(trace_of(recorded(batches=2))).replace('"name": "', '"name": 0, "was": "'),
+            "wrote: AttributeError",
+        ),
         (json.dumps(trace_of(recorded(batches=2))), "holds 2 batches of 2bw with 4 microbatches, too few"),
     ],
 )
