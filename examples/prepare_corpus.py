@@ -14,7 +14,9 @@ import json
 import os
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
+from typing import TextIO
 
 MIN_CORPUS_BYTES = 500_000
 """A smaller standard library was stripped; a model would learn it by heart."""
@@ -38,27 +40,33 @@ def write_corpus(library: Path, corpus: Path, *, max_bytes: int) -> None:
     Raises:
         ValueError: the library holds too little source text to train on.
     """
-    size_bytes = documents = 0
     corpus.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = corpus.with_name(f"unfinished-{os.getpid()}-{corpus.name}")
-    with unfinished.open("w", encoding="utf-8") as lines:
-        for path in source_files(library):
-            text = path.read_text(encoding="utf-8", errors="ignore")
-            if not text.strip():
-                continue
-            if size_bytes + len(text.encode()) > max_bytes:
-                break
-            lines.write(json.dumps({"path": path.relative_to(library).as_posix(), "text": text}) + "\n")
-            size_bytes += len(text.encode())
-            documents += 1
-    if size_bytes < min(MIN_CORPUS_BYTES, max_bytes // 2):
-        unfinished.unlink()
-        raise ValueError(
-            f"{library} holds only {size_bytes:,} bytes of Python source; at least {MIN_CORPUS_BYTES:,} are needed: "
-            f"use a Python with its full standard library, or write documents into {corpus} yourself"
-        )
-    os.replace(unfinished, corpus)
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=corpus.parent) as folder:
+        unfinished = Path(folder, corpus.name)
+        with unfinished.open("w", encoding="utf-8") as lines:
+            documents, size_bytes = _write_documents(library, lines, max_bytes)
+        if size_bytes < min(MIN_CORPUS_BYTES, max_bytes // 2):
+            raise ValueError(
+                f"{library} holds only {size_bytes:,} bytes of Python source; at least {MIN_CORPUS_BYTES:,} are "
+                f"needed: use a Python with its full standard library, or write documents into {corpus} yourself"
+            )
+        os.replace(unfinished, corpus)
     print(f"corpus: {documents} documents, {size_bytes / 1e6:.1f} MB of text, {corpus}", flush=True)
+
+
+def _write_documents(library: Path, lines: TextIO, max_bytes: int) -> tuple[int, int]:
+    """How many, and the bytes of their text."""
+    size_bytes = documents = 0
+    for path in source_files(library):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if not text.strip():
+            continue
+        if size_bytes + len(text.encode()) > max_bytes:
+            break
+        lines.write(json.dumps({"path": path.relative_to(library).as_posix(), "text": text}) + "\n")
+        size_bytes += len(text.encode())
+        documents += 1
+    return documents, size_bytes
 
 
 def main() -> None:

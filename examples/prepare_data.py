@@ -176,7 +176,7 @@ def make(
     made_of: dict[str, Any],
     suffixes: tuple[str, ...] = ("",),
 ) -> bool:
-    """Make ``target`` unless it is there and made of the same; half of it is never left behind.
+    """Make ``target`` unless it is there and made of the same; half of it is never left under its name.
 
     ``run`` gets a temporary name, another one in each process; its files, one per suffix, are renamed at the end. A
     file beside them says what they are made of, and that they are finished.

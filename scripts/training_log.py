@@ -147,6 +147,7 @@ def main() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):  # The job ends by them, and may have more to say and to save.
             signal.signal(number, signal.SIG_IGN)
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # Ranks may write into each other's characters.
+        sys.stdout.reconfigure(errors="replace")  # A terminal may lack some.
         with args.log.open("a" if args.append else "w", encoding="utf-8") as log:
             follow(sys.stdin, log, every=args.every)
         return

@@ -46,9 +46,10 @@ show_downloads() {
 
 # ensure_venv REQUIREMENTS: .venv with the file's versions and this package in it; skipped when done already.
 ensure_venv() {
-    local requirements="$ROOT/$1" stamp python
+    local requirements="$ROOT/$1" sum stamp python
     # A repository that was moved or copied is another one: its environment still has the package of the old place.
-    stamp="$VENV/installed-$({ cat "$ROOT"/requirements*.txt "$ROOT/setup.py" && echo "$ROOT"; } | cksum | cut -d ' ' -f 1)-$1"
+    sum="$({ cat "$ROOT"/requirements*.txt "$ROOT/setup.py" && echo "$ROOT"; } | cksum | cut -d ' ' -f 1)"
+    stamp="$VENV/installed-$sum-$1"
     if [ -e "$stamp" ] && "$VENV/bin/python" -c "" 2>/dev/null; then
         return 0
     fi
@@ -57,6 +58,7 @@ ensure_venv() {
         echo "making .venv with $("$python" --version)"
         "$python" -m venv --clear "$VENV"
     fi
+    find "$VENV" -maxdepth 1 -name "installed-*" ! -name "installed-$sum-*" -delete
     echo "installing the versions in $1 (torch is large: this takes a minute or two) ..."
     "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off -r "$requirements" | show_downloads
     "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps -e "$ROOT"

@@ -20,17 +20,23 @@ use_cpu() {
 
 # train LOG TORCHRUN_FLAG... -- SCRIPT FLAG...: run it under the launcher; shows what matters, adds all to LOG.
 train() {
-    local log="$1" launcher=()
+    local log="$1" launcher=() signal="" failed=""
     shift
     while [ "$1" != "--" ]; do
         launcher+=("$1")
         shift
     done
     shift
-    trap : INT TERM # Where all processes get a signal (Ctrl-C, the end of a job's time), the ranks may still save.
+    # Where all processes get a signal (Ctrl-C, the end of a job's time), the ranks may still save: this waits for
+    # them, and then ends by it, so that a loop around this script does, too.
+    trap 'signal=INT' INT
+    trap 'signal=TERM' TERM
     "$VENV/bin/python" -m torch.distributed.run "${launcher[@]}" -m megatron_2bw "$@" \
-        2>&1 | "$VENV/bin/python" "$ROOT/scripts/training_log.py" follow --append "$log" || {
+        2>&1 | "$VENV/bin/python" "$ROOT/scripts/training_log.py" follow --append "$log" || failed=yes
+    trap - INT TERM
+    if [ -n "$failed" ]; then
         echo "error: training failed; its whole output is in $log" >&2
+        [ -z "$signal" ] || kill -s "$signal" $$
         return 1
-    }
+    fi
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,7 @@ def fake_python(path: Path, version: str, *, works: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     check = f"""
 import sys
+import time
 code = sys.argv[2].replace("import ensurepip, sys, venv", "import sys").replace("sys.version_info[:2]", "({version})")
 exec(code.replace("sys.executable", "{str(path)!r}"))
 """
@@ -199,3 +202,43 @@ def test_an_environment_is_made_again_where_it_no_longer_works(root, tmp_path):
         script.write_text(script.read_text().replace(str(tmp_path), str(moved)))
     assert made_environment(root, moved, moved)[0].startswith("installing")
     assert made_environment(root, moved, moved) == []
+    moved.rename(tmp_path)
+    for script in (tmp_path / "python", tmp_path / ".venv/bin/python"):
+        script.write_text(script.read_text().replace(str(moved), str(tmp_path)))
+    assert made_environment(root, tmp_path, tmp_path)[0].startswith("installing")
+
+
+def test_a_loop_around_a_training_ends_with_it(root, tmp_path):
+    """Ctrl-C reaches all processes: the training has its time to save, and the loop does not begin the next one."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(
+        f"""#!/bin/bash
+        if [ "$2" = "torch.distributed.run" ]; then
+            trap 'echo saved; exit 1' INT
+            touch "{tmp_path}/begun"
+            for _ in $(seq 100); do sleep 0.1; done
+        else
+            trap "" INT
+            cat
+        fi
+        """
+    )
+    python.chmod(0o755)
+    script = tmp_path / "train.sh"
+    script.write_text(f"""
+        VENV="{tmp_path}" ROOT="{root}"
+        source "{root}/scripts/lib/training.sh"
+        set -euo pipefail
+        train log -- script
+    """)
+    loop = f"for round in 1 2 3; do echo round $round; bash '{script}'; done"
+    with subprocess.Popen(["bash", "-c", loop], stdout=subprocess.PIPE, text=True, start_new_session=True) as looping:
+        deadline_s = time.monotonic() + 20
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        os.killpg(looping.pid, signal.SIGINT)
+        output, _ = looping.communicate(timeout=20)
+    assert output.split() == ["round", "1", "saved"]
+    assert looping.returncode == -signal.SIGINT

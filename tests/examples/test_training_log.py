@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -150,14 +151,16 @@ def test_follow_goes_on_to_the_end_of_the_job(root, tmp_path):
     """A signal to all processes is for the ranks, which may save now; and whatever they print, none fails to."""
     log = tmp_path / "train.log"
     command = [sys.executable, root / "scripts/training_log.py", "follow", log]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as following:
+    ascii_alone = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ascii_alone) as following:
         following.stdin.write("".join(lines()[:3]).encode())
         following.stdin.flush()
         assert b"iteration  1/30" in following.stdout.readline()  # It has begun.
         for number in (signal.SIGINT, signal.SIGTERM):
             following.send_signal(number)
         time.sleep(0.2)
-        output, _ = following.communicate(b"torn \xe2\x80\n" + lines()[-2].encode(), timeout=20)
+        traceback = "Traceback (most recent call last):\n  \u2014\nOSError: \u2014\n".encode()
+        output, _ = following.communicate(b"torn \xe2\x80\n" + lines()[-2].encode() + traceback, timeout=20)
     assert following.returncode == 0
     assert b"validation loss 3.1000" in output
     assert "torn" in log.read_text(encoding="utf-8")
