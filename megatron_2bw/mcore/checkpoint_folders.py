@@ -129,9 +129,14 @@ def remove_all_but_the_named(folder: Path) -> None:
 def remove(checkpoint: Path) -> None:
     """Remove a folder, or the link to one; neither need be there."""
     if checkpoint.is_symlink():
-        checkpoint.unlink()
+        checkpoint.unlink(missing_ok=True)
     elif checkpoint.exists():
-        shutil.rmtree(checkpoint)
+        shutil.rmtree(checkpoint, onexc=_unless_gone)
+
+
+def _unless_gone(function: Callable[..., Any], path: str, error: BaseException) -> None:
+    if not isinstance(error, FileNotFoundError):  # Another job that reads from here removes the same.
+        raise error
 
 
 def _folder(non_persistent: bool) -> str:

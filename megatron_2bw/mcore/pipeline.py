@@ -179,6 +179,7 @@ class Pipeline:
         Raises:
             ValueError: evaluation, which is left to Megatron-Core's own function; or ``synchronous`` without a delay
                 of one batch.
+            RuntimeError: the pipeline is closed, or the call before failed in the middle of its batch.
         """
         for name in ("forward_only", "collect_non_loss_data"):
             if keywords.get(name):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -51,6 +53,41 @@ def test_a_replacement_is_finished_before_arguments_are_read(saving, tmp_path) -
     present = tmp_path / "iter_0000006" / "file"
     for _ in range(2):
         assert folders.read(lambda folder, args: present.read_text(), str(tmp_path), args) == "new"
+
+
+def test_another_job_may_finish_a_replacement_and_remove_what_was_there(tmp_path, monkeypatch) -> None:
+    """One that loads from the same folder between the two renames of a save takes it for dead."""
+    from megatron_2bw.mcore import checkpoint_folders as folders
+
+    present = _checkpoint(tmp_path / "iter_0000006", "old")
+    new = _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
+    rename = Path.rename
+
+    def after_another(path: Path, target: Path) -> Path:
+        if path == new:
+            monkeypatch.undo()
+            folders.finish_replacements(tmp_path)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", after_another)
+    folders.replace(present, new)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000006"]
+    assert (present / "file").read_text() == "new"
+
+
+def test_what_another_one_removes_first_is_removed(tmp_path, monkeypatch) -> None:
+    from megatron_2bw.mcore import checkpoint_folders as folders
+
+    checkpoint = _checkpoint(tmp_path / "replaced_iter_0000006", "old")
+    unlink = os.unlink
+
+    def after_another(path: str, **keywords: Any) -> None:
+        unlink(path, **keywords)
+        unlink(path, **keywords)
+
+    monkeypatch.setattr(os, "unlink", after_another)
+    folders.remove(checkpoint)
+    assert not checkpoint.exists()
 
 
 def test_nothing_of_a_killed_save_is_in_the_next_one(saving, tmp_path) -> None:
