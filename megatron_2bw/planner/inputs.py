@@ -196,7 +196,7 @@ def checked(value: Any, kind: type, where: str) -> Any:
             raise PlanError(f"{where} {value!r}: choose one of {', '.join(kind)}") from error
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)  # Tables with gaps have all numbers of a column as floats.
-    if kind is bool and type(value) is int and value in (0, 1):
+    if kind is bool and type(value) in (int, float) and value in (0, 1):
         value = bool(value)
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):

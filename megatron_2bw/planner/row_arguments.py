@@ -67,7 +67,7 @@ MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "giv
 LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name != "optimizer"}
 """Fields that a row may have. Megatron has more optimizers than ours; its flag says which one."""
 KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
-_NAMES_OF_VALUES = ("precision", "recompute", "recompute_method", "fp8", "kind")
+_NAMES_OF_VALUES = ("precision", "recompute", "recompute_granularity", "recompute_method", "fp8", "kind")
 """Keys whose values tables have in capitals, too."""
 _ALIKE = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "add_position_embedding", "pad_vocab_size")
 """Arguments that no price depends on, with names that look like flags on which prices do."""

@@ -10,13 +10,15 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import SPELLED
 from megatron_2bw.planner.inputs import misspelled
 from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.model import Kind
 from megatron_2bw.planner.row_arguments import KEYS, OF_PRECISION, OURS
+from megatron_2bw.schedule.registry import ALIASES, MEGATRON, SCHEDULES
 
 _SAME = {"microbatches": "num_microbatches"}
 _TEXTS = {"model", "cluster", "name"}
 """Keys whose values are texts, even if they look like numbers."""
-_HEADINGS = {"model", "name", "kind", "data", "context", "schedule", "optimizer"}
-"""Words that a table may have over remarks of its own, then not in small letters."""
+_HEADINGS = {"Model", "Name", "Kind", "Data", "Context", "Schedule"}
+"""What a table may have over remarks of its own."""
 _NUMBER = re.compile(r"[+-]?\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?")
 
 
@@ -38,23 +40,31 @@ def as_arguments(row: dict[str, Any]) -> dict[str, Any]:
         if name not in _TEXTS:
             value = _meant(value)
         if keys.setdefault(name, key) != key and found[name] != value:
-            raise PlanError(f"{key} {value!r} and {keys[name]} {found[name]!r} disagree; leave out one of them")
+            if _means_something(name):
+                raise PlanError(f"{key} {value!r} and {keys[name]} {found[name]!r} disagree; leave out one of them")
+            name = key
         found[name] = value
     return found
 
 
 def _name(key: str) -> str:
-    """Of what a key means something by; else the key."""
+    """What a key is called in Megatron's arguments, if it is one of them."""
     name = key.removeprefix("--").replace("-", "_")
     name = name.lower() if name.isupper() else name
-    name = _SAME.get(name, name)
-    return name if _means_something(name) else key
+    return _SAME.get(name, name)
 
 
 def _means_something(name: str) -> bool:
     if name in KEYS or name in OURS or name in OF_PRECISION or name in _SAME.values():
         return True
     return "--" + name.replace("_", "-") in SPELLED or flag_of(name) in SPELLED
+
+
+def _is_an_answer(name: str, value: Any) -> bool:
+    """Whether ``value`` could be meant as the ``name`` of a layout or a model."""
+    if isinstance(value, str):
+        return value.lower() in {"schedule": {MEGATRON, *SCHEDULES, *ALIASES}, "kind": set(Kind)}.get(name, ())
+    return name in ("data", "context")
 
 
 def _meant(value: Any) -> Any:
@@ -80,7 +90,9 @@ def check_spelling(row: dict[str, Any]) -> None:
         PlanError: it does.
     """
     for key in row.keys() - KEYS:
-        if key.lower() not in _HEADINGS and (name := _name(key.lower())) != key and _means_something(name):
+        name = _name(key.lower())
+        is_remark = key in _HEADINGS and not _is_an_answer(name, row[key])
+        if name != key and not is_remark and _means_something(name):
             raise PlanError(f"unknown key {key!r}; did you mean {name!r}?")
         is_spelled = _means_something(key) or hasattr(Layout, key)
         nearest = None if is_spelled else misspelled(key, KEYS - {"name"})

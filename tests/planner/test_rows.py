@@ -62,7 +62,7 @@ def test_other_spellings(other: dict[str, Any]) -> None:
         ({"fp32": True}, "fp32"),
         ({"fp32": False}, "bf16"),
         ({"fp32": False, "fp16": True}, "fp16"),
-        ({"FP32": 1}, "fp32"),
+        ({"FP32": 1.0}, "fp32"),
     ],
 )
 def test_precisions_as_switches(flags: dict[str, Any], precision: str) -> None:
@@ -213,6 +213,9 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
         ({"num-layers": 4, "num_layers": 80}, "num_layers 80 and num-layers 4 disagree; leave out one of them"),
         ({"mbs": 0, "num_microbatches": 3}, "microbatch 0 is no count"),
         ({"fp16": True, "fp32": True}, "fp16 and fp32 exclude each other; leave one out"),
+        ({"Schedule": "2BW"}, "unknown key 'Schedule'; did you mean 'schedule'?"),
+        ({"Context": 2}, "unknown key 'Context'; did you mean 'context'?"),
+        ({"Data": "8"}, "unknown key 'Data'; did you mean 'data'?"),
         ({"GPUs": 8}, "unknown key 'GPUs'; did you mean 'gpus'?"),
         ({"SwiGLU": True}, "unknown key 'SwiGLU'; did you mean 'swiglu'?"),
         ({"BF16": False, "precision": "bf16"}, "bf16 False and precision bf16 disagree"),
