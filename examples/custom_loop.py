@@ -1,4 +1,4 @@
-"""A training loop of one's own on Megatron-Core, with any pipeline schedule of megatron_2bw.
+"""A training loop of one's own on Megatron-Core, under 2bw, 1f1b-flush, gpipe or inter-layer.
 
     torchrun --nproc-per-node 2 examples/custom_loop.py --schedule 2bw --batches 20
 
