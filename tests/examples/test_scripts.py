@@ -233,7 +233,8 @@ def test_a_loop_around_a_training_ends_with_it(root, tmp_path):
         train log -- script
     """)
     loop = f"for round in 1 2 3; do echo round $round; bash '{script}'; done"
-    with subprocess.Popen(["bash", "-c", loop], stdout=subprocess.PIPE, text=True, start_new_session=True) as looping:
+    command = ["env", "--default-signal=INT", "bash", "-c", loop]  # In the background, shells ignore it.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as looping:
         deadline_s = time.monotonic() + 20
         while not (tmp_path / "begun").exists() and time.monotonic() < deadline_s:
             time.sleep(0.05)
