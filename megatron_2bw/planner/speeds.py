@@ -136,7 +136,7 @@ def error_bar(
     """What nine of ten batches of the runs that it begins with keep to, as shares of what is predicted."""
     family = _family(cluster.gpu)
     if cluster.profile is not None:
-        return ErrorBar(0.30, "twelve layouts on two CPU cores, which took 2 to 29% longer; --verify-top measures here")
+        return ErrorBar(0.30, "twelve layouts on two CPU cores took 2 to 29% longer; --verify-top measures here")
     if model.multi_latent_attention or model.moe_shared_expert_intermediate_size or model.mtp_num_layers:
         return ErrorBar(
             0.50,
