@@ -69,8 +69,6 @@ class Session:
         self._batch_sizes = BatchSizes.of_training(args)
         self._clock: SharedClock | None = None
         """Where a trace is to be written."""
-        self.drained = False
-        """Whether the newest batch has left the pipeline empty, on all ranks."""
         self._foreseen = 0
         """Of the newest batch: an update to be skipped that the log counts already."""
 
@@ -83,6 +81,11 @@ class Session:
     def optimizer(self) -> DelayedOptimizer | None:
         """Ours; None where the schedule leaves updates to Megatron's."""
         return self.pipeline.optimizer if self.is_delayed else None
+
+    @property
+    def drained(self) -> bool:
+        """Whether the newest batch has left the pipeline empty, on all ranks."""
+        return not self.pipeline.executor.is_ahead
 
     def skipped_iterations(self, losses: Mapping[str, torch.Tensor]) -> int:
         """For the log of the newest batch, of a delayed schedule: updates that were found to be skipped.
@@ -110,11 +113,12 @@ class Session:
         timers = self.pipeline.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=False)
-        left = self._batch_sizes.left(keywords["num_microbatches"], at_most=self.pipeline.stages)
-        synchronous = get_args().curr_iteration < get_args().synchronous_warmup_iters
         with get_timers().inside_call():
-            losses = self.pipeline.forward_backward(**keywords, left=left, synchronous=synchronous)
-        self.drained = left == 0 or synchronous
+            losses = self.pipeline.forward_backward(
+                **keywords,
+                left=self._batch_sizes.left(keywords["num_microbatches"], at_most=self.pipeline.stages),
+                synchronous=get_args().curr_iteration < get_args().synchronous_warmup_iters,
+            )
         if self.monitor is not None:
             self.monitor.after(self.pipeline.executor.schedule)
         if timers is not None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def predicted_rows(
         where, row = f"{file.name}, line {number}", {}
         try:
             row = parsed(line, "row")
-            outcome = {"prediction": predicted(_completed(row, defaults), ignored=ignored)}
+            outcome = {"prediction": predicted(row, defaults, ignored=ignored)}
         except PlanError as error:
             outcome = {"error": f"{where}: {error}"}
         kept = {key: value for key, value in row.items() if key not in _OUTCOMES}
@@ -108,19 +108,21 @@ def _flags_of_any(text: str) -> set[str]:
     return found
 
 
-def _completed(row: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    row = as_arguments(row)
+def _completed(row: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     is_sized = any(OURS.get(key, key) in _SIZES for key in row)
-    return {**{key: value for key, value in defaults.items() if key not in _SIZES or not is_sized}, **row}
+    given = {key: value for key, value in defaults.items() if value is not None}
+    return {**{key: value for key, value in given.items() if key not in _SIZES or not is_sized}, **row}
 
 
-def predicted(row: dict[str, Any], *, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """The prediction for one row, without the arguments of ``ignored`` flags.
+def predicted(
+    row: dict[str, Any], defaults: Mapping[str, Any] | None = None, *, ignored: Collection[str] = ()
+) -> dict[str, Any]:
+    """The prediction for one row, completed by ``defaults``, without the arguments of ``ignored`` flags.
 
     Raises:
         PlanError: the row describes no configuration that runs.
     """
-    row = without(as_arguments(row), ignored)
+    row = without(_completed(as_arguments(row), defaults or {}), ignored)
     check_spelling(row)
     ours, theirs = in_our_names(row)
     notes = []

@@ -95,16 +95,8 @@ def _microbatches(case: Case, replica: int) -> Iterator[dict[str, torch.Tensor]]
 def refused(case: Case, rank: int, port: int, folder: Path) -> None:
     """Write what `Pipeline` says of configs that the schedule does not work with."""
     initialize(replace(case, schedule="megatron", synchronous=0, delayed=0), rank, case.ranks, port)
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
     import megatron_2bw
     from megatron_2bw.runtime.corrections import MomentLead
-
-    from .model import build_model
-
-    ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
 
     def answer(
         schedule: str,
@@ -113,11 +105,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         use: Any = None,
         **keywords: Any,
     ) -> str:
-        bare = build_model(case.kind, *ends)
-        for name, value in model.items():
-            setattr(bare.config, name, value)
-        wrapped = DistributedDataParallel(bare.config, DistributedDataParallelConfig(**ddp), bare)
-        inner = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0), [wrapped])
+        wrapped, inner = _stage(case, model, ddp)
         try:
             pipeline = megatron_2bw.Pipeline(schedule, wrapped, inner, **keywords)
             use(pipeline)
@@ -150,21 +138,31 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
     torch.save(answers, folder / f"rank{rank}.pt")
 
 
-def failed(case: Case, rank: int, port: int, folder: Path) -> None:
-    """Write what every batch says where one cannot be read, and the loop leaves it out and goes on."""
-    initialize(replace(case, schedule="megatron"), rank, case.ranks, port)
+def _stage(case: Case, config: dict[str, Any], ddp: dict[str, Any]) -> tuple[Any, Any]:
+    """This rank's, with other fields of its configs; and its optimizer."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    import megatron_2bw
-
     from .model import build_model
-    from .record import RankRecord
 
     bare = build_model(case.kind, parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
-    model = DistributedDataParallel(bare.config, DistributedDataParallelConfig(), bare)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0), [model])
+    for name, value in config.items():
+        setattr(bare.config, name, value)
+    model = DistributedDataParallel(bare.config, DistributedDataParallelConfig(**ddp), bare)
+    return model, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0), [model])
+
+
+def failed(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Write what every batch says where one cannot be read, and the loop leaves it out and goes on."""
+    initialize(replace(case, schedule="megatron"), rank, case.ranks, port)
+    from megatron.core import parallel_state
+
+    import megatron_2bw
+
+    from .record import RankRecord
+
+    model, optimizer = _stage(case, {}, {})
     pipeline = megatron_2bw.Pipeline(case.schedule, model, optimizer, timeout=timedelta(seconds=10))
     step, forwards, answers = partial(forward_step, case.kind, RankRecord()), itertools.count(), []
 

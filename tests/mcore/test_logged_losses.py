@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,21 +112,26 @@ LOSSES = (
 
 def _with_an_infinite_loss(case: Case, rank: int, port: int, folder: Path) -> None:
     """That of the first microbatch of the fourth batch."""
+    calls = itertools.count()
+
+    def infinite(output: Any, loss: Any, model: Any) -> tuple[Any, Any]:
+        from megatron.core import parallel_state
+
+        is_it = parallel_state.is_pipeline_last_stage() and model.training
+        return output * (float("inf") if is_it and next(calls) == 3 * case.microbatches else 1.0), loss
+
+    _with_steps(infinite, case, rank, port, folder)
+
+
+def _with_steps(changed: Callable[..., Any], case: Case, rank: int, port: int, folder: Path) -> None:
+    """Run ``case``; what each forward step returns goes through ``changed``."""
     from . import faults, worker
 
-    before_forward, calls = faults.before_forward, itertools.count()
+    before_forward = faults.before_forward
 
     def prepared(*args: Any) -> Any:
         step = before_forward(*args)
-
-        def infinite(data: Any, model: Any) -> Any:
-            from megatron.core import parallel_state
-
-            output, loss = step(data, model)
-            is_it = parallel_state.is_pipeline_last_stage() and model.training
-            return output * (float("inf") if is_it and next(calls) == 3 * case.microbatches else 1.0), loss
-
-        return infinite
+        return lambda data, model: changed(*step(data, model), model)
 
     faults.before_forward = prepared
     worker.main(case, rank, port, folder)
@@ -145,27 +151,18 @@ def test_a_mean_over_nothing_beside_the_loss_skips_no_update() -> None:
 
 def _with_a_mean_over_nothing(case: Case, rank: int, port: int, folder: Path) -> None:
     """In the second half of the run."""
-    from . import faults, worker
+    calls = itertools.count()
 
-    before_forward, calls = faults.before_forward, itertools.count()
+    def with_another(output: Any, loss: Any, model: Any) -> tuple[Any, Any]:
+        tokens = 1.0 if next(calls) < 3 * case.microbatches else 0.0
 
-    def prepared(*args: Any) -> Any:
-        step = before_forward(*args)
+        def losses(tensor: Any) -> Any:
+            *rest, logged = loss(tensor)
+            return (*rest, logged | {"loss of another": tensor.new_tensor([tokens, tokens])})
 
-        def with_another(data: Any, model: Any) -> Any:
-            output, loss = step(data, model)
-            tokens = 1.0 if next(calls) < 3 * case.microbatches else 0.0
+        return output, losses
 
-            def losses(tensor: Any) -> Any:
-                *rest, logged = loss(tensor)
-                return (*rest, logged | {"loss of another": tensor.new_tensor([tokens, tokens])})
-
-            return output, losses
-
-        return with_another
-
-    faults.before_forward = prepared
-    worker.main(case, rank, port, folder)
+    _with_steps(with_another, case, rank, port, folder)
 
 
 @pytest.mark.parametrize(
