@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from megatron_2bw.planner.automatic import AUTO
+from megatron_2bw.planner.flag_table.conditions import LEAD
 from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.schedule.commands.arguments import count, natural
 from megatron_2bw.schedule.registry import ALIASES, MEGATRON, SCHEDULES
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--delay-lead",
         type=_positive,
-        default=2.0,
+        default=LEAD,
         metavar="C",
         help="Steps that --delay-correction looks ahead.",
     )

@@ -18,7 +18,7 @@ from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.feasible import checked, enough_microbatches
-from megatron_2bw.schedule.registry import MEGATRON, MIRRORED, TWO_BW, canonical_name
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, MEGATRON, TWO_BW, canonical_name
 
 
 class ArgumentError(ValueError):
@@ -31,7 +31,7 @@ def parsed(megatron_parsing: Callable[[], Any]) -> Any:
     given = [word for word in sys.argv[1:] if word.startswith("--pipeline-schedule")]
     if getattr(args, "pipeline_schedule", None) is None and given:
         exit_with(ArgumentError(f"{given[0]} does not work with --yaml-cfg, which replaces all other flags; use flags"))
-    if getattr(args, "pipeline_schedule", MEGATRON) in MIRRORED:
+    if getattr(args, "pipeline_schedule", MEGATRON) in BIDIRECTIONAL:
         _print_once(place(args))
     return args
 

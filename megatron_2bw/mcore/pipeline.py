@@ -33,8 +33,8 @@ from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import (
+    BIDIRECTIONAL,
     DELAYED,
-    MIRRORED,
     PER_MICROBATCH,
     TWO_BW,
     build,
@@ -357,7 +357,7 @@ def _check_keywords(
         )
     if correction and schedule not in TWO_BW:
         raise ValueError(f"{schedule} has no delay of one batch to correct: leave correction out, or use 2bw")
-    if (mirrored is None) is (schedule in MIRRORED):
+    if (mirrored is None) is (schedule in BIDIRECTIONAL):
         raise ValueError(
             f"{schedule} needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
             if mirrored is None

@@ -23,7 +23,7 @@ from megatron_2bw.mcore.stage import Call
 from megatron_2bw.mcore.trace import write_trace
 from megatron_2bw.runtime.corrections import CORRECTIONS
 from megatron_2bw.runtime.recorder import Recorder
-from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
 _KEPT, _KEPT_FOR_TRACE = 20_000, 200_000
 """How many of its newest actions a recorder keeps, for the log and for a trace."""
@@ -41,7 +41,7 @@ class Session:
 
     def __init__(self, name: str, inner: Any, model_chunks: list[Any], mirrored: Any = None) -> None:
         args = get_args()
-        if name in MIRRORED and mirrored is None:
+        if name in BIDIRECTIONAL and mirrored is None:
             raise RuntimeError(
                 f"--pipeline-schedule {name} needs a second stage on every rank, and this training script builds its "
                 "model in a way of its own; build it with Megatron's get_model, or use --pipeline-schedule 1f1b-flush"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_2bw.mcore.active import active
-from megatron_2bw.schedule.registry import MEGATRON, MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, MEGATRON
 
 
 def add_arguments(original: Any, parser: Any) -> Any:
@@ -47,7 +47,7 @@ def build_model(original: Any, *args: Any, **keywords: Any) -> Any:
     chunks = original(*args, **keywords)
     again = inspect.signature(original).bind(*args, **keywords)
     is_trained = again.arguments.get("wrap_with_ddp", True)
-    if is_trained and _schedule() in MIRRORED:
+    if is_trained and _schedule() in BIDIRECTIONAL:
         given = again.arguments.get("pg_collection")  # None: Megatron makes one of its groups.
 
         def mirrored() -> Any:

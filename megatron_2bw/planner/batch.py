@@ -15,7 +15,7 @@ from megatron_2bw.planner.programs import programs_of, shortened
 from megatron_2bw.schedule.action import COMPUTE
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.program import GradientCopy
-from megatron_2bw.schedule.registry import DELAYED, MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED
 
 if TYPE_CHECKING:
     from megatron_2bw.schedule.program import Schedule
@@ -62,7 +62,7 @@ def _running(layout: Layout, stages: int, steps: int) -> list[int]:
         return [stages] * steps
     if layout.schedule == "inter-layer":
         return [1] * (steps * stages)
-    if layout.schedule in MIRRORED:
+    if layout.schedule in BIDIRECTIONAL:
         return _running_both_ways(programs_of(layout))
     return [min(step, stages, steps, steps + stages - step) for step in range(1, steps + stages)]
 
@@ -107,7 +107,7 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.inter_layer_s(pipeline)
     if layout.chunks > 1:
         return periods.interleaved_s(pipeline, layout.chunks)
-    if layout.schedule in (*MIRRORED, "pipedream"):
+    if layout.schedule in (*BIDIRECTIONAL, "pipedream"):
         return _repeated_s(layout, pipeline)
     if pipeline.each or _has_lighter_ends(pipeline):
         return uneven_one_f_one_b_s(pipeline)

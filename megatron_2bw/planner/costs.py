@@ -23,7 +23,7 @@ from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import Speed, error_bar, machine_of
 from megatron_2bw.planner.stages import Contents, contents_of, free_stages, layers_of_stages
 from megatron_2bw.planner.weights import weights_of
-from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
 SCHEDULES = ("2bw", "1f1b-flush", "gpipe", "megatron")
 """Those that a search tries by itself."""
@@ -120,7 +120,7 @@ def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
     pipeline = times.pipeline
     if pipeline.each and layout.chunks > 1 and processor_share(cluster) == 1:
         return periods.least_interleaved_s(pipeline)
-    if not (is_uneven or layout.schedule in MIRRORED) or processor_share(cluster) < 1:
+    if not (is_uneven or layout.schedule in BIDIRECTIONAL) or processor_share(cluster) < 1:
         return shared_s(layout, pipeline, cluster, times.work_s(layout))
     if is_uneven:
         return periods.one_f_one_b_s(pipeline)
@@ -176,7 +176,7 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
         + updates.replicated_s(model, layout, machine, max(layers)),
         norm_s=updates.norm_s(model, layout, machine, weights.word_embedding),
     )
-    if layout.schedule in MIRRORED:
+    if layout.schedule in BIDIRECTIONAL:
         gradients_s = pipeline.gradients_s + updates.exchange_s(layout, machine, held)
         pipeline = replace(pipeline, gradients_s=gradients_s)
     return Times(pipeline, works)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from megatron_2bw.planner.errors import MOST, PlanError, Problem, wrong_count
 from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.pipeline_layout import chunks_of
-from megatron_2bw.schedule.registry import DELAYED, MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED
 
 FP8_BYTES, FP32_BYTES = 1, 4
 """Per number."""
@@ -85,7 +85,7 @@ class Optimizer(StrEnum):
         return self in (Optimizer.LION, Optimizer.MUON)
 
 
-WITHOUT_OVERLAP = MIRRORED | DELAYED
+WITHOUT_OVERLAP = BIDIRECTIONAL | DELAYED
 """Schedules that switch ``--overlap-grad-reduce`` and ``--overlap-param-gather`` off."""
 _COUNTS = {
     "pipeline": 1,

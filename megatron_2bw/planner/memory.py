@@ -17,7 +17,7 @@ from megatron_2bw.planner.rules import TWO_BW
 from megatron_2bw.planner.stages import Contents, chunks_in_flight, contents_of, free_stages
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.weights import Weights, weights_of
-from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
 CONTEXT_BYTES = 1.5 * GIB
 """CUDA context, cuBLAS workspaces and NCCL's buffers, which torch's allocator does not see. Assumed: about 0.5 GiB
@@ -115,7 +115,7 @@ def needs_more(model: Model, layout: Layout, than_bytes: float) -> bool:
 def _may_be_fullest(model: Model, layout: Layout) -> Sequence[int]:
     """Stages of which one needs most."""
     between = free_stages(model, layout)[1:-1]
-    if layout.schedule in MIRRORED or len({chunk for chunks in between for chunk in chunks}) > 1:
+    if layout.schedule in BIDIRECTIONAL or len({chunk for chunks in between for chunk in chunks}) > 1:
         return range(layout.pipeline)
     return sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
 
@@ -150,7 +150,7 @@ def _shares(model: Model, layout: Layout) -> _Shares:
 def _stage(model: Model, layout: Layout, shares: _Shares, stage: int, kept_as: Layout | None = None) -> StageMemory:
     """With what the layout ``kept_as`` keeps for backwards, if it is given."""
     # In both directions, rank s has stages s and d-1-s.
-    hosted = [stage, layout.pipeline - 1 - stage] if layout.schedule in MIRRORED else [stage]
+    hosted = [stage, layout.pipeline - 1 - stage] if layout.schedule in BIDIRECTIONAL else [stage]
     held = [contents_of(model, layout, one) for one in hosted]
     states, *others = (_states(model, shares, chunks) for chunks in held)
     every = [chunk for chunks in held for chunk in chunks]
@@ -299,7 +299,7 @@ def _kept_besides(model: Model, layout: Layout, shares: _Shares, held: Contents)
 
 def _losses(layout: Layout, stage: int) -> int:
     """Forwards of the last stage at once, on a rank that has it."""
-    if layout.schedule in MIRRORED:
+    if layout.schedule in BIDIRECTIONAL:
         return open_losses(layout, stage)
     return layout.microbatches if layout.schedule == "gpipe" else 1
 

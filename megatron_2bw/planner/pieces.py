@@ -10,7 +10,7 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.periods import Pipeline, Stage
 from megatron_2bw.planner.stages import Contents, contents_of
 from megatron_2bw.planner.work import Work
-from megatron_2bw.schedule.registry import DELAYED, MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED
 
 _COLUMNS = {
     "layers, as profiled": "measured_s",
@@ -76,7 +76,7 @@ def parts_of_batch(
     last = layout.pipeline - 1
     stages = range(layout.pipeline) if pipeline.each else sorted({0, min(1, last), last})
     slowest, _ = max(zip(stages, pipeline.kinds, strict=True), key=lambda pair: (pair[1].pair_s, pair[0]))
-    if layout.schedule in MIRRORED:  # The first rank has both ends, each for half of the microbatches.
+    if layout.schedule in BIDIRECTIONAL:  # The first rank has both ends, each for half of the microbatches.
         first, other = (_parts_of_stage(model, layout, works, stage) for stage in (0, last))
         parts = {name: (first[name] + other[name]) / 2 for name in first}
     else:

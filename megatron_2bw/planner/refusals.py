@@ -6,25 +6,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_2bw.planner.argument_flags import NEGATED, flag_of
-from megatron_2bw.planner.flag_table.conditions import leads_too_far, sums_experts_over_wrong_ranks
+from megatron_2bw.planner.flag_table.conditions import LEAD, sums_experts_over_wrong_ranks
 from megatron_2bw.planner.flag_table.refused import REFUSED
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.options import Options
 
-_ASK_MORE = (leads_too_far, sums_experts_over_wrong_ranks)
-"""Conditions that import torch, or the Megatron that is installed."""
-BY_FLAGS = tuple(row for row in REFUSED if row.is_set not in _ASK_MORE)
-"""Rows that flags alone decide."""
+BY_FLAGS = tuple(row for row in REFUSED if row.is_set is not sums_experts_over_wrong_ranks)
+"""Rows that flags alone decide, without the Megatron that is installed."""
 DEFAULTS = {
     "tensor_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "optimizer": "adam",
+    "adam_beta1": 0.9,
+    "sgd_momentum": 0.9,
+    "muon_momentum": 0.9,
+    "delay_lead": LEAD,
     "clip_grad": 1.0,
     "ckpt_format": "torch_dist",
     "rerun_mode": "validate_results",
 }
-"""Megatron's, where they are not the same as "off"."""
+"""Megatron's, and ours, where they are not the same as "off"."""
 
 
 @dataclass(frozen=True, slots=True)

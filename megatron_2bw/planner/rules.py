@@ -13,11 +13,11 @@ from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_mu
 from megatron_2bw.planner.pipeline_layout import MTP, has_an_empty_stage, predicts_early, stages_of
 from megatron_2bw.planner.programs import refusal
 from megatron_2bw.planner.stages import layers_of_chunks, spread
-from megatron_2bw.schedule.registry import DELAYED, MEGATRON, MIRRORED, TWO_BW
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON, TWO_BW
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
-_CACHES_NO_FP8 = DELAYED | MIRRORED
-_BY_PROGRAMS = MIRRORED | {"pipedream"}
+_CACHES_NO_FP8 = DELAYED | BIDIRECTIONAL
+_BY_PROGRAMS = BIDIRECTIONAL | {"pipedream"}
 """Schedules that take only some numbers of microbatches."""
 
 
@@ -182,7 +182,7 @@ def schedule_problem(layout: Layout) -> Problem | None:
         return Problem(
             f"delayed_microbatches {layout.delayed_microbatches}: {layout.schedule} has no such number", "use 0"
         )
-    if layout.schedule in MIRRORED and layout.pipeline % 2:
+    if layout.schedule in BIDIRECTIONAL and layout.pipeline % 2:
         nearest = layout.pipeline + 1
         return Problem(
             f"pipeline {layout.pipeline}: {layout.schedule} pairs stages and needs an even depth", f"use {nearest}"
@@ -229,7 +229,7 @@ def model_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the schedule cannot train this model like that: see ``planner.flag_table.refused``."""
     if refused := fp8_size_problem(model, layout):
         return refused
-    if layout.schedule in MIRRORED and model.num_experts:
+    if layout.schedule in BIDIRECTIONAL and model.num_experts:
         return Problem(
             f"num_experts {model.num_experts}: {layout.schedule} trains no experts", "use schedule 1f1b-flush"
         )

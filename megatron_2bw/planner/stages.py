@@ -11,7 +11,7 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_divisor
 from megatron_2bw.planner.pipeline_layout import LAYER, MTP, layout_problem, stages_of
 from megatron_2bw.planner.programs import programs_of, shortened
-from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
 
 class Contents(NamedTuple):
@@ -220,7 +220,7 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
         return (1 + layout.extra_in_flight) * after + 1
     if layout.schedule == "inter-layer":
         return 1
-    if layout.schedule in MIRRORED:
+    if layout.schedule in BIDIRECTIONAL:
         return programs_of(shortened(layout)[0]).in_flight[stage]
     if layout.schedule == "pipedream":
         return after + 1

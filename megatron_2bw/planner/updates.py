@@ -12,7 +12,7 @@ from megatron_2bw.planner.speeds import Machine
 from megatron_2bw.planner.stages import Contents, contents_of, free_stages
 from megatron_2bw.planner.weights import Weights
 from megatron_2bw.schedule.placement import is_paired
-from megatron_2bw.schedule.registry import MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
 BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA = 40_000_000, 1_000_000
 """Megatron's size of a gradient bucket is the larger: ``DistributedDataParallel.__init__``."""
@@ -131,7 +131,7 @@ def exchange_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float
 
 
 def _is_paired(layout: Layout, machine: Machine) -> bool:
-    return layout.schedule in MIRRORED and is_paired(
+    return layout.schedule in BIDIRECTIONAL and is_paired(
         ranks=layout.gpus, per_node=machine.gpus_per_node, stages=layout.pipeline
     )
 

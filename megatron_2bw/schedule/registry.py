@@ -41,7 +41,7 @@ TWO_BW = frozenset({"2bw"})
 DELAYED = TWO_BW | PER_MICROBATCH
 """Those whose updates come after the call of their batch: their pipelines do not drain."""
 
-MIRRORED = frozenset({"gems", "chimera", "mixpipe"})
+BIDIRECTIONAL = frozenset({"gems", "chimera", "mixpipe"})
 """Those with two pipelines in opposite directions, and two stages per rank."""
 
 _WITHOUT = {

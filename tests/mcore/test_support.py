@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from copy import copy
 
 import pytest
@@ -10,12 +11,14 @@ import pytest
 from megatron_2bw.mcore.arguments import add_arguments
 from megatron_2bw.mcore.checks import ArgumentError, adapt, exit_with, refuse
 from megatron_2bw.mcore.symbols import megatron_version
+from megatron_2bw.planner.flag_table.conditions import LEAD, leads_too_far
 from megatron_2bw.planner.flag_table.rows import OURS, STOCK
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.refusals import BY_FLAGS, DEFAULTS, refusal
 from megatron_2bw.planner.row_arguments import flags_of
+from megatron_2bw.runtime.corrections import MomentLead
 from megatron_2bw.schedule.registry import SCHEDULES
 
 OLD_EXPERTS = "--expert-tensor-parallel-size, without --expert-model-parallel-size, in Megatron 0.18"
@@ -26,6 +29,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--pipeline-delayed-microbatches": [{"pipeline_delayed_microbatches": 2}],
     "--synchronous-warmup-iters": [{"synchronous_warmup_iters": 5}],
     "--delay-correction": [{"delay_correction": "update-lead", "bf16": True}],
+    "--delay-lead": [{"delay_lead": 1.0}],
     "--pipeline-trace / --log-pipeline": [{"pipeline_trace": "file"}, {"log_pipeline": True}],
     "--delay-correction lead with lion": [
         {"delay_correction": "lead", "optimizer": "lion"},
@@ -290,6 +294,15 @@ def _is_a_flag(settings: dict[str, object], defaults: argparse.Namespace) -> boo
     """Whether this Megatron's command line can say it."""
     known = settings.keys() <= vars(defaults).keys()
     return known and not (IS_0_18 and settings == {"moe_router_load_balancing_type": "quantile_balancing"})
+
+
+@pytest.mark.parametrize("lead", [0.5, 1.0, LEAD, 9.0])
+def test_a_lead_is_too_far_where_the_correction_says_so(defaults: argparse.Namespace, lead: float) -> None:
+    args = argparse.Namespace(**vars(defaults) | {"delay_correction": "lead", "delay_lead": lead})
+    args.adam_beta1 = MomentLead(lead).least_decay
+    assert leads_too_far(args)
+    args.adam_beta1 = math.nextafter(args.adam_beta1, 1)
+    assert not leads_too_far(args)
 
 
 def test_the_planner_knows_defaults(defaults: argparse.Namespace) -> None:

@@ -16,18 +16,24 @@ from megatron_2bw.planner.pipeline_layout import (
     stages_of,
 )
 
+LEAD = 2.0
+"""How far corrections look ahead by default."""
+
 
 def leads_too_far(args: Any) -> bool:
-    """The lead leaves nothing of the optimizer's average of gradients."""
+    """The lead leaves nothing of the optimizer's average of gradients: ``MomentLead.least_decay``, without torch."""
     if getattr(args, "delay_correction", None) != "lead":
         return False
-    from megatron_2bw.runtime.corrections import MomentLead  # The table alone needs no torch.
-
     decays = {
         "sgd": lambda: [args.sgd_momentum],
         "muon": lambda: [args.muon_momentum, args.adam_beta1],
     }.get(args.optimizer, lambda: [args.adam_beta1])
-    return min(decays()) <= MomentLead(args.delay_lead).least_decay
+    return min(decays()) <= args.delay_lead / (1 + args.delay_lead)
+
+
+def leads_nothing(args: Any) -> bool:
+    """A lead is given, other than the default, and no correction that it is of."""
+    return getattr(args, "delay_correction", None) in (None, "none") and getattr(args, "delay_lead", LEAD) != LEAD
 
 
 def leads_lion(args: Any) -> bool:

@@ -10,6 +10,7 @@ from megatron_2bw.planner.flag_table.conditions import (
     interleaves,
     is_sharded_by_layers,
     leads_lion,
+    leads_nothing,
     leads_too_far,
     leaves_a_stage_empty,
     leaves_copies_of_experts_apart,
@@ -20,10 +21,10 @@ from megatron_2bw.planner.flag_table.conditions import (
     sums_experts_over_wrong_ranks,
 )
 from megatron_2bw.planner.flag_table.rows import (
-    FLUSHED,
     OURS,
     PIPEDREAM,
     STOCK,
+    SYNCHRONOUS,
     USE_FLUSH,
     USE_MEGATRON,
     Refused,
@@ -32,7 +33,7 @@ from megatron_2bw.planner.flag_table.rows import (
     sums_in_bf16,
     words,
 )
-from megatron_2bw.schedule.registry import DELAYED, MIRRORED, TWO_BW
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, TWO_BW
 
 _SHARDED_WEIGHTS = "--tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards"
 _QUANTIZED = "--fp8-format / --fp4-format / --te-precision-config-file / --kitchen-config-file"
@@ -46,7 +47,7 @@ def _of_2bw(flag: str, reason: str) -> Refused:
     """A flag of ours that only 2bw has a use for."""
     return Refused(
         flag=flag,
-        schedules=FLUSHED | PIPEDREAM | STOCK,
+        schedules=SYNCHRONOUS | PIPEDREAM | STOCK,
         reason=reason,
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     )
@@ -68,7 +69,7 @@ REFUSED: tuple[Refused, ...] = (
     _of_2bw("--synchronous-warmup-iters", "only 2bw can begin without its delay"),
     Refused(
         flag="--delay-correction",
-        schedules=FLUSHED | STOCK,
+        schedules=SYNCHRONOUS | STOCK,
         reason="a synchronous schedule has no delay",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),
@@ -77,6 +78,13 @@ REFUSED: tuple[Refused, ...] = (
         schedules=PIPEDREAM,
         reason="it corrects a delay of one batch, and every stage has another delay",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
+    ),
+    Refused(
+        flag="--delay-lead",
+        is_set=leads_nothing,
+        schedules=OURS | STOCK,
+        reason="it says how far --delay-correction looks ahead, and there is none",
+        remedy="leave the flag out, or add --delay-correction lead or update-lead",
     ),
     Refused(
         flag="--pipeline-trace / --log-pipeline",
@@ -116,7 +124,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         flag="--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
         is_set=interleaves,
-        schedules=FLUSHED,
+        schedules=SYNCHRONOUS,
         reason="it selects Megatron's interleaved schedule",
         remedy=USE_MEGATRON,
     ),
@@ -170,13 +178,13 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         flag=_QUANTIZED,
         is_set=quantizes,
-        schedules=MIRRORED,
+        schedules=BIDIRECTIONAL,
         reason="a rank's second stage gets new weights from another rank, and quantized copies of them would stay old",
         remedy=USE_FLUSH,
     ),
     Refused(
         flag="--num-experts",
-        schedules=MIRRORED,
+        schedules=BIDIRECTIONAL,
         reason="loads and losses of experts are counted once per rank, and a rank has two stages",
         remedy=USE_FLUSH,
     ),
@@ -203,7 +211,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
-        schedules=DELAYED | MIRRORED,
+        schedules=DELAYED | BIDIRECTIONAL,
         reason="it keeps some gradients outside of the buffer that is captured, or added to that of another rank",
         remedy="leave the flag out",
     ),
@@ -309,7 +317,7 @@ REFUSED: tuple[Refused, ...] = (
         remedy=USE_FLUSH,
     ),
     *(
-        Refused(flag=flag, is_set=given(*names), schedules=MIRRORED, reason=_ONE_OF_TWO, remedy=USE_FLUSH)
+        Refused(flag=flag, is_set=given(*names), schedules=BIDIRECTIONAL, reason=_ONE_OF_TWO, remedy=USE_FLUSH)
         for flag, names in {
             "--mtp-num-layers": ("mtp_num_layers",),
             "--vision-pretraining": ("vision_pretraining",),
@@ -320,7 +328,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         flag=_SHARDED_WEIGHTS,
         is_set=shards_weights,
-        schedules=MIRRORED,
+        schedules=BIDIRECTIONAL,
         reason=_ONE_OF_TWO,
         remedy=USE_FLUSH,
     ),
@@ -340,7 +348,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         flag="--mtp-num-layers before the last stage",
         is_set=predicts_before_the_last_stage,
-        schedules=FLUSHED - MIRRORED,
+        schedules=SYNCHRONOUS - BIDIRECTIONAL,
         reason="what it predicts from would go on to later stages, and transfers have one shape",
         remedy=_LAST_STAGE,
     ),

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_2bw.schedule.registry import DELAYED, MEGATRON, MIRRORED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON
 
 PIPEDREAM = frozenset({"pipedream"})
-FLUSHED = frozenset({"1f1b-flush", "gpipe", "inter-layer"}) | MIRRORED
-OURS = DELAYED | FLUSHED
+SYNCHRONOUS = frozenset({"1f1b-flush", "gpipe", "inter-layer"}) | BIDIRECTIONAL
+OURS = DELAYED | SYNCHRONOUS
 STOCK = frozenset({MEGATRON})
 """Megatron's own loop, which is refused only what it cannot do of our flags."""
 

@@ -19,7 +19,7 @@ from megatron_2bw.planner.flag_table.rows import (
     set_to,
     sums_in_bf16,
 )
-from megatron_2bw.schedule.registry import DELAYED, MIRRORED, TWO_BW
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, TWO_BW
 
 __all__ = ["MAPPED", "REFUSED", "SLOWED", "table"]
 
@@ -51,12 +51,12 @@ MAPPED: tuple[Mapped, ...] = (
     ),
     _off(
         "--overlap-grad-reduce",
-        MIRRORED,
+        BIDIRECTIONAL,
         "a rank adds the gradients of the other copy of its stage first",
     ),
     _off(
         "--overlap-param-gather",
-        MIRRORED,
+        BIDIRECTIONAL,
         "a rank gives its weights to the other copy of its stage before the first forward",
     ),
     Mapped(
