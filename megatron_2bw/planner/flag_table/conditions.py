@@ -33,7 +33,8 @@ def leads_too_far(args: Any) -> bool:
 
 def leads_nothing(args: Any) -> bool:
     """A lead is given, other than the default, and no correction that it is of."""
-    return getattr(args, "delay_correction", None) in (None, "none") and getattr(args, "delay_lead", LEAD) != LEAD
+    has_a_lead = getattr(args, "delay_lead", None) not in (None, LEAD)
+    return has_a_lead and getattr(args, "delay_correction", None) in (None, "none")
 
 
 def leads_lion(args: Any) -> bool:
