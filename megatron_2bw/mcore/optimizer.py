@@ -118,7 +118,7 @@ class DelayedOptimizer:
             timeout,
             tied_embeddings=tied_embeddings,
             counts_tokens=get_model_config(model).moe_router_enable_expert_bias,
-            gradients=[source.group for source in sources],
+            gradients=[group for source in sources for group in source.groups],
             statistics=[part.group for part in parts],
         )
         self._reductions = GradientReductions(

@@ -28,7 +28,14 @@ class Source(NamedTuple):
     scaling: float
     """Before the sum, where the sum is to be a mean."""
     group: dist.ProcessGroup
-    """Megatron's group of the replicas."""
+    """Megatron's group of the replicas; with several instances of the distributed optimizer, of those in this one."""
+    instances: dist.ProcessGroup | None = None
+    """Megatron's group of the ranks that have the same shard, one per instance; None for one instance."""
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All that it is summed over."""
+        return [self.group] if self.instances is None else [self.group, self.instances]
 
 
 class Part(NamedTuple):
@@ -56,6 +63,7 @@ class Statistics(NamedTuple):
 def sources_of(model: torch.nn.Module) -> list[Source]:
     """Accumulation buffers of a stage, by bucket where the distributed optimizer shards them."""
     sources = []
+    instances = model.inter_dist_opt_group if model.ddp_config.num_distributed_optimizer_instances > 1 else None
     for buffer in [*model.buffers, *model.expert_parallel_buffers]:
         if not model.ddp_config.use_distributed_optimizer:
             region = Region(buffer.grad_data, buffer.grad_data)
@@ -64,7 +72,7 @@ def sources_of(model: torch.nn.Module) -> list[Source]:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             shard = shard_buffer(bucket.grad_data, group.size())[group.rank()]
-            sources.append(Source(Region(bucket.grad_data, shard), bucket.gradient_scaling_factor, group))
+            sources.append(Source(Region(bucket.grad_data, shard), bucket.gradient_scaling_factor, group, instances))
     return sources
 
 
@@ -181,17 +189,19 @@ class GradientReductions:
         return Statistics(norm, found_inf, zeros if self._count_zeros else None)
 
     def _sum_over_replicas(self, source: Source, kept: torch.Tensor) -> None:
-        (whole, part), scaling = source.region, source.scaling
+        (whole, part), scaling, is_sharded = source.region, source.scaling, source.region.is_sharded
         peers = self._groups.peers(source.group)
-        target = whole if source.region.is_sharded else kept
+        target, summed = (whole, part) if is_sharded else (kept, kept)
         if scaling != 1.0:
             target *= scaling
-        if source.region.is_sharded and self._scatters_to_fp32:
+        if is_sharded and self._scatters_to_fp32:
             reduce_scatter_with_fp32_accumulation(part, whole, op=self._operation, group=peers, async_op=False)
-        elif source.region.is_sharded:
+        elif is_sharded:
             dist.reduce_scatter_tensor(part, whole, op=self._operation, group=peers)
         elif peers is not None:
             dist.all_reduce(target, op=self._operation, group=peers)
+        if source.instances is not None:
+            dist.all_reduce(summed, op=self._operation, group=self._groups.peers(source.instances))
 
     def _divide_by_tokens(self, num_tokens: torch.Tensor) -> None:
         """Only the last stage counts tokens; the mean is over those of all replicas."""

@@ -79,6 +79,8 @@ class Case:
     expert_tensor_parallel: int = 0
     """Ranks that split one expert; 0 is ``tensor_parallel``."""
     distributed_optimizer: bool = False
+    instances: int = 1
+    """Groups of replicas that each have a whole distributed optimizer; gradients are summed within them first."""
     optimizer: str = "adam"
     """adam, muon (adam for what is no matrix) or lion."""
     correction: str = "lead"
@@ -163,4 +165,9 @@ class Case:
             ),
             *(("--sequence-parallel",) if self.sequence_parallel else ()),
             *(("--use-distributed-optimizer",) if self.distributed_optimizer else ()),
+            *(
+                ("--num-distributed-optimizer-instances", str(self.instances))
+                if self.distributed_optimizer and self.instances > 1
+                else ()
+            ),
         ]

@@ -142,7 +142,7 @@ class Training:
         case, tokens = self.case, 0
         self.routers.begin_batch()
         self.count_tokens(batch, older, newest)
-        total: list[torch.Tensor] | None = None
+        sums: list[list[torch.Tensor]] = []
         for replica in range(case.replicas):
             self.routers.begin_replica()
             directions = [
@@ -166,8 +166,11 @@ class Training:
                 part = [gradient / (case.replicas * case.context_parallel) for gradient in part]
             if self.replicas_in_fp32:
                 part = [gradient.float() for gradient in part]
-            total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
-        total = [gradient.to(self.accumulated_in) for gradient in total]
+            if replica % (case.replicas // case.instances) == 0:
+                sums.append(part)
+            else:
+                sums[-1] = [a + b for a, b in zip(sums[-1], part, strict=True)]
+        total = [sum(gradients[1:], gradients[0]).to(self.accumulated_in) for gradients in zip(*sums, strict=True)]
         for gradient, is_partial in zip(total, self.partial_sums, strict=True):
             if case.context_parallel > 1:
                 dist.all_reduce(gradient, group=self.sequences)

@@ -97,6 +97,9 @@ EXACT = {
         precision="bf16",
         distributed_optimizer=True,
     ),
+    "two instances of the distributed optimizer, bf16, experts": replace(
+        TWO_REPLICAS, model=EXPERTS, replicas=4, instances=2, precision="bf16", distributed_optimizer=True
+    ),
     "one gradient buffer, bf16, distributed optimizer": replace(
         TWO_REPLICAS,
         precision="bf16",

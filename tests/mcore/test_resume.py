@@ -47,6 +47,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
         pytest.param(
             replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16"), "torch_dist", id="distributed-bf16"
         ),
+        pytest.param(
+            replace(CASE, replicas=2, distributed_optimizer=True, instances=2, precision="fp16"),
+            "torch",
+            id="two-instances-fp16",
+        ),
         pytest.param(replace(DETERMINED, model=BIASED), "torch_dist", id="biases-of-experts"),
         pytest.param(replace(DETERMINED, model=BIASED, precision="bf16"), "torch", id="biases-of-experts-bf16"),
         pytest.param(replace(DETERMINED, model=SEVERAL_TOKENS, precision="bf16"), "torch_dist", id="several-tokens"),

@@ -28,7 +28,6 @@ from megatron_2bw.planner.flag_table.rows import (
     USE_FLUSH,
     USE_MEGATRON,
     Refused,
-    above,
     given,
     sums_in_bf16,
     words,
@@ -227,13 +226,6 @@ REFUSED: tuple[Refused, ...] = (
         schedules=OURS,
         reason="its parameters are gathered and freed around every use, in the order of Megatron's schedule",
         remedy="leave the flag out",
-    ),
-    Refused(
-        flag="--num-distributed-optimizer-instances above 1",
-        is_set=above("num_distributed_optimizer_instances", 1),
-        schedules=DELAYED,
-        reason="its shards are summed once more over the instances, which a delayed update does not do",
-        remedy="use 1 instance, or --pipeline-schedule 1f1b-flush",
     ),
     Refused(
         flag="--use-nccl-ub",
