@@ -13,6 +13,8 @@ _OF_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-p
 """Two ways to interleave; the third is `PIPELINE_LAYOUT`."""
 PIPELINE_LAYOUT = "--pipeline-model-parallel-layout"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+CORE = "core_attn"
+"""What selective recomputation computes again by default."""
 _OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
 """What full recomputation needs, and nothing else may have; with an example."""
 _FULL = " ".join(["--recompute-granularity full", *(f"{flag} {example}" for flag, example in _OF_FULL.items())])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_2bw.planner.accepted import DIST_MUON, PIPELINE_LAYOUT, check_accepted
+from megatron_2bw.planner.accepted import CORE, DIST_MUON, PIPELINE_LAYOUT, check_accepted
 from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
@@ -23,6 +23,7 @@ from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.unpriced import (
     CHECKED,
     DISPATCHER,
+    FLEX,
     GROUPED,
     check_priced,
     optimizer_of,
@@ -209,6 +210,7 @@ def _layout(
         gradients_in_bf16=precision is Precision.BF16 and "--grad-reduce-in-bf16" in options,
         fused_loss=_FUSED_LOSS.issubset(options.values) and options.text("--cross-entropy-fusion-impl") == "te",
         overlap_tensor="--tp-comm-overlap" in options,
+        flex_dispatcher=numbers.get("expert", 1) > 1 and options.text("--moe-token-dispatcher-type") == FLEX,
         precision=precision,
         fp8=_fp8(options),
         fp8_parameters="--fp8-param-gather" in options,
@@ -262,9 +264,11 @@ def _chunks(per_chunk: int, model: Model, pipeline: int) -> int:
 
 
 def _recompute(options: Options) -> Recompute:
-    if "--recompute-activations" in options:
-        return Recompute.SELECTIVE
-    return Recompute(options.choice("--recompute-granularity", Recompute, Recompute.NONE))
+    """Selective is of attention's core; where that is not among the modules, its scores are kept."""
+    is_short = "--recompute-activations" in options
+    found = Recompute.SELECTIVE if is_short else options.choice("--recompute-granularity", Recompute, Recompute.NONE)
+    modules = options.values.get("--recompute-modules", [CORE])
+    return Recompute.NONE if found == Recompute.SELECTIVE and CORE not in modules else Recompute(found)
 
 
 def _fp8(options: Options) -> Fp8:
@@ -326,7 +330,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
     # On Ampere and later; fp32 and attention that is not fused are those of a CPU, too.
     has_grouped = layout.precision is Precision.BF16 and layout.fused_attention
     switches = {
-        f"--moe-token-dispatcher-type {DISPATCHER}": layout.expert > 1,
+        f"--moe-token-dispatcher-type {FLEX if layout.flex_dispatcher else DISPATCHER}": layout.expert > 1,
         GROUPED: model.num_experts > 0 and has_grouped,
         "--sequence-parallel": layout.sequence_parallel,
         "--use-distributed-optimizer": layout.distributed_optimizer,

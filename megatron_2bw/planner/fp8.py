@@ -1,8 +1,9 @@
 """What matrix products in 8 bits cost beside their speed, and what they save: casts, copies of weights, kept inputs.
 
-As in Transformer Engine's ``LayerNormLinear``, ``Linear`` and ``GroupedLinear`` (``transformer_engine/pytorch/module``)
-on Hopper, whose products want both factors with the summed dimension last: every factor is cast twice, as it is and
-transposed. Scale factors are small and left out.
+As in Transformer Engine's ``LayerNormLinear``, ``Linear`` and ``GroupedLinear`` (in ``transformer_engine/pytorch``).
+Hopper's products want both factors with the summed dimension last: every factor is cast twice, as it is and transposed.
+Blackwell's take one copy for both, but where a scale is that of a block, which another block has along the other
+dimension (``nvte_is_non_tn_fp8_gemm_supported``). Scale factors are small and left out.
 """
 
 from __future__ import annotations
@@ -11,42 +12,42 @@ from megatron_2bw.planner.layout import FP8_BYTES, Fp8
 
 COPIES = 2
 """As it is, and transposed."""
-_IN_NORM = (Fp8.DELAYED, Fp8.MXFP8)
-"""A norm's kernel casts what it writes."""
+_BY_BLOCK = (Fp8.BLOCKWISE, Fp8.MXFP8)
 
 
-def cast_bytes(recipe: Fp8, width: int, *, in_norm: bool = False) -> float:
+def cast_bytes(recipe: Fp8, width: int, *, transposes: bool = True, in_norm: bool = False) -> float:
     """Moved per number to cast it, beyond what products in ``width`` bytes need.
 
     Args:
         recipe: its scale; ``tensorwise`` reads everything once more, for the largest number.
         width: bytes per number before.
-        in_norm: of what a norm writes, which need not be written and read again where the norm casts.
+        transposes: whether the GPU's products want all factors transposed, too.
+        in_norm: of what a norm writes. With ``delayed``, its kernel casts, so that nothing is written and read again;
+            with ``tensorwise``, it finds the largest number (``transformer_engine/pytorch/csrc/extensions/
+            normalization.cpp``, without ``NVTE_NORM_FWD_USE_CUDNN``).
 
     >>> cast_bytes(Fp8.DELAYED, 2), cast_bytes(Fp8.TENSORWISE, 2), cast_bytes(Fp8.DELAYED, 2, in_norm=True)
     (4, 6, 0)
+    >>> cast_bytes(Fp8.MXFP8, 2, transposes=False), cast_bytes(Fp8.TENSORWISE, 2, transposes=False, in_norm=True)
+    (4, 3)
     """
     if recipe is Fp8.NONE:
         return 0
-    written = COPIES * FP8_BYTES
-    if in_norm and recipe in _IN_NORM:
+    written = (COPIES if transposes or recipe in _BY_BLOCK else 1) * FP8_BYTES
+    if in_norm and recipe is Fp8.DELAYED:
         return written - width
-    return _reads(recipe) * width + written
+    return cast_kernels(recipe, in_norm=in_norm) * width + written
 
 
 def cast_kernels(recipe: Fp8, *, in_norm: bool = False) -> int:
-    """Of one cast.
+    """Of one cast; each reads everything.
 
-    >>> cast_kernels(Fp8.BLOCKWISE), cast_kernels(Fp8.TENSORWISE), cast_kernels(Fp8.DELAYED, in_norm=True)
-    (1, 2, 0)
+    >>> cast_kernels(Fp8.BLOCKWISE), cast_kernels(Fp8.TENSORWISE), cast_kernels(Fp8.TENSORWISE, in_norm=True)
+    (1, 2, 1)
     """
-    if recipe is Fp8.NONE or (in_norm and recipe in _IN_NORM):
+    if recipe is Fp8.NONE:
         return 0
-    return _reads(recipe)
-
-
-def _reads(recipe: Fp8) -> int:
-    return 2 if recipe is Fp8.TENSORWISE else 1
+    return (recipe is Fp8.TENSORWISE) + 1 - (in_norm and recipe not in _BY_BLOCK)
 
 
 def operand_width(recipe: Fp8, width: int) -> int:
@@ -54,24 +55,30 @@ def operand_width(recipe: Fp8, width: int) -> int:
     return width if recipe is Fp8.NONE else FP8_BYTES
 
 
-def weight_cast_bytes(recipe: Fp8, width: int, *, parameters: bool) -> float:
+def weight_cast_bytes(recipe: Fp8, width: int, *, parameters: bool, transposes: bool = True) -> float:
     """Moved per weight and batch: its copies are made before the first microbatch and last until the update.
 
     Args:
         recipe: of the products.
         width: bytes per weight in the parameters' precision.
-        parameters: whether the update writes weights in 8 bits, so that only the transposed ones are left to make.
+        parameters: whether the update writes weights in 8 bits, so that only the transposed ones are left to make;
+            not with ``mxfp8``, see `gathered_width`.
+        transposes: whether the GPU's products want these.
 
     >>> weight_cast_bytes(Fp8.DELAYED, 2, parameters=False), weight_cast_bytes(Fp8.DELAYED, 2, parameters=True)
     (4, 2)
     """
     if recipe is Fp8.NONE:
         return 0
-    return 2 * FP8_BYTES if parameters else cast_bytes(recipe, width)
+    if parameters and recipe is not Fp8.MXFP8:
+        return 2 * FP8_BYTES if transposes or recipe in _BY_BLOCK else 0
+    return cast_bytes(recipe, width, transposes=transposes)
 
 
 def weight_copy_bytes(recipe: Fp8, width: int, *, parameters: bool) -> float:
     """Kept per weight beside the parameters' precision; with ``parameters``, the copies take its place.
+
+    Both copies, on Blackwell, too, where scales of whole tensors need one.
 
     >>> weight_copy_bytes(Fp8.DELAYED, 2, parameters=False), weight_copy_bytes(Fp8.DELAYED, 2, parameters=True)
     (2, 0)

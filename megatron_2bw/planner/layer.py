@@ -109,7 +109,7 @@ def _forward(sizes: Sizes, machine: Machine) -> tuple[Parts, Parts]:
     # Two norms read and write; two residual sums read two, write one, and a mask.
     outside = (4 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
     inside = width * sizes.routed_tokens * (sizes.into_mlp + sizes.out_of_mlp) + sizes.sorted_bytes()
-    cast, casts = sizes.casts()
+    cast, casts = sizes.casts(machine)
     inside += cast
     scores, kernels = 0.0, _FORWARD + _SORTING * (sizes.model.num_experts > 0) + casts
     if sizes.unfused_swiglu:  # Per number that comes out: SiLU's is written and read, and the sum reads and writes two.
@@ -147,7 +147,7 @@ def _backward(sizes: Sizes, machine: Machine) -> Parts:
     outside = (6 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
     inside = width * sizes.routed_tokens * 1.5 * (sizes.into_mlp + sizes.out_of_mlp)
     inside += 2 * sizes.split.gradient_width * sizes.weights + sizes.sorted_bytes()
-    cast, casts = sizes.gradient_casts()
+    cast, casts = sizes.gradient_casts(machine)
     inside += cast
     scores, kernels = 0.0, _BACKWARD + _SORTING * (sizes.model.num_experts > 0) + casts
     if sizes.unfused_swiglu:  # 13 numbers are read or written in place of 5.

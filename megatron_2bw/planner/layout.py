@@ -174,6 +174,9 @@ class Layout:
     """Softmax and loss in Transformer Engine's kernels: ``--cross-entropy-fusion-impl te``."""
     overlap_tensor: bool = False
     """``--tp-comm-overlap``: collectives of tensor-parallel ranks in parts, during the products beside them."""
+    flex_dispatcher: bool = False
+    """``--moe-token-dispatcher-type flex``, DeepEP or HybridEP: one copy of a token goes to a node, and to a rank, that
+    has several of its experts."""
     extra_in_flight: int = 0
     delayed_microbatches: int = 0
     """Of 2bw: ``--pipeline-delayed-microbatches``; 0: all."""

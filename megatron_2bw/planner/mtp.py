@@ -46,7 +46,7 @@ def _projection(model: Model, split: Split, machine: Machine) -> Work:
     narrow = fp8.operand_width(split.fp8, width)
     gather_s, summed_s = (machine.reduce_scatter_s(n * size_bytes, tensor, 1) for n in (1, 2))
     gathered_s = machine.reduce_scatter_s(2 * narrow * tokens * hidden, tensor, 1)
-    cast, casts = fp8.cast_bytes(split.fp8, width), fp8.cast_kernels(split.fp8)
+    cast, casts = fp8.cast_bytes(split.fp8, width, transposes=machine.transposes), fp8.cast_kernels(split.fp8)
     logits = tokens * model.padded_vocab_size(tensor) / tensor
     # Read and written: two norms, side by side, one behind the other; which logit is largest.
     forward = Parts(

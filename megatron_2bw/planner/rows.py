@@ -132,7 +132,8 @@ def predicted(
     model, base = _model(ours, options), _cluster(ours)
     layout = _layout(ours, model, base, microbatches=theirs.get("num_microbatches"))
     words = [*model_flags(model), "--vocab-size", str(model.vocab_size), *layout_flags(model, layout)]
-    ours_said = Options.parse(words).without([GROUPED, "--moe-token-dispatcher-type"])  # The planner adds them.
+    added = [GROUPED] if layout.flex_dispatcher else [GROUPED, "--moe-token-dispatcher-type"]
+    ours_said = Options.parse(words).without(added)  # The planner adds them.
     options = dataclasses.replace(options, values={**ours_said.values, **options.values})
     run = read(options, gpus=layout.gpus, kind=model.kind, gpu=base.gpu, fused=ours.get("fused_attention"))
     for field in _DECIDED:

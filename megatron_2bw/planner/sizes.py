@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class Split(NamedTuple):
     expert: int = 1
     expert_tensor: int = 1
     """Of a model with experts."""
+    flex_dispatcher: bool = False
 
     @classmethod
     def of(cls, layout: Layout) -> Split:
@@ -157,7 +159,17 @@ class Sizes:
     def exchanges_s(self, machine: Machine) -> float:
         """Of routed tokens, to their experts and back; a tensor-parallel rank sends its share of them."""
         size_bytes = self.tokens * self.routed * self.hidden * self.width / self.tensor
-        return 2 * machine.all_to_all_s(size_bytes, self.split.expert, self.split.expert_tensor)
+        ranks, stride = self.split.expert, self.split.expert_tensor
+        if not self.split.flex_dispatcher:
+            return 2 * machine.all_to_all_s(size_bytes, ranks, stride)
+
+        def reached(groups: int) -> float:
+            """Of so many groups of experts: those that a token has one in, per expert that it has."""
+            experts, chosen = self.model.num_experts, self.model.moe_router_topk
+            missed = math.comb(experts - experts // groups, chosen) / math.comb(experts, chosen)
+            return groups * (1 - missed) / chosen
+
+        return 2 * machine.dispatch_s(size_bytes, ranks, stride, reached=reached)
 
     def sorted_bytes(self) -> float:
         """Moved to put tokens in the order of their experts and back, those of several local experts once more."""
@@ -214,16 +226,18 @@ class Sizes:
             return in_s + machine.reduce_scatter_s(out_bytes, self.tensor, 1)
         return in_s if backward else machine.all_reduce_s(out_bytes, self.tensor, 1)
 
-    def casts(self) -> tuple[float, int]:
+    def casts(self, machine: Machine) -> tuple[float, int]:
         """Bytes moved and kernels of the inputs' casts to 8 bits in a forward, experts' padding included."""
         recipe, (moved, kernels) = self.split.fp8, self.padded()
         for product in self.products:
             numbers = product.count * product.rows * product.inner / (self.outside if product.gathers else 1)
-            moved += numbers * fp8.cast_bytes(recipe, self.width, in_norm=product.after_norm)
+            moved += numbers * fp8.cast_bytes(
+                recipe, self.width, transposes=machine.transposes, in_norm=product.after_norm
+            )
             kernels += fp8.cast_kernels(recipe, in_norm=product.after_norm)
         return moved, kernels
 
-    def gradient_casts(self) -> tuple[float, int]:
+    def gradient_casts(self, machine: Machine) -> tuple[float, int]:
         """The same of the outputs' gradients in a backward; the kernels that sum a bias' gradient cast, too.
 
         ``layer._BACKWARD`` has four of those, however many products there are.
@@ -234,7 +248,8 @@ class Sizes:
         )
         kernels = max(0, len(self.products) * fp8.cast_kernels(self.split.fp8) - _BIASES)
         padded, paddings = self.padded()
-        return padded + numbers * fp8.cast_bytes(self.split.fp8, self.width), paddings + kernels
+        cast = fp8.cast_bytes(self.split.fp8, self.width, transposes=machine.transposes)
+        return padded + numbers * cast, paddings + kernels
 
     def padded(self) -> tuple[float, int]:
         """The same of what gives every expert a number of tokens that products in 8 bits take, and takes it away.

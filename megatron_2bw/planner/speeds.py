@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -88,6 +89,16 @@ SUSTAINED = 0.68 / GEMM_EFFICIENCY["h200"]
 clock: median of 48 (``scripts/bench/results/kernels_gpu.txt``). Blackwell's share is taken to be the same."""
 
 
+FLASH = {
+    **dict.fromkeys(("b200", "gb200"), 3.5 / (1 / 1574 + 2.5 / 1332) / 2500),
+    **dict.fromkeys(("b300", "gb300"), 3.5 / (1 / 1856 + 2.5 / 1435) / 2500),
+}
+"""Attention on Blackwell, of the data sheet's peak: forward and backward, which has 2.5 times the FLOPs, in TFLOP/s on
+GB200 and GB300, causal, head dimension 128, 8k tokens (NVIDIA/cudnn-frontend, ``benchmark/sdpa_benchmark_training/
+results/llama3.1``, 2026-04-24). Ten calls of each; the same on an H200 (644 and 541) are 57% of the peak, 1.2 times
+what attention reaches again and again there: ``SUSTAINED``, too."""
+
+
 class ErrorBar(NamedTuple):
     """How far a prediction may be off."""
 
@@ -100,12 +111,16 @@ def speed_of(gpu: Gpu) -> Speed:
 
     Products reach a share of the largest one measured: the A100's, or from Hopper on ``SUSTAINED``.
     """
-    family, of_a100 = _family(gpu), GEMM_EFFICIENCY["a100"]
+    family, of_a100, attention = _family(gpu), GEMM_EFFICIENCY["a100"], ATTENTION_EFFICIENCY
+    if family in ("h100", "h200"):
+        attention = HOPPER_ATTENTION_EFFICIENCY
+    elif family in FLASH:
+        attention = SUSTAINED * FLASH[family]
     sustained = SUSTAINED if family in GEMM_EFFICIENCY and family != "a100" else A100.gemm_efficiency / of_a100
     return replace(
         A100,
         gemm_efficiency=sustained * GEMM_EFFICIENCY.get(family, of_a100),
-        attention_efficiency=HOPPER_ATTENTION_EFFICIENCY if family in ("h100", "h200") else ATTENTION_EFFICIENCY,
+        attention_efficiency=attention,
         shares_cards=family not in ("v100", "a100"),
     )
 
@@ -140,16 +155,16 @@ def error_bar(
     if model.multi_latent_attention or model.moe_shared_expert_intermediate_size or model.mtp_num_layers:
         return ErrorBar(
             0.50,
-            "of three published runs, one took 1% longer, two over many GPUs, with other exchanges, 24 or 50% less",
+            "of three published runs, two took 3% longer and 6% less, one on 1,024 GPUs, by unpublished settings, half",
         )
     if by_muon:
         return ErrorBar(0.30, "assumed: no run with Muon was compared, whose updates are matrix products")
     if model.num_experts > 8:
         return ErrorBar(
             1.1,
-            "13 runs of models with 128 experts, which took from 43% less, by other exchanges, to 2.1 times as long",
+            "13 runs of models with 128 experts, which took from 17% less to 2.1 times as long",
         )
-    if model.num_experts and family in ("h100", "gb200"):
+    if model.num_experts and family in ("h100", "gb200") and not shared:
         return ErrorBar(
             0.12,
             "NVIDIA's runs with 8 experts: 26 of Grok-1, from 17% less to 5% longer; 3 of Mixtral, up to 11% longer",
@@ -211,6 +226,8 @@ class Machine:
     collective_s: float
     launch_s: float
     shares_cards: bool
+    transposes: bool
+    """Whether its products in 8 bits want every factor transposed, too: see `fp8`."""
     profile: Any = None
     """Of the cluster, if it has one."""
 
@@ -287,6 +304,26 @@ class Machine:
         outside_s = (ranks - local) / ranks * size_bytes * self.gpus_per_node / self.network_bytes_per_s
         return self.collective_s + max(inside_s, outside_s)
 
+    def dispatch_s(self, size_bytes: float, ranks: int, stride: int, *, reached: Callable[[int], float]) -> float:
+        """The same, where a node gets one copy of what several of its ranks need, and passes it on.
+
+        As DeepEP does (https://github.com/deepseek-ai/DeepEP: over the network to the rank at the sender's place, from
+        there over NVLink), and HybridEP.
+
+        Args:
+            size_bytes: with a copy for every expert.
+            ranks: that have the experts.
+            stride: from one to the next.
+            reached: the share of these copies that is sent where so many groups of ranks get one each.
+        """
+        if ranks == 1:
+            return 0.0
+        local = min(ranks, max(1, self.gpus_per_node // stride))
+        nodes = ranks // local
+        inside_s = (local - 1) / local * reached(ranks) * size_bytes / self._link_bytes_per_s(local)
+        outside_bytes = (nodes - 1) / nodes * reached(nodes) * size_bytes
+        return self.collective_s + max(inside_s, outside_bytes * self.gpus_per_node / self.network_bytes_per_s)
+
     def pass_on_s(self, size_bytes: float, ranks: int, stride: int) -> float:
         """To the next rank of a ring, ``stride`` further; to another node, over one GPU's share of the network."""
         if ranks * stride <= self.gpus_per_node:
@@ -318,6 +355,7 @@ def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
         collective_s=speed.collective_s,
         launch_s=speed.launch_s,
         shares_cards=speed.shares_cards,
+        transposes=not cluster.gpu.has_mxfp8,
         profile=cluster.profile,
     )
     link = cluster.profile.link() if cluster.profile is not None else None

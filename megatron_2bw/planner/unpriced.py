@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_2bw.planner.accepted import DIST_MUON, GROUP, interleaves, stages
+from megatron_2bw.planner.accepted import CORE, DIST_MUON, GROUP, interleaves, stages
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Optimizer
 from megatron_2bw.planner.model_flags import positions_of
@@ -12,6 +12,8 @@ from megatron_2bw.planner.options import Options
 
 DISPATCHER = "alltoall"
 """How tokens get to experts of other ranks: sent to those alone. Megatron's default gathers all of them everywhere."""
+FLEX = "flex"
+"""The same, with one copy for a node, or a rank, that has several of a token's experts."""
 GROUPED = "--moe-grouped-gemm"
 """The experts of a rank in one matrix product; Megatron's default is one after the other."""
 
@@ -36,7 +38,10 @@ def _shards_weights(options: Options, flag: str) -> bool:
 
 
 def _dispatches_otherwise(options: Options, flag: str) -> bool:
-    return _above_one(options, flag) and options.text("--moe-token-dispatcher-type", "allgather") != DISPATCHER
+    return _above_one(options, flag) and options.text("--moe-token-dispatcher-type", "allgather") not in (
+        DISPATCHER,
+        FLEX,
+    )
 
 
 def _gathers_in_price(options: Options, flag: str) -> bool:
@@ -90,6 +95,14 @@ def _orthogonalizes_otherwise(options: Options, flag: str) -> bool:
     return is_muon and options.text(flag, _OF_MUON[flag]) != _OF_MUON[flag]
 
 
+_OF_PICTURES = {"--img-h": "224", "--img-w": "224", "--patch-dim": "16"}
+"""What only models of pictures look at, and its default."""
+
+
+def _has_pictures(options: Options, flag: str) -> bool:
+    return options.text(flag, _OF_PICTURES[flag]) != _OF_PICTURES[flag]
+
+
 _ADAPTERS = ("--lora-r", "--lora-target-modules")
 _EXCHANGED = ("--swap-attention", "--swap-optimizer")
 _UNUSED_LAYERS = ("--noop-layers", "--num-layer-list")
@@ -124,6 +137,16 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--account-for-loss-in-pipeline-split": (_given, "the loss counted as a layer"),
     "--decoder-num-layers": (_given, "a decoder beside the encoder"),
     **dict.fromkeys(("--language-model-type", "--vision-model-type"), (_given, "models of pictures beside text")),
+    **dict.fromkeys(_OF_PICTURES, (_has_pictures, "models of pictures beside text")),
+    "--is-hybrid-model": (_given, "layers of several kinds"),
+    "--fp32-residual-connection": (_given, "a sum of the layers in fp32"),
+    "--attention-output-gate": (_given, "gates behind attention"),
+    **dict.fromkeys(
+        ("--experimental-attention-variant", "--linear-attention-freq"), (_given, "attention of other kinds")
+    ),
+    "--moe-expert-rank-capacity-factor": (_given, "a capacity of experts"),
+    "--moe-paged-stash": (_given, "offloading"),
+    "--perform-rl-step": (_given, "rollouts between updates"),
     "--yaml-cfg": (_given, "a file in place of flags"),
     "--deepspeed": (_given, "DeepSpeed, whose file says what it shards and recomputes"),
     **dict.fromkeys(_ZERO_BUBBLE, (_given, "backward passes in two parts, as of zero-bubble pipelines")),
@@ -159,13 +182,24 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         (_given, "priced with tokens padded before the experts"),
     ),
     "--activation-func-fp8-input-store": (_given, "priced with that input kept in 16 bits"),
-    "--recompute-modules": (_given, "priced with the attention's core recomputed"),
+    "--recompute-modules": (
+        lambda options, flag: bool({*options.values.get(flag, ())} - {CORE}),
+        f"priced with {CORE} recomputed, if it is among them, and all else kept",
+    ),
+    "--moe-layer-recompute": (_given, "priced without that recomputation"),
+    "--deterministic-mode": (_given, "priced with Megatron's usual kernels, which take less time"),
+    "--spec": (_given, "priced with the layers that other flags describe"),
+    "--sft": (_given, "priced with sequences of --seq-length tokens"),
     "--rampup-batch-size": (_given, "priced at the final batch size"),
     "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),
     "--expert-model-parallel-size": (_dispatches_otherwise, f"priced with --moe-token-dispatcher-type {DISPATCHER}"),
     "--num-experts": (
         _above_one,
         "priced with experts that are nearly equally busy; before they are, the busiest takes more",
+    ),
+    "--moe-router-group-topk": (
+        lambda options, flag: flag in options and options.text("--moe-token-dispatcher-type") == FLEX,
+        "priced with experts of any group, which are on more nodes",
     ),
     GROUPED: (_loops_over_experts, "priced as if it were given"),
     "--multi-latent-attention": (_is_local, "priced with Transformer Engine's layers"),

@@ -178,5 +178,7 @@ def update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
 
 def cast_s(layout: Layout, machine: Machine, weights: int) -> float:
     """Weights of layers in 8 bits, once per batch."""
-    per_weight = fp8.weight_cast_bytes(layout.fp8, layout.precision.width, parameters=layout.fp8_parameters)
+    per_weight = fp8.weight_cast_bytes(
+        layout.fp8, layout.precision.width, parameters=layout.fp8_parameters, transposes=machine.transposes
+    )
     return machine.elementwise_s(weights * per_weight) if per_weight else 0.0

@@ -67,6 +67,10 @@ def drawn(seed: str) -> Case:
         else 1,
         **counts,
         **optimizer,
+        # Last, so that what else a seed draws stays the same.
+        instances=draw.choice([1, replicas])
+        if optimizer["distributed_optimizer"] and optimizer["optimizer"] == "adam"
+        else 1,
     )
 
 

@@ -4,8 +4,7 @@ The rows leave out what the test cases' ``model_config.yaml`` says (NVIDIA/Megat
 tests/functional_tests/test_cases/mixtral): all other sizes are those of DeepSeek-V3, and the tokenizer has 256,000
 words.
 Nothing says how many GPUs there were: with any other number than these, weights, moments and gradients would be at
-least a fifth less than what lasts from batch to batch. Tokens get to their experts by kernels of their own (HybridEP),
-and are priced as by an all-to-all.
+least a fifth less than what lasts from batch to batch. Tokens get to their experts by HybridEP.
 """
 
 from __future__ import annotations
@@ -68,6 +67,7 @@ def _of(row: dict[str, str], measured: str) -> Row:
         distributed_optimizer=True,
         overlap_gradients=True,
         overlap_parameters=True,
+        flex_dispatcher=True,
         pipeline_layout=row["pipeline-model-parallel-layout"],
     )
     return Row(

@@ -1,8 +1,10 @@
 """Step times of models with 128 experts, as the planner's types.
 
 NVIDIA publishes them with releases of Megatron-Bridge, and yanring/Megatron-MoE-ModelZoo with its recipes (commits and
-files are in the data). Most exchange tokens by libraries of their own, over groups larger than a node; between two
-releases, the same model on the same GPUs became up to three times as fast. Biases of GPT-OSS are not priced.
+files are in the data). How tokens get to their experts is in ``scripts/performance/configs`` of Megatron-Bridge's
+branches r0.2.0 (25.11) and r0.3.0 (from 26.02 on), and in the recipes. The run of Qwen3 235B in 8 bits hides that
+behind computation (``moe_a2a_overlap``), which is not priced. Between two releases, the same model on the same GPUs
+became up to three times as fast. Biases of GPT-OSS are not priced.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ def many_experts(folder: Path = DATA) -> Iterator[Row]:
             overlap_parameters=True,
             gradients_in_bf16=row["sums_in"] == "bf16",
             fp8=recipe,
+            flex_dispatcher=row["dispatcher"] == "flex",
         )
         group = f"{row['model']}, {node.gpu.name}, {recipe}"
         yield Row(

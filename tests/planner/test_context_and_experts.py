@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from megatron_2bw.planner.naming import chosen, name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.search import search
-from megatron_2bw.planner.sizes import Split
+from megatron_2bw.planner.sizes import Sizes, Split
 from megatron_2bw.planner.space import Space
 from megatron_2bw.planner.speeds import A100, machine_of
 from megatron_2bw.planner.stages import Contents
@@ -387,6 +388,37 @@ def test_other_dispatchers_are_noted():
     words = "--expert-model-parallel-size 2 --micro-batch-size 1 --bf16".split()
     notes = read_flags(Options.parse([*words, *FLAGS_OF[8]]), gpus=2, gpu=DGX.gpu).notes
     assert "--expert-model-parallel-size: priced with --moe-token-dispatcher-type alltoall" in notes
+
+
+def test_a_flexible_dispatcher_is_priced():
+    words = "--expert-model-parallel-size 2 --micro-batch-size 1 --bf16 --moe-token-dispatcher-type flex".split()
+    run = read_flags(Options.parse([*words, *FLAGS_OF[8]]), gpus=2, gpu=DGX.gpu)
+    assert run.layout.flex_dispatcher
+    assert all("nearly equally busy" in note for note in run.notes)
+    assert layout_flags(run.model, run.layout).count("flex") == 1
+    alone = read_flags(Options.parse([*words[2:], *FLAGS_OF[8]]), gpus=2, gpu=DGX.gpu)
+    assert not alone.layout.flex_dispatcher, "no rank has another's experts"
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (16, 2), (32, 4)])
+def test_one_copy_for_every_node_and_rank(ranks: int, nodes: int):
+    """Of experts drawn at random, counted: how many nodes and ranks a token's are on."""
+    model = replace(EXPERTS, num_experts=64, moe_router_topk=6)
+    rng = random.Random(0)
+    drawn = [rng.sample(range(64), 6) for _ in range(4000)]
+    on_ranks, on_nodes = (
+        sum(len({expert * groups // 64 for expert in chosen}) for chosen in drawn) / len(drawn)
+        for groups in (ranks, nodes)
+    )
+    machine, local = replace(machine_of(DGX), collective_s=0.0), ranks // nodes
+    split = Split.of(layout(expert=ranks, data=ranks, global_batch=ranks, flex_dispatcher=True))
+    sizes = Sizes(model, split)
+    token_bytes = sizes.tokens * sizes.hidden * 2 * (sizes.routed / 6)
+    inside_s = on_ranks * (local - 1) / local * token_bytes / machine.link_bytes_per_s
+    outside_s = on_nodes * (nodes - 1) / nodes * token_bytes * 8 / machine.network_bytes_per_s
+    assert sizes.exchanges_s(machine) == pytest.approx(2 * max(inside_s, outside_s), rel=0.02)
+    every_copy = Sizes(model, split._replace(flex_dispatcher=False))
+    assert sizes.exchanges_s(machine) < every_copy.exchanges_s(machine)
 
 
 def test_a_plan_that_old_versions_of_megatron_get_wrong_says_so():

@@ -17,6 +17,7 @@ from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.model_flags import model_flags, read_model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.rows import predicted
 from megatron_2bw.planner.rules import problem
 
 SMALL = Model(num_layers=16, hidden_size=512, num_attention_heads=8, seq_length=128, vocab_size=1000)
@@ -184,6 +185,14 @@ def test_flags_that_were_given_are_printed_as_given():
             ("--muon-num-ns-steps: priced with 5", "--muon-tp-mode: priced with blockwise"),
         ),
         ("--muon-num-ns-steps 9", ()),
+        ("--recompute-granularity selective --recompute-modules core_attn", ()),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn mlp --deterministic-mode",
+            (
+                "--recompute-modules: priced with core_attn recomputed, if it is among them, and all else kept",
+                "--deterministic-mode: priced with Megatron's usual kernels, which take less time",
+            ),
+        ),
         (
             "--max-position-embeddings 999999 --window-size (1,0) --enable-cuda-graph --no-overlap-p2p-communication",
             (
@@ -206,6 +215,18 @@ def test_flags_that_were_given_are_printed_as_given():
 )
 def test_flags_that_are_not_priced_are_noted(more: str, notes: tuple[str, ...]):
     assert read(flags(f"{MODEL} --micro-batch-size 1 {more}"), gpus=4).notes == notes
+
+
+def test_selective_recomputation_of_other_modules_keeps_the_scores():
+    given = f"{MODEL} --micro-batch-size 1 --recompute-granularity selective"
+    found = [
+        read(flags(f"{given} {more}"), gpus=4).layout.recompute
+        for more in ("", "--recompute-modules core_attn layernorm", "--recompute-modules layernorm mlp")
+    ]
+    assert found == [Recompute.SELECTIVE, Recompute.SELECTIVE, Recompute.NONE]
+    row = {"model": "gpt-2.2b", "cluster": "dgx-a100", "gpus": 8, "microbatch": 4, "attention_backend": "unfused"}
+    others = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    assert predicted({**row, **others})["stages"] == predicted(row)["stages"]
 
 
 def test_flags_are_unique_and_strings():
@@ -430,6 +451,11 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
             f"{RUN} --use-distributed-optimizer --num-distributed-optimizer-instances 2",
             "does not cover several instances of a distributed optimizer",
         ),
+        (f"{RUN} --img-h 336", "does not cover models of pictures beside text"),
+        (f"{RUN} --fp32-residual-connection", "does not cover a sum of the layers in fp32"),
+        (f"{RUN} --attention-output-gate", "does not cover gates behind attention"),
+        (f"{RUN} --experimental-attention-variant gated_delta_net", "does not cover attention of other kinds"),
+        (f"{RUN} --is-hybrid-model", "does not cover layers of several kinds"),
         (f"{RUN} --bf16 --fp16", "--bf16 and --fp16 exclude each other; leave one out"),
         (
             f"{RUN} --overlap-param-gather --overlap-grad-reduce",

@@ -23,7 +23,7 @@ from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.search import search
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
-from megatron_2bw.planner.speeds import machine_of
+from megatron_2bw.planner.speeds import HOPPER_ATTENTION_EFFICIENCY, SUSTAINED, machine_of
 from megatron_2bw.planner.stages import Contents
 from megatron_2bw.planner.weights import weights_of
 from tests.planner import measured_fp8
@@ -52,21 +52,32 @@ def test_products_in_8_bits_are_as_much_faster_as_was_measured():
     assert slow.product_s(30, 50, 70, width=1) == pytest.approx(30 * 70 + 70 * 50 + 2 * 30 * 50), "sums have 16 bits"
 
 
-@pytest.mark.parametrize(("cluster", "share"), [("dgx-h100", 0.48), ("p5en.48xlarge", 0.48), ("dgx-b200", 0.55)])
+@pytest.mark.parametrize(("cluster", "share"), [("dgx-h100", 0.48), ("p5en.48xlarge", 0.48), ("dgx-b200", 0.472)])
 def test_fused_attention(cluster: str, share: float):
     machine, peak = machine_of(CLUSTERS[cluster]), CLUSTERS[cluster].gpu.peak_tflops
-    assert machine.flash_flops_per_s == pytest.approx(share * peak * 1e12)
+    assert machine.flash_flops_per_s == pytest.approx(share * peak * 1e12, rel=1e-3)
+
+
+def test_blackwells_attention_loses_to_the_clock_what_hoppers_does():
+    """NVIDIA's ten calls on an H200 (644 TFLOP/s forward, 541 backward) against our many."""
+    of_ten_calls = 3.5 / (1 / 644 + 2.5 / 541) / 989
+    assert HOPPER_ATTENTION_EFFICIENCY / of_ten_calls == pytest.approx(SUSTAINED, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("recipe", "per_input", "after_norm"),
-    [(Fp8.DELAYED, 4, 0), (Fp8.MXFP8, 4, 0), (Fp8.TENSORWISE, 6, 6), (Fp8.BLOCKWISE, 4, 4)],
+    [(Fp8.DELAYED, 4, 0), (Fp8.MXFP8, 4, 4), (Fp8.TENSORWISE, 6, 4), (Fp8.BLOCKWISE, 4, 4)],
 )
+@pytest.mark.parametrize("transposes", [True, False], ids=["hopper", "blackwell"])
 @pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
-def test_casts_of_a_layer(model: Model, recipe: Fp8, per_input: int, after_norm: int):
+def test_casts_of_a_layer(model: Model, transposes: bool, recipe: Fp8, per_input: int, after_norm: int):
     """Beside the products only casts take longer, forward of inputs and backward of outputs' gradients; and what goes
-    into experts and out of them is copied, with as many tokens for each as products in 8 bits take."""
-    machine = replace(machine_of(DGX), kernel_s=0.0, launch_s=0.0)
+    into experts and out of them is copied, with as many tokens for each as products in 8 bits take.
+
+    Products that take one copy for both directions spare a byte where one scale is that of a whole tensor."""
+    if not transposes and recipe in (Fp8.DELAYED, Fp8.TENSORWISE):
+        per_input, after_norm = per_input - 1, after_norm - 1
+    machine = replace(machine_of(DGX), kernel_s=0.0, launch_s=0.0, transposes=transposes)
     one = layout(tensor=1, sequence_parallel=False, data=4)
     plain, cast = (works_of(model, Split.of(replace(one, fp8=fp8)), machine).layer for fp8 in (Fp8.NONE, recipe))
     tokens, hidden, routed = 2 * 2048, 4096, 2 if model.num_experts else 1
@@ -85,7 +96,7 @@ def test_casts_of_a_layer(model: Model, recipe: Fp8, per_input: int, after_norm:
 
 @pytest.mark.parametrize(
     ("recipe", "forward", "backward"),
-    [(Fp8.DELAYED, (2, 3), 0), (Fp8.MXFP8, (2, 3), 0), (Fp8.BLOCKWISE, (4, 4), 0), (Fp8.TENSORWISE, (8, 8), 4)],
+    [(Fp8.DELAYED, (2, 3), 0), (Fp8.MXFP8, (4, 4), 0), (Fp8.BLOCKWISE, (4, 4), 0), (Fp8.TENSORWISE, (6, 7), 4)],
 )
 def test_kernels_that_cast(recipe: Fp8, forward: tuple[int, int], backward: int):
     """Of four inputs, two of which norms write, or one with experts; gradients' own sum the bias' gradient, too. With
@@ -105,7 +116,7 @@ def test_kernels_that_cast_latent_vectors_and_shared_experts():
     latent = {"multi_latent_attention": True, "q_lora_rank": 512, "kv_lora_rank": 512, "qk_layernorm": True}
     model = replace(EXPERTS, **latent, moe_shared_expert_intermediate_size=1024)
     machine = replace(machine_of(DGX), memory_bytes_per_s=float("inf"), launch_s=0.0)
-    for recipe, forward, backward in ((Fp8.DELAYED, 7 + 3, 5 + 3), (Fp8.TENSORWISE, 18 + 3, 14 + 3)):
+    for recipe, forward, backward in ((Fp8.DELAYED, 7 + 3, 5 + 3), (Fp8.TENSORWISE, 16 + 3, 14 + 3)):
         plain, cast = (works_of(model, Split.of(layout(fp8=fp8)), machine).layer for fp8 in (Fp8.NONE, recipe))
         more = cast.forward.elementwise_s - plain.forward.elementwise_s
         assert more == pytest.approx(forward * machine.kernel_s)
