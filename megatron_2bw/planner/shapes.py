@@ -230,6 +230,7 @@ class Shapes:
             "optimizer": self.decisions.space.optimizer,
             "precision": self.decisions.space.precision,
             "fp8": self.decisions.space.fp8,
+            "flex_dispatcher": self.decisions.space.flex_dispatcher and shape.expert > 1,
             "fused_attention": self.decisions.space.fused_attention,
         }
         return Layout(**(defaults | more))

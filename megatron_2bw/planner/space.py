@@ -73,6 +73,8 @@ class Space:
     precision: Precision | None = None
     """None: bf16 where the GPU has it, else fp16."""
     fp8: Fp8 = Fp8.NONE
+    flex_dispatcher: bool = False
+    """Of experts that several ranks share."""
     optimizer: Optimizer = Optimizer.ADAM
     fused_attention: bool | None = None
     """None: where the GPU has such kernels in that precision."""

@@ -647,6 +647,7 @@ BAD = {
     f"{PLAN} --explain 2bw:z9": "'z9' is none of dN",
     f"{PLAN} --pipeline-schedule 4bw": "unknown schedule '4bw'; choose one of 2bw",
     f"{PLAN} --tensor-model-parallel-size 1,x": "--tensor-model-parallel-size 'x': give whole numbers",
+    f"{PLAN} --moe-token-dispatcher-type flex": "-type flex: gpt-2.2b has no experts; leave it out",
     f"{PLAN} --optimizer adam,sgd": "--optimizer adam,sgd: a run has one; give adam, or plan once for each",
     f"{PLAN} --micro-batch-size 0": "--micro-batch-size 0: give whole numbers of at least 1",
     f"{PLAN} --recompute-granularity all": "--recompute-granularity 'all': give none, selective, full",

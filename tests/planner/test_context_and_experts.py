@@ -400,6 +400,18 @@ def test_a_flexible_dispatcher_is_priced():
     assert not alone.layout.flex_dispatcher, "no rank has another's experts"
 
 
+def test_a_plan_with_a_flexible_dispatcher():
+    model = replace(EXPERTS, num_experts=16, moe_router_topk=4)
+    plans = [
+        search(model, TWO_DGX, 64, Space(experts=(1, 16), flex_dispatcher=flex), keep=100) for flex in (False, True)
+    ]
+    layouts = {choice.layout for choice in plans[1].choices}
+    assert {one.expert for one in layouts if one.flex_dispatcher} == {16}
+    assert {one.expert for one in layouts if not one.flex_dispatcher} == {1}
+    fastest = [min(c.iteration.time_s for c in plan.choices if c.layout.expert == 16) for plan in plans]
+    assert fastest[1] < fastest[0]
+
+
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (16, 2), (32, 4)])
 def test_one_copy_for_every_node_and_rank(ranks: int, nodes: int):
     """Of experts drawn at random, counted: how many nodes and ranks a token's are on."""

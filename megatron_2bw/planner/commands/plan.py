@@ -24,6 +24,7 @@ from megatron_2bw.planner.commands.arguments import (
     listed,
 )
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.unpriced import DISPATCHER, FLEX
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.cluster import Cluster
@@ -121,6 +122,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
     add_kernels(limits, "what the GPU has")
     limits.add_argument("--fp8-recipe", choices=FP8_RECIPES, help="matrix products of layers in 8 bits (default: none)")
+    limits.add_argument(
+        "--moe-token-dispatcher-type",
+        choices=(DISPATCHER, FLEX),
+        help="flex is DeepEP or HybridEP: one copy of a token for all its experts on a node (default: alltoall)",
+    )
     limits.add_argument("--optimizer", help="adam, sgd, lion or muon (default: adam)")
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
@@ -130,6 +136,11 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
 
     _check(args)
     model = described_model(args, words)
+    if args.moe_token_dispatcher_type and not model.num_experts:
+        raise PlanError(
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}: {model.name or 'the model'} has "
+            "no experts; leave it out"
+        )
     node = described_cluster(args)
     cluster = sized(node, nodes=args.nodes, gpus=args.gpus)
     check_size(args, node, cluster.gpus)
@@ -256,6 +267,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         "--optimizer": args.optimizer,
         "--attention-backend": args.attention_backend,
         "--fp8-recipe": args.fp8_recipe,
+        "--moe-token-dispatcher-type": args.moe_token_dispatcher_type,
         "--allow-fewer-microbatches": args.allow_fewer_microbatches or None,
     }
     for flag, value in given.items():
@@ -322,6 +334,7 @@ def _space(args: argparse.Namespace) -> Space:
         **limits,
         precision=layout.Precision(args.precision) if args.precision else None,
         fp8=layout.Fp8(args.fp8_recipe or "none"),
+        flex_dispatcher=args.moe_token_dispatcher_type == FLEX,
         fused_attention=None if args.attention_backend is None else args.attention_backend != "unfused",
         tight=args.allow_fewer_microbatches,
     )
