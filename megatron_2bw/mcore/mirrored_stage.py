@@ -36,6 +36,10 @@ class MirroredStage(FlushedStage):
         if call.data_iterator is not None:
             self._data = MicrobatchData(call.data_iterator, call.num_microbatches)
 
+    def end(self) -> None:
+        super().end()
+        self._data = None
+
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
         model = self.call.model if action.stage == self._own else self._mirror.model
         data = None if self._data is None else self._data.at(action.microbatch)

@@ -209,6 +209,7 @@ class Pipeline:
         self._stage.begin(call)
         with self.optimizer.synchronous() if synchronous else contextlib.nullcontext():
             self.executor.run(self.batch, left=0 if synchronous else left)
+        self._stage.end()
         if self._moe_metrics is not None:
             self._moe_metrics.end(self.batch)
         self.batch += 1

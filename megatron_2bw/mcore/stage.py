@@ -55,6 +55,10 @@ class Call:
         return cls(**call)
 
 
+_OF_SHAPE = ("seq_length", "micro_batch_size", "decoder_seq_length")
+"""Fields of a call that transfers depend on."""
+
+
 class TimedData:
     """An iterator that tells a recorder how long each microbatch took to come.
 
@@ -88,7 +92,9 @@ class MegatronStage:
 
     def __init__(self, call: Call, schedule: str) -> None:
         self.config = get_model_config(call.model)
-        self.call = call
+        self.call: Call | None = None
+        """While it runs."""
+        self._shape_of_call = {name: getattr(call, name) for name in _OF_SHAPE}
         self.losses: list[dict[str, torch.Tensor]] = []
         """One per microbatch of the current batch, on the last stage."""
         self.recorder: Recorder | None = None
@@ -118,13 +124,17 @@ class MegatronStage:
         Raises:
             RuntimeError: tensors of another shape than in the call before.
         """
-        for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
-            before, now = getattr(self.call, name), getattr(call, name)
+        for name, before in self._shape_of_call.items():
+            now = getattr(call, name)
             if now != before:
                 raise RuntimeError(f"{name} was {before} and is {now}: transfers keep the shape of the first batch")
         self.call = call
         self.losses = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.boundary.device)
+
+    def end(self) -> None:
+        """Let go of the call's data: the process ends when its loader's workers have, and they when nobody reads."""
+        self.call = None
 
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
         return self._forward(action, received, self.call.model, self.call.data_iterator)
