@@ -220,9 +220,11 @@ def _training_loop() -> tuple[Replacement, ...]:
     initialize = training.initialize_megatron
     without_cuda = functools.wraps(initialize)(functools.partial(initialize, allow_no_cuda=True))
     build = _keep_random_state(training.build_train_valid_test_data_iterators)
+    loader = torch.utils.data.DataLoader
     return (
         Replacement(training, "initialize_megatron", without_cuda, "it asserts that CUDA is available"),
         Replacement(training, "build_train_valid_test_data_iterators", build, "it draws from the restored generator"),
+        Replacement(loader, "__iter__", _keep_random_state(loader.__iter__), "cyclic_iter calls it later"),
     )
 
 
