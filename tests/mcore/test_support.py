@@ -135,7 +135,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--non-persistent-save-interval without --non-persistent-ckpt-type": [
         {"save": "folder", "non_persistent_save_interval": 2}
     ],
-    "--qk-clip": [{"qk_clip": True}, {"log_max_attention_logit": True}],
+    "--qk-clip / --log-max-attention-logit": [{"qk_clip": True}, {"log_max_attention_logit": True}],
     "--save-params-interval and the like for activations, gradients and tokens per expert": [
         {f"save_{what}_interval": 1} for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert")
     ],
@@ -345,7 +345,7 @@ def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsy
     with pytest.raises(SystemExit):
         exit_with(refusal.value)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("megatron_2bw: error: --qk-clip does not work")
+    assert first.startswith("megatron_2bw: error: --qk-clip / --log-max-attention-logit does not work")
     assert second.startswith("megatron_2bw: error: --adlr-autoresume does not work")
 
 

@@ -313,7 +313,7 @@ REFUSED: tuple[Refused, ...] = (
         for flag, names in {
             "--mtp-num-layers": ("mtp_num_layers",),
             "--vision-pretraining": ("vision_pretraining",),
-            "--qk-clip": ("qk_clip", "log_max_attention_logit"),
+            "--qk-clip / --log-max-attention-logit": ("qk_clip", "log_max_attention_logit"),
             _SAVED: _SAVES,
         }.items()
     ),
@@ -393,7 +393,7 @@ REFUSED: tuple[Refused, ...] = (
         remedy="use --non-persistent-ckpt-type global",
     ),
     Refused(
-        flag="--qk-clip",
+        flag="--qk-clip / --log-max-attention-logit",
         is_set=given("qk_clip", "log_max_attention_logit"),
         schedules=DELAYED,
         reason="it changes or reads weights between batches, at one version",
