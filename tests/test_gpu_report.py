@@ -127,7 +127,7 @@ def test_an_interrupt_is_passed_on(tmp_path: Path) -> None:
     """pytest then ends the ranks, which have sessions of their own."""
     started, ended = tmp_path / "started", tmp_path / "ended"
     waiting = (
-        f"import pathlib, time; pathlib.Path({str(started)!r}).touch()\ntry: time.sleep(60)\n"
+        f"import pathlib, time\ntry: pathlib.Path({str(started)!r}).touch(); time.sleep(60)\n"
         f"finally: pathlib.Path({str(ended)!r}).touch()"
     )
 

@@ -204,9 +204,9 @@ class Device:
 class Stream(CpuStream):
     """Takes the place of ``torch.cuda.Stream``."""
 
-    def __init__(self, device: Device, *args: object, **kwargs: object) -> None:
-        self._device = device
-        self.line = device.new_line("stream")
+    def __init__(self, simulated: Device, /, *args: object, **kwargs: object) -> None:
+        self._device = simulated
+        self.line = simulated.new_line("stream")
 
     def go_on_after(self, seen: Seen, what: str) -> None:
         """What is launched from here on comes after all of that; as is the wait itself."""
