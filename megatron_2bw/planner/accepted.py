@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.multiples import nearest_divisor
 from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.pipeline_layout import stages_of
+from megatron_2bw.planner.pipeline_layout import COUNTED, stages_of
 
 DIST_MUON = "dist_muon"
 """Muon with the distributed optimizer, as it was called."""
@@ -58,8 +58,6 @@ _ACTIVATIONS = ("--swiglu", "--squared-relu", "--quick-geglu")
 _UNFUSED = ("--no-bias-gelu-fusion", "--disable-bias-linear")
 """What keeps Megatron from its fused kernel of bias and GELU."""
 _OF_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-_COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-"""What spreads embedding and loss as if they were layers."""
 
 
 def stages(options: Options) -> int:
@@ -73,7 +71,8 @@ def interleaves(options: Options) -> bool:
     if PIPELINE_LAYOUT in options:
         return len(stages_of(options.text(PIPELINE_LAYOUT))) > stages(options)
     if per_chunk in options:
-        return options.number(per_chunk) * stages(options) != options.number("--num-layers")
+        layers = options.number("--num-layers", 0) + sum(flag in options for flag in COUNTED)
+        return options.number(per_chunk) * stages(options) != layers
     return options.number(chunks, 1) > 1
 
 
@@ -115,7 +114,7 @@ def _check_chunks(options: Options) -> None:
 
     Rules: ``validate_args``, "Uneven virtual pipeline parallelism"; ``TransformerConfig``, "PP layout".
     """
-    for flag in (*_OF_CHUNKS, *_OF_ENDS, *_COUNTED):
+    for flag in (*_OF_CHUNKS, *_OF_ENDS, *COUNTED):
         if PIPELINE_LAYOUT in options and flag in options:
             raise PlanError(f"{PIPELINE_LAYOUT} and {flag} exclude each other: the layout says it; leave one out")
     per_chunk, chunks = _OF_CHUNKS
@@ -124,6 +123,9 @@ def _check_chunks(options: Options) -> None:
     for flag in _OF_ENDS:
         if per_chunk in options and flag in options:
             raise PlanError(f"{per_chunk} and {flag} exclude each other; give {chunks} in place of the first")
+        for counted in COUNTED:
+            if counted in options and flag in options:
+                raise PlanError(f"{counted} and {flag} exclude each other; leave one out")
     count, group = stages(options), options.number(GROUP)
     if group is not None and group < count and interleaves(options):
         raise PlanError(

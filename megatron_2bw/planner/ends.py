@@ -10,7 +10,7 @@ from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.pieces import stage_pieces, time_of
-from megatron_2bw.planner.pipeline_layout import EMBEDDING, LAYER, LOSS, MTP
+from megatron_2bw.planner.pipeline_layout import layout_text
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import Machine
 from megatron_2bw.planner.stages import Contents
@@ -48,9 +48,7 @@ def counted_ends(layers: int, mtp: int, stages: int) -> Iterator[tuple[int, str]
     for chunks in divisors(whole)[1:] if not left else ():
         each = whole // chunks
         if each > mtp:  # All further tokens are predicted on one stage.
-            first, middle = EMBEDDING + LAYER * (each - 1), LAYER * each
-            last = LAYER * (each - 1 - mtp) + MTP * mtp + LOSS
-            yield chunks, f"{first}|({middle}|)*{stages * chunks - 2}{last}"
+            yield chunks, layout_text(each - 1, each, each - 1 - mtp, mtp=mtp, stages=stages * chunks)
 
 
 def balanced_ends(model: Model, layout: Layout, machine: Machine) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from megatron_2bw.planner.model_flags import DROPOUT, MODEL_FLAGS, MODEL_NUMBERS
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.pipeline_layout import COUNTED, counted_layout
 from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.unpriced import (
@@ -59,10 +60,11 @@ SWITCHES = frozenset(
         *"--overlap-param-gather --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --tp-comm-overlap".split(),
         *"--recompute-activations --use-flash-attn --no-bias-swiglu-fusion --cross-entropy-loss-fusion".split(),
         *"--fp8-param-gather".split(),
+        *COUNTED,
     }
 )
 """Flags without a value."""
-_COUNTED = frozenset({*MODEL_NUMBERS, *LAYOUT_NUMBERS, *SWITCHES, "--global-batch-size", *DROPOUT})
+_AT_MOST_ONE = frozenset({*MODEL_NUMBERS, *LAYOUT_NUMBERS, *SWITCHES, "--global-batch-size", *DROPOUT})
 """Flags with one value or none."""
 SPELLED = frozenset(
     {
@@ -146,7 +148,7 @@ def _check_counts(options: Options) -> None:
     for flag, words in options.values.items():
         most = 0 if flag in SWITCHES else 1
         known = [word for word in words if options.is_known(word)]  # What nothing sets may be no word at all.
-        if flag in _COUNTED and len(known) > most:
+        if flag in _AT_MOST_ONE and len(known) > most:
             rule = "it takes one value" if most else "it takes no value"
             raise PlanError(f"{flag} {' '.join(map(options.explain, known))}: {rule}; leave out {known[most]!r}")
 
@@ -187,7 +189,9 @@ def _layout(
         numbers.pop("expert_tensor", None)  # Megatron does not look at it.
     if "--num-layers-per-virtual-pipeline-stage" in options:
         per_chunk = options.number("--num-layers-per-virtual-pipeline-stage")
-        numbers["chunks"] = _chunks(per_chunk, model, numbers["pipeline"])
+        numbers["chunks"] = _chunks(
+            per_chunk, model.num_layers + sum(flag in options for flag in COUNTED), numbers["pipeline"]
+        )
     optimizer = options.text("--optimizer", Optimizer.ADAM)
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
     if fused is None:
@@ -195,7 +199,7 @@ def _layout(
     return Layout(
         schedule=schedule_name(options.text("--pipeline-schedule", MEGATRON)),
         data=data,
-        pipeline_layout=_pipeline_layout(options),
+        pipeline_layout=_pipeline_layout(options, model, numbers["pipeline"] * numbers.get("chunks", 1)),
         global_batch=options.number("--global-batch-size", numbers["microbatch"] * data),
         recompute=_recompute(options),
         recompute_method=RecomputeMethod(
@@ -220,7 +224,10 @@ def _layout(
     )
 
 
-def _pipeline_layout(options: Options) -> str:
+def _pipeline_layout(options: Options, model: Model, stages: int) -> str:
+    embedding, loss = (flag in options for flag in COUNTED)
+    if embedding or loss:
+        return counted_layout(model.num_layers, model.mtp_num_layers, stages, embedding=embedding, loss=loss)
     text = options.text(PIPELINE_LAYOUT)
     if PIPELINE_LAYOUT in options and not text:
         raise PlanError(f"{PIPELINE_LAYOUT} is empty: it has no embedding; leave it out, or give such as 'Et|tL'")
@@ -243,20 +250,20 @@ def replicas(gpus: int | None, ranks: int, *, node: int = 1) -> int:
     return gpus // ranks
 
 
-def _chunks(per_chunk: int, model: Model, pipeline: int) -> int:
-    """Virtual stages per rank, of so many layers each.
+def _chunks(per_chunk: int, layers: int, pipeline: int) -> int:
+    """Virtual stages per rank, of so many of these layers each.
 
     Raises:
         PlanError: they do not divide the layers of a stage.
     """
     flag = f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
-    if model.num_layers % pipeline:
-        nearest = nearest_divisor(model.num_layers, pipeline)
+    if layers % pipeline:
+        nearest = nearest_divisor(layers, pipeline)
         raise PlanError(
-            f"{flag}: {pipeline} stages do not divide the {model.num_layers} layers; use {nearest} stages, or give "
+            f"{flag}: {pipeline} stages do not divide the {layers} layers; use {nearest} stages, or give "
             "--num-virtual-stages-per-pipeline-rank with other numbers of layers in the first and the last"
         )
-    per_stage = model.num_layers // pipeline
+    per_stage = layers // pipeline
     if per_chunk < 1 or per_stage % per_chunk:
         nearest = nearest_divisor(per_stage, per_chunk)
         raise PlanError(f"{flag} does not divide the {per_stage} layers of a stage; use {nearest}")

@@ -14,6 +14,8 @@ from megatron_2bw.planner.multiples import nearest_divisor
 
 EMBEDDING, LAYER, MTP, LOSS = SYMBOLS = "EtmL"
 """One layer of the decoder, and of those that predict further tokens, each."""
+COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+"""What spreads embedding and loss as if they were layers."""
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 """First what is in parentheses, which do not nest, then single symbols."""
 _MOST = 10_000
@@ -66,6 +68,39 @@ def chunks_of(text: str, pipeline: int) -> int:
             )
         )
     return stages // pipeline
+
+
+def layout_text(first: int, each: int, last: int, *, mtp: int, stages: int) -> str:
+    """At least 2 stages, of which those between the ends have ``each`` layers.
+
+    >>> layout_text(3, 4, 2, mtp=1, stages=4)
+    'Ettt|(tttt|)*2ttmL'
+    """
+    middle = f"({LAYER * each}|)*{stages - 2}" if stages > 2 else ""
+    return f"{EMBEDDING}{LAYER * first}|{middle}{LAYER * last}{MTP * mtp}{LOSS}"
+
+
+def counted_layout(layers: int, mtp: int, stages: int, *, embedding: bool, loss: bool) -> str:
+    """Equal stages, of which the first counts the embedding as a layer, the last the loss; empty for one stage.
+
+    Megatron's ``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split``, which do not
+    count further predicted tokens: ``get_num_layers_to_build``.
+
+    >>> counted_layout(6, 1, 4, embedding=True, loss=True), counted_layout(7, 0, 4, embedding=True, loss=False)
+    ('Et|(tt|)*2tmL', 'Et|(tt|)*2ttL')
+
+    Raises:
+        PlanError: so many do not split over the stages.
+    """
+    counted = layers + embedding + loss
+    if counted % stages:
+        flags = " and ".join(flag for flag, on in zip(COUNTED, (embedding, loss), strict=True) if on)
+        nearest = nearest_divisor(counted, stages)
+        raise PlanError(
+            f"{flags}: {stages} stages do not divide {counted} layers, as they are then counted; use {nearest}"
+        )
+    each = counted // stages
+    return "" if stages == 1 else layout_text(each - embedding, each, each - loss, mtp=mtp, stages=stages)
 
 
 def predicts_early(stages: tuple[str, ...]) -> bool:

@@ -133,8 +133,6 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--optimizer-cpu-offload": (_given, "offloading"),
     "--fine-grained-activation-offloading": (_given, "offloading"),
     "--distribute-saved-activations": (_given, "distributed inputs of layers"),
-    "--account-for-embedding-in-pipeline-split": (_given, "the embedding counted as a layer"),
-    "--account-for-loss-in-pipeline-split": (_given, "the loss counted as a layer"),
     "--decoder-num-layers": (_given, "a decoder beside the encoder"),
     **dict.fromkeys(("--language-model-type", "--vision-model-type"), (_given, "models of pictures beside text")),
     **dict.fromkeys(_OF_PICTURES, (_has_pictures, "models of pictures beside text")),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ from megatron_2bw.planner.layout import Layout, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.model_flags import model_flags
 from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.pipeline_layout import stages_of
+from megatron_2bw.planner.pipeline_layout import counted_layout, stages_of
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.stages import contents_of
 from megatron_2bw.planner.weights import weights_of
@@ -259,3 +261,29 @@ def test_as_many_operations(name: str, args_of: Callable[[Model, Layout], Any]) 
     for share, flops in ((1, logged_flops), (2, model_flops)):
         counted = num_floating_point_operations(args, 2, seqlen_squared_sum_in_batch=share * 2 * args.seq_length**2)
         assert counted - 6 * 2 * model.seq_length * norms == pytest.approx(flops(model, 2), rel=1e-12)
+
+
+@pytest.mark.parametrize(("embedding", "loss"), [(True, True), (True, False), (False, True)])
+def test_stages_have_the_layers_that_megatron_builds_where_ends_are_counted(embedding: bool, loss: bool) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    for layers, pipeline, chunks in itertools.product(range(1, 25), (2, 3, 4), (None, 2, 3)):
+        stages = pipeline * (chunks or 1)
+        if (layers + embedding + loss) % stages:
+            continue
+        config = SimpleNamespace(
+            num_layers=layers,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=chunks,
+            account_for_embedding_in_pipeline_split=embedding,
+            account_for_loss_in_pipeline_split=loss,
+            num_layers_in_first_pipeline_stage=None,
+            num_layers_in_last_pipeline_stage=None,
+            pipeline_model_parallel_layout=None,
+        )
+        built = [
+            get_num_layers_to_build(config, vp_stage=stage // pipeline if chunks else None, pp_rank=stage % pipeline)
+            for stage in range(stages)
+        ]
+        text = counted_layout(layers, 0, stages, embedding=embedding, loss=loss)
+        assert [stage.count("t") for stage in stages_of(text)] == built

@@ -443,3 +443,48 @@ def test_an_estimate_of_a_script(tmp_path, capsys: pytest.CaptureFixture[str]):
     assert found["layout"]["pipeline_layout"] == "E|t*8|t*8|L"
     assert f"{FLAG} 'E|t*8|t*8|L'" in found["flags"]
     assert free_stages(GPT, layout(**found["layout"]))
+
+
+@pytest.mark.parametrize(
+    ("layers", "more", "text"),
+    [
+        (14, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "Ettt|(tttt|)*2tttL"),
+        (15, "--account-for-loss-in-pipeline-split", "Etttt|(tttt|)*2tttL"),
+        (
+            14,
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+            "--num-layers-per-virtual-pipeline-stage 2",
+            "Et|(tt|)*6tL",
+        ),
+        (
+            15,
+            "--account-for-embedding-in-pipeline-split --num-virtual-stages-per-pipeline-rank 4",
+            "E|(t|)*14tL",
+        ),
+    ],
+)
+def test_embedding_and_loss_may_count_as_layers(layers: int, more: str, text: str):
+    sizes = (
+        "--hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 --micro-batch-size 1 --bf16"
+    )
+    words = f"--num-layers {layers} {sizes} --pipeline-model-parallel-size 4 --global-batch-size 8 {more}".split()
+    assert read(Options.parse(words), gpus=4).layout.pipeline_layout == text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--account-for-loss-in-pipeline-split", "4 stages do not divide 15 layers, as they are then counted; use 3"),
+        (
+            "--account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 2",
+            "--account-for-loss-in-pipeline-split and --decoder-first-pipeline-num-layers exclude each other",
+        ),
+    ],
+)
+def test_what_is_counted_must_split(more: str, message: str):
+    sizes = (
+        "--hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 --micro-batch-size 1 --bf16"
+    )
+    words = f"--num-layers 14 {sizes} --pipeline-model-parallel-size 4 --global-batch-size 8 {more}".split()
+    with pytest.raises(PlanError, match=message):
+        read(Options.parse(words), gpus=4)
