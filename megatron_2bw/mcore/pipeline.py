@@ -207,9 +207,11 @@ class Pipeline:
             self.start(call)
         self._use_executor_of(call.num_microbatches, WITHOUT_DELAY if synchronous else self.schedule_name)
         self._stage.begin(call)
-        with self.optimizer.synchronous() if synchronous else contextlib.nullcontext():
-            self.executor.run(self.batch, left=0 if synchronous else left)
-        self._stage.end()
+        try:
+            with self.optimizer.synchronous() if synchronous else contextlib.nullcontext():
+                self.executor.run(self.batch, left=0 if synchronous else left)
+        finally:
+            self._stage.end()
         if self._moe_metrics is not None:
             self._moe_metrics.end(self.batch)
         self.batch += 1

@@ -12,7 +12,7 @@ from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.inputs import misspelled
 from megatron_2bw.planner.kernels import fuses_attention, gpu_problem
-from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.model_flags import DROPOUT, MODEL_FLAGS, MODEL_NUMBERS, MODEL_SWITCHES, read_model
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
@@ -22,8 +22,8 @@ from megatron_2bw.planner.pipeline_layout import COUNTED, counted_layout
 from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.unpriced import (
+    BACKEND,
     CHECKED,
-    DISPATCHER,
     FLEX,
     GROUPED,
     check_priced,
@@ -61,6 +61,7 @@ SWITCHES = frozenset(
         *"--recompute-activations --use-flash-attn --no-bias-swiglu-fusion --cross-entropy-loss-fusion".split(),
         *"--fp8-param-gather".split(),
         *COUNTED,
+        "--overlap-moe-expert-parallel-comm",
     }
 )
 """Flags without a value."""
@@ -132,7 +133,8 @@ def read(
         layout = choose(model, layout, gpu.memory_gb * GIB)
     refused = problem(model, layout)
     if gpu is not None:
-        refused = refused or gpu_problem(gpu, layout.precision, fused_attention=layout.fused_attention, fp8=layout.fp8)
+        used = {"fused_attention": layout.fused_attention, "fp8": layout.fp8, "dispatcher": layout.dispatcher}
+        refused = refused or gpu_problem(gpu, layout.precision, **used)
     if refused := refused or refusal(options, layout):
         # What is misspelled may be why.
         raise PlanError("; ".join(map(str, (refused, *doubts))) if doubts else refused)
@@ -214,7 +216,8 @@ def _layout(
         gradients_in_bf16=precision is Precision.BF16 and "--grad-reduce-in-bf16" in options,
         fused_loss=_FUSED_LOSS.issubset(options.values) and options.text("--cross-entropy-fusion-impl") == "te",
         overlap_tensor="--tp-comm-overlap" in options,
-        flex_dispatcher=numbers.get("expert", 1) > 1 and options.text("--moe-token-dispatcher-type") == FLEX,
+        dispatcher=_dispatcher(options) if model.num_experts else Dispatcher.ALLTOALL,
+        overlap_exchanges="--overlap-moe-expert-parallel-comm" in options,
         precision=precision,
         fp8=_fp8(options),
         fp8_parameters="--fp8-param-gather" in options,
@@ -278,6 +281,19 @@ def _recompute(options: Options) -> Recompute:
     return Recompute.NONE if found == Recompute.SELECTIVE and CORE not in modules else Recompute(found)
 
 
+def _dispatcher(options: Options) -> Dispatcher:
+    if options.text("--moe-token-dispatcher-type") != FLEX:
+        return Dispatcher.ALLTOALL
+    backends = [backend for backend in Dispatcher if backend is not Dispatcher.ALLTOALL]
+    return Dispatcher(options.choice(BACKEND, backends, Dispatcher.DEEPEP))
+
+
+def _dispatcher_flags(dispatcher: Dispatcher) -> str:
+    if dispatcher is Dispatcher.ALLTOALL:
+        return f"--moe-token-dispatcher-type {dispatcher}"
+    return f"--moe-token-dispatcher-type {FLEX} {BACKEND} {dispatcher}"
+
+
 def _fp8(options: Options) -> Fp8:
     recipes = [recipe for recipe in Fp8 if recipe is not Fp8.NONE]
     if "--fp8-format" not in options or options.text("--transformer-impl", "") == "local":
@@ -337,7 +353,8 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
     # On Ampere and later; fp32 and attention that is not fused are those of a CPU, too.
     has_grouped = layout.precision is Precision.BF16 and layout.fused_attention
     switches = {
-        f"--moe-token-dispatcher-type {FLEX if layout.flex_dispatcher else DISPATCHER}": layout.expert > 1,
+        _dispatcher_flags(layout.dispatcher): layout.expert > 1,
+        "--overlap-moe-expert-parallel-comm": layout.overlap_exchanges,
         GROUPED: model.num_experts > 0 and has_grouped,
         "--sequence-parallel": layout.sequence_parallel,
         "--use-distributed-optimizer": layout.distributed_optimizer,

@@ -3,7 +3,8 @@
 As in Transformer Engine's ``LayerNormLinear``, ``Linear`` and ``GroupedLinear`` (in ``transformer_engine/pytorch``).
 Hopper's products want both factors with the summed dimension last: every factor is cast twice, as it is and transposed.
 Blackwell's take one copy for both, but where a scale is that of a block, which another block has along the other
-dimension (``nvte_is_non_tn_fp8_gemm_supported``). Scale factors are small and left out.
+dimension (``nvte_is_non_tn_fp8_gemm_supported``). Scale factors are small and left out, and so is that Hopper's
+sequence-parallel ranks transpose what they have gathered, each for itself (``_all_gather_fp8``).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import Problem
-from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Optimizer, Precision
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_multiple
 
@@ -72,13 +72,20 @@ def fp8_size_problem(model: Model, layout: Layout) -> Problem | None:
 
 
 def gpu_problem(
-    gpu: Gpu, precision: Precision, *, fused_attention: bool = False, fp8: Fp8 = Fp8.NONE
+    gpu: Gpu,
+    precision: Precision,
+    *,
+    fused_attention: bool = False,
+    fp8: Fp8 = Fp8.NONE,
+    dispatcher: Dispatcher = Dispatcher.ALLTOALL,
 ) -> Problem | None:
     """Why ``gpu`` cannot compute like that; of Transformer Engine's recipes, ``check_recipe_support``."""
     if fp8 is not Fp8.NONE and not gpu.fp8_tflops:
         return Problem(f"fp8 {fp8}: {gpu.name} has no products in 8 bits", f"use fp8 {Fp8.NONE}")
     if fp8 is Fp8.MXFP8 and not gpu.has_mxfp8:
         return Problem(f"fp8 {fp8}: {gpu.name} has no such products", f"use fp8 {Fp8.DELAYED}")
+    if dispatcher is not Dispatcher.ALLTOALL and not gpu.has_bf16:  # From Ampere on.
+        return Problem(f"dispatcher {dispatcher}: {gpu.name} has no such kernels", f"use {Dispatcher.ALLTOALL}")
     if precision is Precision.BF16 and not gpu.has_bf16:
         return Problem(f"precision {precision}: {gpu.name} has no {precision}", f"use {Precision.FP16}")
     if fused_attention and not fuses_attention(gpu, precision):

@@ -81,8 +81,23 @@ def works_of(model: Model, split: Split, machine: Machine) -> Works:
 def _layer(model: Model, split: Split, machine: Machine) -> Work:
     sizes = Sizes(model, split)
     forward, core = _forward(sizes, machine)
+    backward = _backward(sizes, machine)
+    if split.overlap_exchanges:
+        forward, backward = _overlapped(forward, backward)
     again = {Recompute.FULL: forward, Recompute.SELECTIVE: core}.get(split.recompute, NOTHING)
-    return Work.of(forward, _backward(sizes, machine), again)
+    return Work.of(forward, backward, again)
+
+
+def _overlapped(forward: Parts, backward: Parts) -> tuple[Parts, Parts]:
+    """With what is left of exchanges where one microbatch's forward runs beside another's backward.
+
+    ``combined_1f1b_schedule_for_interleaved_pipelining`` in ``megatron/core/pipeline_parallel/combined_1f1b.py``. There
+    is no other in the first forwards and the last backwards, which is not counted.
+    """
+    exchanges_s = forward.expert_parallel_s + backward.expert_parallel_s
+    others_s = forward.total_s + backward.total_s - exchanges_s
+    left = max(exchanges_s - others_s, 0.0) / exchanges_s if exchanges_s else 0.0
+    return tuple(one._replace(expert_parallel_s=left * one.expert_parallel_s) for one in (forward, backward))
 
 
 def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bool]]:

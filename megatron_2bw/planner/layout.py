@@ -61,6 +61,17 @@ class Fp8(StrEnum):
     """Of 32 numbers."""
 
 
+class Dispatcher(StrEnum):
+    """Of tokens to other ranks' experts: ``--moe-token-dispatcher-type``, ``--moe-flex-dispatcher-backend``."""
+
+    ALLTOALL = "alltoall"
+    """A copy for every expert."""
+    DEEPEP = "deepep"
+    """A copy for every node and for every rank that has some of a token's experts."""
+    HYBRIDEP = "hybridep"
+    """The same; it pads, too."""
+
+
 class Optimizer(StrEnum):
     """Of those that Megatron trains with, the ones with a state that is known: ``--optimizer``."""
 
@@ -174,9 +185,9 @@ class Layout:
     """Softmax and loss in Transformer Engine's kernels: ``--cross-entropy-fusion-impl te``."""
     overlap_tensor: bool = False
     """``--tp-comm-overlap``: collectives of tensor-parallel ranks in parts, during the products beside them."""
-    flex_dispatcher: bool = False
-    """``--moe-token-dispatcher-type flex``, DeepEP or HybridEP: one copy of a token goes to a node, and to a rank, that
-    has several of its experts."""
+    dispatcher: Dispatcher = Dispatcher.ALLTOALL
+    overlap_exchanges: bool = False
+    """``--overlap-moe-expert-parallel-comm``: tokens go to their experts while another microbatch is computed."""
     extra_in_flight: int = 0
     delayed_microbatches: int = 0
     """Of 2bw: ``--pipeline-delayed-microbatches``; 0: all."""

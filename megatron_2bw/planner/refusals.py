@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_2bw.planner.argument_flags import NEGATED, flag_of
-from megatron_2bw.planner.flag_table.conditions import LEAD, sums_experts_over_wrong_ranks
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flag_table.conditions import CORRECTIONS, LEAD, sums_experts_over_wrong_ranks
 from megatron_2bw.planner.flag_table.refused import REFUSED
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.options import Options
@@ -55,6 +56,15 @@ def _value(word: str) -> str | float:
 
 
 def refusal(options: Options, layout: Layout) -> str | None:
-    """Why a run with these flags would stop before training; None where it starts."""
+    """Why a run with these flags would stop before training; None where it starts.
+
+    Raises:
+        PlanError: what a condition compares is no number.
+    """
+    options.choice("--delay-correction", CORRECTIONS, CORRECTIONS[0])
+    for flag in ("--adam-beta1", "--sgd-momentum", "--muon-momentum"):
+        options.real(flag, DEFAULTS[flag[2:].replace("-", "_")], most=1)
+    if not options.real("--delay-lead", LEAD):
+        raise PlanError(f"--delay-lead {options.text('--delay-lead')}: give a number above 0")
     args = _Arguments(options, layout.data)
     return next((row.message(layout.schedule) for row in BY_FLAGS if row.applies(args, layout.schedule)), None)

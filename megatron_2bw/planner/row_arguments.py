@@ -28,6 +28,7 @@ OURS = {
     "fp8_param_gather": "fp8_parameters",
     "grad_reduce_in_bf16": "gradients_in_bf16",
     "tp_comm_overlap": "overlap_tensor",
+    "overlap_moe_expert_parallel_comm": "overlap_exchanges",
     "pipeline_model_parallel_layout": "pipeline_layout",
     "virtual_pipeline_model_parallel_size": "chunks",
     "world_size": "gpus",
@@ -68,7 +69,7 @@ MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "giv
 LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name != "optimizer"}
 """Fields that a row may have. Megatron has more optimizers than ours; its flag says which one."""
 KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
-_NAMES_OF_VALUES = ("precision", "recompute", "recompute_granularity", "recompute_method", "fp8", "kind")
+_NAMES_OF_VALUES = ("precision", "recompute", "recompute_granularity", "recompute_method", "fp8", "kind", "dispatcher")
 """Keys whose values tables have in capitals, too."""
 _ALIKE = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "add_position_embedding", "pad_vocab_size")
 """Arguments that no price depends on, with names that look like flags on which prices do."""

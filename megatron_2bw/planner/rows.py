@@ -47,7 +47,7 @@ from megatron_2bw.planner.rules import MEGATRON
 from megatron_2bw.planner.unpriced import GROUPED
 
 _DECIDED = "tied bias rmsnorm learned_positions rotary dropout dense_layers recompute fp8".split()
-_DECIDED += "chunks fused_attention fused_swiglu fused_loss distributed_optimizer".split()
+_DECIDED += "chunks fused_attention fused_swiglu fused_loss distributed_optimizer dispatcher".split()
 """Fields of ours that Megatron says in other words, too."""
 _POSITIONS = {"--position-embedding-type", "--use-rotary-position-embeddings"}
 _NOT_IN_FLAGS = ("split_transfers", "keeps_main_gradients")
@@ -132,7 +132,7 @@ def predicted(
     model, base = _model(ours, options), _cluster(ours)
     layout = _layout(ours, model, base, microbatches=theirs.get("num_microbatches"))
     words = [*model_flags(model), "--vocab-size", str(model.vocab_size), *layout_flags(model, layout)]
-    added = [GROUPED] if layout.flex_dispatcher else [GROUPED, "--moe-token-dispatcher-type"]
+    added = [GROUPED] if "dispatcher" in ours else [GROUPED, "--moe-token-dispatcher-type"]
     ours_said = Options.parse(words).without(added)  # The planner adds them.
     options = dataclasses.replace(options, values={**ours_said.values, **options.values})
     run = read(options, gpus=layout.gpus, kind=model.kind, gpu=base.gpu, fused=ours.get("fused_attention"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_2bw.planner.errors import Problem
 from megatron_2bw.planner.kernels import fp8_problem, fp8_size_problem, optimizer_problem
-from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.pipeline_layout import MTP, has_an_empty_stage, predicts_early, stages_of
@@ -155,6 +155,31 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
         return Problem(f"expert {count} does not divide num_experts {model.num_experts}", nearest)
     if ranks // split % count:
         return Problem(f"expert {count} does not divide the {ranks // split} ranks that hold experts", nearest)
+    return _exchange_problem(layout)
+
+
+def _exchange_problem(layout: Layout) -> Problem | None:
+    """Why tokens cannot get to their experts like that, or no price is known.
+
+    Rules: ``MoEFlexTokenDispatcher``, "DeepEP dispatcher requires TPxEP > 1", which takes ranks that split an expert
+    for ones with experts of their own; ``TransformerConfig``, ``overlap_moe_expert_parallel_comm``.
+    """
+    is_flexible = layout.dispatcher is not Dispatcher.ALLTOALL
+    if is_flexible and layout.expert == 1:
+        return Problem(f"dispatcher {layout.dispatcher}: no ranks share the experts", f"use {Dispatcher.ALLTOALL}")
+    if is_flexible and layout.expert_tensor > 1:
+        return Problem(
+            f"dispatcher {layout.dispatcher} with expert_tensor {layout.expert_tensor} is not priced",
+            "use expert_tensor 1",
+        )
+    if not layout.overlap_exchanges:
+        return None
+    if layout.expert == 1:
+        return Problem("overlap_exchanges: no ranks share the experts", "leave it out")
+    if layout.pipeline > 1 and layout.chunks == 1:
+        return Problem(f"overlap_exchanges needs chunks on {layout.pipeline} stages", "use chunks 2, or leave it out")
+    if layout.recompute is Recompute.FULL:
+        return Problem("overlap_exchanges does not go with full recomputation", f"use recompute {Recompute.NONE}")
     return None
 
 

@@ -12,7 +12,7 @@ from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.decisions import Decisions
 from megatron_2bw.planner.ends import balanced_ends, shorter_ends
 from megatron_2bw.planner.errors import Problem
-from megatron_2bw.planner.layout import Layout, Recompute
+from megatron_2bw.planner.layout import Dispatcher, Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import name
@@ -230,7 +230,7 @@ class Shapes:
             "optimizer": self.decisions.space.optimizer,
             "precision": self.decisions.space.precision,
             "fp8": self.decisions.space.fp8,
-            "flex_dispatcher": self.decisions.space.flex_dispatcher and shape.expert > 1,
+            "dispatcher": self.decisions.space.dispatcher if shape.expert > 1 else Dispatcher.ALLTOALL,
             "fused_attention": self.decisions.space.fused_attention,
         }
         return Layout(**(defaults | more))

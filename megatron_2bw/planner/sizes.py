@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_2bw.planner import attention, fp8
-from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Precision, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.speeds import Machine
 from megatron_2bw.planner.work import Product
@@ -43,7 +43,8 @@ class Split(NamedTuple):
     expert: int = 1
     expert_tensor: int = 1
     """Of a model with experts."""
-    flex_dispatcher: bool = False
+    dispatcher: Dispatcher = Dispatcher.ALLTOALL
+    overlap_exchanges: bool = False
 
     @classmethod
     def of(cls, layout: Layout) -> Split:
@@ -160,13 +161,14 @@ class Sizes:
         """Of routed tokens, to their experts and back; a tensor-parallel rank sends its share of them."""
         size_bytes = self.tokens * self.routed * self.hidden * self.width / self.tensor
         ranks, stride = self.split.expert, self.split.expert_tensor
-        if not self.split.flex_dispatcher:
+        if self.split.dispatcher is Dispatcher.ALLTOALL:
             return 2 * machine.all_to_all_s(size_bytes, ranks, stride)
 
         def reached(groups: int) -> float:
             """Of so many groups of experts: those that a token has one in, per expert that it has."""
             experts, chosen = self.model.num_experts, self.model.moe_router_topk
-            missed = math.comb(experts - experts // groups, chosen) / math.comb(experts, chosen)
+            others = experts - experts / groups
+            missed = math.prod(max(others - i, 0) / (experts - i) for i in range(chosen))
             return groups * (1 - missed) / chosen
 
         return 2 * machine.dispatch_s(size_bytes, ranks, stride, reached=reached)
@@ -178,6 +180,8 @@ class Sizes:
             return 0.0
         if self.split.expert == 1:  # All are here.
             return 4 * self.width * numbers * self.of_mlp
+        if self.split.dispatcher is not Dispatcher.ALLTOALL:  # Copies are made where they have come.
+            return 4 * self.width * numbers
         return 4 * self.width * numbers * (1 + (self.of_mlp if self.experts > 1 else 0))
 
     def all_reduces_s(self, machine: Machine, products_s: float, *, backward: bool) -> float:
@@ -255,8 +259,9 @@ class Sizes:
         """The same of what gives every expert a number of tokens that products in 8 bits take, and takes it away.
 
         Copies of the tokens and, in a kernel of their own, of their weights: ``quantization_padding`` in
-        ``megatron/core/transformer/moe/experts.py``; ``--moe-router-padding-for-quantization`` would spare them.
+        ``megatron/core/transformer/moe/experts.py``; ``--moe-router-padding-for-quantization`` would spare them, and
+        HybridEP does: ``skip_routed_expert_padding``.
         """
-        if not self.model.num_experts or self.split.fp8 is Fp8.NONE:
+        if not self.model.num_experts or self.split.fp8 is Fp8.NONE or self.split.dispatcher is Dispatcher.HYBRIDEP:
             return 0.0, 0
         return 4 * self.width * self.routed_tokens * self.hidden, _PADDING

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.kernels import fp8_precision_problem, fuses_attention, gpu_problem, optimizer_problem
-from megatron_2bw.planner.layout import Fp8, Optimizer, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Optimizer, Precision, Recompute, RecomputeMethod
 
 _FIELDS = {
     "schedules": "schedule",
@@ -73,7 +73,7 @@ class Space:
     precision: Precision | None = None
     """None: bf16 where the GPU has it, else fp16."""
     fp8: Fp8 = Fp8.NONE
-    flex_dispatcher: bool = False
+    dispatcher: Dispatcher = Dispatcher.ALLTOALL
     """Of experts that several ranks share."""
     optimizer: Optimizer = Optimizer.ADAM
     fused_attention: bool | None = None
@@ -95,7 +95,7 @@ class Space:
         """
         precision = self.precision or (Precision.BF16 if gpu.has_bf16 else Precision.FP16)
         fused = fuses_attention(gpu, precision) if self.fused_attention is None else self.fused_attention
-        refused = gpu_problem(gpu, precision, fused_attention=fused, fp8=self.fp8)
+        refused = gpu_problem(gpu, precision, fused_attention=fused, fp8=self.fp8, dispatcher=self.dispatcher)
         refused = refused or fp8_precision_problem(self.fp8, precision) or optimizer_problem(self.optimizer, precision)
         if refused:
             raise PlanError(refused)

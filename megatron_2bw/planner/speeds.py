@@ -95,8 +95,9 @@ FLASH = {
 }
 """Attention on Blackwell, of the data sheet's peak: forward and backward, which has 2.5 times the FLOPs, in TFLOP/s on
 GB200 and GB300, causal, head dimension 128, 8k tokens (NVIDIA/cudnn-frontend, ``benchmark/sdpa_benchmark_training/
-results/llama3.1``, 2026-04-24). Ten calls of each; the same on an H200 (644 and 541) are 57% of the peak, 1.2 times
-what attention reaches again and again there: ``SUSTAINED``, too."""
+results/llama3.1``, 2026-04-24; 10 to 15% less at 4k). Ten calls of each; the same on an H200 (644 and 541) are 57% of
+the peak, 1.2 times what attention reaches again and again there: ``SUSTAINED``, too. B200 and B300 are taken to reach
+the same share of theirs."""
 
 
 class ErrorBar(NamedTuple):
@@ -155,14 +156,14 @@ def error_bar(
     if model.multi_latent_attention or model.moe_shared_expert_intermediate_size or model.mtp_num_layers:
         return ErrorBar(
             0.50,
-            "of three published runs, two took 3% longer and 6% less, one on 1,024 GPUs, by unpublished settings, half",
+            "of three published runs, two took 5% longer and 4% less, one on 1,024 GPUs, by unpublished settings, half",
         )
     if by_muon:
         return ErrorBar(0.30, "assumed: no run with Muon was compared, whose updates are matrix products")
     if model.num_experts > 8:
         return ErrorBar(
             1.1,
-            "13 runs of models with 128 experts, which took from 17% less to 2.1 times as long",
+            "13 runs of models with 128 experts, which took from 15% less to 2.5 times as long; all but one, 2.1 times",
         )
     if model.num_experts and family in ("h100", "gb200") and not shared:
         return ErrorBar(
@@ -318,8 +319,8 @@ class Machine:
         """
         if ranks == 1:
             return 0.0
-        local = min(ranks, max(1, self.gpus_per_node // stride))
-        nodes = ranks // local
+        nodes = self._nodes(ranks, stride)
+        local = min(ranks, self._local(stride))
         inside_s = (local - 1) / local * reached(ranks) * size_bytes / self._link_bytes_per_s(local)
         outside_bytes = (nodes - 1) / nodes * reached(nodes) * size_bytes
         return self.collective_s + max(inside_s, outside_bytes * self.gpus_per_node / self.network_bytes_per_s)
@@ -355,7 +356,7 @@ def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
         collective_s=speed.collective_s,
         launch_s=speed.launch_s,
         shares_cards=speed.shares_cards,
-        transposes=not cluster.gpu.has_mxfp8,
+        transposes=not cluster.gpu.has_mxfp8,  # Blackwell has both.
         profile=cluster.profile,
     )
     link = cluster.profile.link() if cluster.profile is not None else None

@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 from megatron_2bw.planner.accepted import CORE, DIST_MUON, GROUP, interleaves, stages
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layout import Optimizer
+from megatron_2bw.planner.layout import Dispatcher, Optimizer
 from megatron_2bw.planner.model_flags import positions_of
 from megatron_2bw.planner.options import Options
 
-DISPATCHER = "alltoall"
+DISPATCHER = Dispatcher.ALLTOALL
 """How tokens get to experts of other ranks: sent to those alone. Megatron's default gathers all of them everywhere."""
 FLEX = "flex"
-"""The same, with one copy for a node, or a rank, that has several of a token's experts."""
+"""Megatron's name of all others; which one, `BACKEND` says."""
+BACKEND = "--moe-flex-dispatcher-backend"
 GROUPED = "--moe-grouped-gemm"
 """The experts of a rank in one matrix product; Megatron's default is one after the other."""
 
@@ -144,6 +145,7 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     ),
     "--moe-expert-rank-capacity-factor": (_given, "a capacity of experts"),
     "--moe-paged-stash": (_given, "offloading"),
+    BACKEND: (lambda options, flag: options.text(flag) == "ncclep", "NCCL's own exchanges of tokens"),
     "--perform-rl-step": (_given, "rollouts between updates"),
     "--yaml-cfg": (_given, "a file in place of flags"),
     "--deepspeed": (_given, "DeepSpeed, whose file says what it shards and recomputes"),
@@ -181,7 +183,10 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     ),
     "--activation-func-fp8-input-store": (_given, "priced with that input kept in 16 bits"),
     "--recompute-modules": (
-        lambda options, flag: bool({*options.values.get(flag, ())} - {CORE}),
+        lambda options, flag: (
+            ("--recompute-activations" in options or options.text("--recompute-granularity") == "selective")
+            and bool({*options.values.get(flag, ())} - {CORE})
+        ),
         f"priced with {CORE} recomputed, if it is among them, and all else kept",
     ),
     "--moe-layer-recompute": (_given, "priced without that recomputation"),
@@ -215,9 +220,7 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         lambda options, flag: flag in options and interleaves(options),
         "priced with transfers beside computation",
     ),
-    **dict.fromkeys(
-        ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"), (_given, "priced without that overlap")
-    ),
+    **dict.fromkeys(("--delay-wgrad-compute",), (_given, "priced without that overlap")),
     **dict.fromkeys(
         ("--recompute-activation-function", "--recompute-in-advance"), (_given, "priced without that recomputation")
     ),

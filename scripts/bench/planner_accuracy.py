@@ -38,8 +38,7 @@ PUBLISHED = (
 
 UNPRICED = (
     "NeMo 24.07: fine-tuning. Megatron-Bridge: products in 4 bits, sharded parameters, layers of several kinds",
-    "(gpt-oss, Nemotron 3), exchanges of tokens during computation (DeepSeek-V3, Kimi K2). ZeRO-3 (Narayanan et al.,",
-    "2021, Table 2).",
+    "(gpt-oss, Nemotron 3). ZeRO-3 (Narayanan et al., 2021, Table 2).",
     "Megatron's other test cases: a hidden size up to 1024, images, reinforcement learning, or no vocabulary.",
     "Times of Mixtral's test cases called A100: 297 and 364 TFLOP/s per GPU are none of an A100's, with a peak of 312.",
 )

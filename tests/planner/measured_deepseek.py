@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
-from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.layout import Dispatcher, Layout
 from megatron_2bw.planner.models import MODELS
 from tests.planner.measured import DATA, Row, read
 from tests.planner.measured_fp8 import GB200
@@ -67,7 +67,7 @@ def _of(row: dict[str, str], measured: str) -> Row:
         distributed_optimizer=True,
         overlap_gradients=True,
         overlap_parameters=True,
-        flex_dispatcher=True,
+        dispatcher=Dispatcher.HYBRIDEP,
         pipeline_layout=row["pipeline-model-parallel-layout"],
     )
     return Row(

@@ -2,9 +2,9 @@
 
 NVIDIA publishes them with releases of Megatron-Bridge, and yanring/Megatron-MoE-ModelZoo with its recipes (commits and
 files are in the data). How tokens get to their experts is in ``scripts/performance/configs`` of Megatron-Bridge's
-branches r0.2.0 (25.11) and r0.3.0 (from 26.02 on), and in the recipes. The run of Qwen3 235B in 8 bits hides that
-behind computation (``moe_a2a_overlap``), which is not priced. Between two releases, the same model on the same GPUs
-became up to three times as fast. Biases of GPT-OSS are not priced.
+branches r0.2.0 (25.11), r0.3.0 (26.02) and r0.4.0 (26.04), and in the recipes; two runs compute meanwhile
+(``moe_a2a_overlap``). Between two releases, the same model on the same GPUs became up to three times as fast. Biases of
+GPT-OSS are not priced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.layout import Fp8, Layout
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from tests.planner.measured import DATA, Row, read
@@ -71,7 +71,8 @@ def many_experts(folder: Path = DATA) -> Iterator[Row]:
             overlap_parameters=True,
             gradients_in_bf16=row["sums_in"] == "bf16",
             fp8=recipe,
-            flex_dispatcher=row["dispatcher"] == "flex",
+            dispatcher=Dispatcher(row["dispatcher"]),
+            overlap_exchanges=row["overlaps"] == "1",
         )
         group = f"{row['model']}, {node.gpu.name}, {recipe}"
         yield Row(

@@ -25,6 +25,7 @@ from megatron_2bw.planner.report import _narrow, launch_lines, stage_totals
 from tests.cli import run
 
 SCRIPTS = Path(__file__).parent / "scripts"
+PLAN_FLEX = "plan --model mixtral-8x7b --cluster dgx-h100 --global-batch-size 8 --moe-token-dispatcher-type flex"
 PLAN = "plan --model gpt-2.2b --cluster p3.16xlarge --nodes 8 --global-batch-size 512"
 EQUAL = "--decoder-first-pipeline-num-layers 0 --decoder-last-pipeline-num-layers 0"
 """Stages have equally many layers."""
@@ -611,6 +612,17 @@ BAD = {
     f"{FROM_SCRIPT} --model gpt-2.2b": "--model gpt-2.2b and --from-script both describe the model; give one",
     "estimate --jsonl rows --model gpt-2.2b": "--jsonl and --model: the rows hold all that it says; leave one out",
     "estimate --jsonl rows --profile p.json": "--jsonl and --profile: a profile is of one model",
+    **{
+        f"{ESTIMATE} --pipeline-model-parallel-size 2 --pipeline-schedule 2bw {more}": said
+        for more, said in {
+            "--delay-correction lead --delay-lead -1": "--delay-lead -1: give a number of at least 0",
+            "--delay-correction lead --delay-lead 0": "--delay-lead 0: give a number above 0",
+            "--delay-correction lead --delay-lead x": "--delay-lead x: give a number",
+            "--delay-correction lead --adam-beta1 abc": "--adam-beta1 abc: give a number from 0 to 1",
+            "--delay-correction bogus": "--delay-correction bogus: choose one of none, lead, update-lead",
+            "--delay-lead 1": "--delay-lead does not work with --pipeline-schedule 2bw",
+        }.items()
+    },
     f"{PLAN} --explain 2bw --json": "--explain says why in words, --json prints the plan; leave one out",
     f"{PLAN} --mixpipe-k 4": "--mixpipe-k: only mixpipe has it, which is not searched; leave it out, or add mixpipe",
     f"{PLAN} --pipeline-schedule gpipe --pipeline-gradient-buffers 1": "--pipeline-gradient-buffers: only 2bw has it",
@@ -648,6 +660,8 @@ BAD = {
     f"{PLAN} --pipeline-schedule 4bw": "unknown schedule '4bw'; choose one of 2bw",
     f"{PLAN} --tensor-model-parallel-size 1,x": "--tensor-model-parallel-size 'x': give whole numbers",
     f"{PLAN} --moe-token-dispatcher-type flex": "-type flex: gpt-2.2b has no experts; leave it out",
+    f"{PLAN} --moe-flex-dispatcher-backend deepep": "-backend is of --moe-token-dispatcher-type flex; give that, too",
+    f"{PLAN_FLEX} --expert-model-parallel-size 1": "no ranks share the experts; leave one out",
     f"{PLAN} --optimizer adam,sgd": "--optimizer adam,sgd: a run has one; give adam, or plan once for each",
     f"{PLAN} --micro-batch-size 0": "--micro-batch-size 0: give whole numbers of at least 1",
     f"{PLAN} --recompute-granularity all": "--recompute-granularity 'all': give none, selective, full",

@@ -19,7 +19,7 @@ from megatron_2bw.planner.flags import layout_flags
 from megatron_2bw.planner.flags import read as read_flags
 from megatron_2bw.planner.inputs import sized
 from megatron_2bw.planner.layer import works_of
-from megatron_2bw.planner.layout import Layout, Recompute
+from megatron_2bw.planner.layout import Dispatcher, Layout, Recompute
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.model_flags import read_model
 from megatron_2bw.planner.models import MODELS
@@ -390,47 +390,95 @@ def test_other_dispatchers_are_noted():
     assert "--expert-model-parallel-size: priced with --moe-token-dispatcher-type alltoall" in notes
 
 
-def test_a_flexible_dispatcher_is_priced():
-    words = "--expert-model-parallel-size 2 --micro-batch-size 1 --bf16 --moe-token-dispatcher-type flex".split()
+@pytest.mark.parametrize(
+    ("more", "dispatcher"),
+    [
+        ("", Dispatcher.DEEPEP),
+        ("--moe-flex-dispatcher-backend deepep", Dispatcher.DEEPEP),
+        ("--moe-flex-dispatcher-backend hybridep", Dispatcher.HYBRIDEP),
+    ],
+)
+def test_a_flexible_dispatcher_is_priced(more: str, dispatcher: Dispatcher):
+    words = (
+        f"--expert-model-parallel-size 2 --micro-batch-size 1 --bf16 --moe-token-dispatcher-type flex {more}".split()
+    )
     run = read_flags(Options.parse([*words, *FLAGS_OF[8]]), gpus=2, gpu=DGX.gpu)
-    assert run.layout.flex_dispatcher
+    assert run.layout.dispatcher is dispatcher
     assert all("nearly equally busy" in note for note in run.notes)
-    assert layout_flags(run.model, run.layout).count("flex") == 1
-    alone = read_flags(Options.parse([*words[2:], *FLAGS_OF[8]]), gpus=2, gpu=DGX.gpu)
-    assert not alone.layout.flex_dispatcher, "no rank has another's experts"
+    printed = " ".join(layout_flags(run.model, run.layout))
+    assert f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {dispatcher}" in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("", "dispatcher deepep: no ranks share the experts; use alltoall"),
+        (
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+            "dispatcher deepep with expert_tensor 2 is not priced; use expert_tensor 1",
+        ),
+        (
+            "--expert-model-parallel-size 2 --moe-flex-dispatcher-backend ncclep",
+            "does not cover NCCL's own exchanges of tokens",
+        ),
+        (
+            "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+            "overlap_exchanges needs chunks on 2 stages",
+        ),
+    ],
+)
+def test_a_flexible_dispatcher_is_refused(more: str, message: str):
+    words = f"--micro-batch-size 1 --bf16 --moe-token-dispatcher-type flex {more}".split()
+    with pytest.raises(PlanError, match=message):
+        read_flags(Options.parse([*words, *FLAGS_OF[8]]), gpus=8, gpu=DGX.gpu)
 
 
 def test_a_plan_with_a_flexible_dispatcher():
     model = replace(EXPERTS, num_experts=16, moe_router_topk=4)
     plans = [
-        search(model, TWO_DGX, 64, Space(experts=(1, 16), flex_dispatcher=flex), keep=100) for flex in (False, True)
+        search(model, TWO_DGX, 64, Space(experts=(1, 16), dispatcher=dispatcher), keep=100) for dispatcher in Dispatcher
     ]
-    layouts = {choice.layout for choice in plans[1].choices}
-    assert {one.expert for one in layouts if one.flex_dispatcher} == {16}
-    assert {one.expert for one in layouts if not one.flex_dispatcher} == {1}
+    for dispatcher, plan in zip(Dispatcher, plans, strict=True):
+        found = {choice.layout.expert: choice.layout.dispatcher for choice in plan.choices}
+        assert found == {1: Dispatcher.ALLTOALL, 16: dispatcher}
     fastest = [min(c.iteration.time_s for c in plan.choices if c.layout.expert == 16) for plan in plans]
-    assert fastest[1] < fastest[0]
+    assert fastest[1] == fastest[2] < fastest[0]
+    with pytest.raises(PlanError, match="dispatcher deepep: v100-16gb has no such kernels"):
+        search(model, CLUSTERS["p3.16xlarge"], 64, Space(dispatcher=Dispatcher.DEEPEP))
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (16, 2), (32, 4)])
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (12, 2), (16, 2), (32, 4)])
 def test_one_copy_for_every_node_and_rank(ranks: int, nodes: int):
     """Of experts drawn at random, counted: how many nodes and ranks a token's are on."""
-    model = replace(EXPERTS, num_experts=64, moe_router_topk=6)
+    model = replace(EXPERTS, num_experts=96, moe_router_topk=6)
     rng = random.Random(0)
-    drawn = [rng.sample(range(64), 6) for _ in range(4000)]
+    drawn = [rng.sample(range(96), 6) for _ in range(4000)]
     on_ranks, on_nodes = (
-        sum(len({expert * groups // 64 for expert in chosen}) for chosen in drawn) / len(drawn)
+        sum(len({expert * groups // 96 for expert in chosen}) for chosen in drawn) / len(drawn)
         for groups in (ranks, nodes)
     )
-    machine, local = replace(machine_of(DGX), collective_s=0.0), ranks // nodes
-    split = Split.of(layout(expert=ranks, data=ranks, global_batch=ranks, flex_dispatcher=True))
+    machine, local = replace(machine_of(DGX), collective_s=0.0), min(ranks, 8)
+    split = Split.of(layout(expert=ranks, data=ranks, global_batch=ranks, dispatcher=Dispatcher.DEEPEP))
     sizes = Sizes(model, split)
     token_bytes = sizes.tokens * sizes.hidden * 2 * (sizes.routed / 6)
     inside_s = on_ranks * (local - 1) / local * token_bytes / machine.link_bytes_per_s
     outside_s = on_nodes * (nodes - 1) / nodes * token_bytes * 8 / machine.network_bytes_per_s
     assert sizes.exchanges_s(machine) == pytest.approx(2 * max(inside_s, outside_s), rel=0.02)
-    every_copy = Sizes(model, split._replace(flex_dispatcher=False))
+    every_copy = Sizes(model, split._replace(dispatcher=Dispatcher.ALLTOALL))
     assert sizes.exchanges_s(machine) < every_copy.exchanges_s(machine)
+    assert sizes.sorted_bytes() < every_copy.sorted_bytes()
+
+
+def test_exchanges_beside_computation():
+    """What is longer than the other microbatch's computation is left; without it, nothing changes."""
+    fields = {"expert": 16, "data": 16, "global_batch": 16}
+    model = replace(EXPERTS, num_experts=16, moe_router_topk=4)
+    for cluster in (TWO_DGX, replace(TWO_DGX, inter_node_gb_s=2)):
+        alone, beside = (layer(model, cluster, **fields, overlap_exchanges=on) for on in (False, True))
+        exchanges_s = alone.forward.expert_parallel_s + alone.backward.expert_parallel_s
+        computed_s = alone.forward_s + alone.backward_s - exchanges_s
+        assert beside.forward_s + beside.backward_s == pytest.approx(max(computed_s, exchanges_s))
+    assert exchanges_s > computed_s
 
 
 def test_a_plan_that_old_versions_of_megatron_get_wrong_says_so():

@@ -24,7 +24,8 @@ from megatron_2bw.planner.commands.arguments import (
     listed,
 )
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.unpriced import DISPATCHER, FLEX
+from megatron_2bw.planner.layout import Dispatcher
+from megatron_2bw.planner.unpriced import BACKEND, DISPATCHER, FLEX
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.cluster import Cluster
@@ -125,8 +126,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--moe-token-dispatcher-type",
         choices=(DISPATCHER, FLEX),
-        help="flex is DeepEP or HybridEP: one copy of a token for all its experts on a node (default: alltoall)",
+        help="flex: one copy of a token for all its experts on a node (default: alltoall)",
     )
+    limits.add_argument(BACKEND, choices=("deepep", "hybridep"), help="of flex (default: deepep)")
     limits.add_argument("--optimizer", help="adam, sgd, lion or muon (default: adam)")
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
@@ -138,8 +140,8 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     model = described_model(args, words)
     if args.moe_token_dispatcher_type and not model.num_experts:
         raise PlanError(
-            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}: {model.name or 'the model'} has "
-            "no experts; leave it out"
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}: {model.name or 'the model'} has no "
+            "experts; leave it out"
         )
     node = described_cluster(args)
     cluster = sized(node, nodes=args.nodes, gpus=args.gpus)
@@ -268,6 +270,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         "--attention-backend": args.attention_backend,
         "--fp8-recipe": args.fp8_recipe,
         "--moe-token-dispatcher-type": args.moe_token_dispatcher_type,
+        BACKEND: args.moe_flex_dispatcher_backend,
         "--allow-fewer-microbatches": args.allow_fewer_microbatches or None,
     }
     for flag, value in given.items():
@@ -334,7 +337,20 @@ def _space(args: argparse.Namespace) -> Space:
         **limits,
         precision=layout.Precision(args.precision) if args.precision else None,
         fp8=layout.Fp8(args.fp8_recipe or "none"),
-        flex_dispatcher=args.moe_token_dispatcher_type == FLEX,
+        dispatcher=_dispatcher(args, limits),
         fused_attention=None if args.attention_backend is None else args.attention_backend != "unfused",
         tight=args.allow_fewer_microbatches,
     )
+
+
+def _dispatcher(args: argparse.Namespace, limits: dict[str, Any]) -> Dispatcher:
+    if args.moe_token_dispatcher_type != FLEX:
+        if args.moe_flex_dispatcher_backend:
+            raise PlanError(f"{BACKEND} is of --moe-token-dispatcher-type {FLEX}; give that, too, or leave it out")
+        return Dispatcher.ALLTOALL
+    if limits.get("experts") == (1,):
+        raise PlanError(
+            f"--moe-token-dispatcher-type {FLEX} and --expert-model-parallel-size 1: no ranks share the experts; leave "
+            "one out"
+        )
+    return Dispatcher(args.moe_flex_dispatcher_backend or Dispatcher.DEEPEP)

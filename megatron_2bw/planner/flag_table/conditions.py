@@ -16,6 +16,8 @@ from megatron_2bw.planner.pipeline_layout import (
     stages_of,
 )
 
+CORRECTIONS = ("none", "lead", "update-lead")
+"""What ``--delay-correction`` may be."""
 LEAD = 2.0
 """How far corrections look ahead by default."""
 
