@@ -166,7 +166,7 @@ class Training:
                 part = [gradient / (case.replicas * case.context_parallel) for gradient in part]
             if self.replicas_in_fp32:
                 part = [gradient.float() for gradient in part]
-            if replica % (case.replicas // case.instances) == 0:
+            if replica % max(case.replicas // case.instances, 1) == 0:
                 sums.append(part)
             else:
                 sums[-1] = [a + b for a, b in zip(sums[-1], part, strict=True)]

@@ -100,6 +100,9 @@ EXACT = {
     "two instances of the distributed optimizer, bf16, experts": replace(
         TWO_REPLICAS, model=EXPERTS, replicas=4, instances=2, precision="bf16", distributed_optimizer=True
     ),
+    "an instance of the distributed optimizer per part of the sequences, loss per token, fp16": replace(
+        CASE, context_parallel=2, instances=2, model=PER_TOKEN, precision="fp16", distributed_optimizer=True, tied=True
+    ),
     "one gradient buffer, bf16, distributed optimizer": replace(
         TWO_REPLICAS,
         precision="bf16",

@@ -48,8 +48,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
             replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16"), "torch_dist", id="distributed-bf16"
         ),
         pytest.param(
-            replace(CASE, replicas=2, distributed_optimizer=True, instances=2, precision="fp16"),
-            "torch",
+            replace(CASE, replicas=4, distributed_optimizer=True, instances=2, precision="fp16"),
+            "torch_dist",
             id="two-instances-fp16",
         ),
         pytest.param(replace(CASE, flags=("--dataloader-type", "cyclic")), "torch_dist", id="data-in-another-order"),

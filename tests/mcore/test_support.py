@@ -77,6 +77,15 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     ],
     "--use-precision-aware-optimizer": [{"use_precision_aware_optimizer": True}],
     "--use-megatron-fsdp / --use-torch-fsdp2": [{"use_megatron_fsdp": True}, {"use_torch_fsdp2": True}],
+    "--num-distributed-optimizer-instances above 1, with muon or lion": [
+        {
+            "num_distributed_optimizer_instances": 2,
+            "use_distributed_optimizer": True,
+            "optimizer": "muon",
+            "muon_momentum": 0.95,
+            "bf16": True,
+        }
+    ],
     "--use-nccl-ub": [{"nccl_ub": True}],
     "--optimizer": [{"optimizer": "soap"}],
     "--no-use-layer-wise-param-layout": [

@@ -228,6 +228,13 @@ REFUSED: tuple[Refused, ...] = (
         remedy="leave the flag out",
     ),
     Refused(
+        flag="--num-distributed-optimizer-instances above 1, with muon or lion",
+        is_set=lambda args: (args.num_distributed_optimizer_instances or 1) > 1 and is_sharded_by_layers(args),
+        schedules=OURS,
+        reason="Megatron has one instance of the optimizer that shards whole weights",
+        remedy="use 1 instance",
+    ),
+    Refused(
         flag="--use-nccl-ub",
         is_set=given("nccl_ub"),
         schedules=DELAYED,
