@@ -64,7 +64,7 @@ def test_what_does_not_work_is_refused() -> None:
     answers = collect(custom_loop.refused, CASES[0], CASES[0].ranks)[0]
     expected = [
         "--overlap-grad-reduce sets must be off with 2bw",
-        "--qk-clip sets does not work with 2bw: it changes or reads weights between batches",
+        "--qk-clip / --log-max-attention-logit sets does not work with 2bw: it changes or reads weights between batches",
         "--delay-wgrad-compute sets does not work with gpipe",
         "--delay-wgrad-compute sets does not work with 2bw",
         "unknown schedule 'unheard'; choose one of 2bw",
