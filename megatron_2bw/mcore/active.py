@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,26 @@ class Active:
     mirrored: Any = None
     """The second stage of a run that is being set up."""
 
+    _watch: Callable[[], None] | None = None
+    """Ends what ends the process on an error after training."""
+
     def begin(self, session: Session, checkpoints: Checkpoints | None) -> None:
         """A run is set up; it has its mirrored stage."""
         self.session, self.checkpoints, self.mirrored = session, checkpoints, None
 
+    def end(self) -> None:
+        """Of training, planned or not; Megatron still evaluates and saves, and an error then ends the process, too."""
+        from megatron_2bw.mcore.failure import end_at_once_on_errors
+
+        self.session.close()
+        self.session = None
+        self._watch = end_at_once_on_errors(lambda: "after training")
+
     def forget(self) -> None:
         """Give back what the run has taken, if there is one; waits for nobody."""
+        if self._watch is not None:
+            self._watch()
+            self._watch = None
         session = self.session
         self.session = self.checkpoints = self.mirrored = None
         if session is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -34,18 +35,24 @@ def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
     active = True
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not active or isinstance(error, KeyboardInterrupt):
+        if not active:
             previous(kind, error, trace)
             return
         _ending.acquire()  # Another thread that fails, too, waits here for the end.
         previous(kind, error, trace)
-        rank = os.environ.get("RANK", "0")
-        print(f"megatron_2bw: rank {rank} failed with the error above, {where()}", file=sys.stderr)
+        is_from_keyboard = isinstance(error, KeyboardInterrupt)
+        if not is_from_keyboard:
+            rank = os.environ.get("RANK", "0")
+            print(f"megatron_2bw: rank {rank} failed with the error above, {where()}", file=sys.stderr)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        for child in multiprocessing.active_children():  # Megatron starts some to save; nobody else ends them.
+        # Megatron starts some to save, and its data loader others; nobody else ends them, and they may ignore SIGTERM.
+        for child in multiprocessing.active_children():
             child.kill()
+        if is_from_keyboard:  # As Python ends, and so shells know.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         os._exit(1)
 
     def undo() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -143,7 +144,8 @@ class Pipeline:
         self._undo = contextlib.ExitStack()
         if self.config.mtp_num_layers:
             self._undo.enter_context(_keeping_gradients_of_lookups(model))
-        self._undo.callback(end_at_once_on_errors(self.where))
+        alive = weakref.WeakMethod(self.where)  # Of a loop that lets go of this after an error, nothing may stay.
+        self._undo.callback(end_at_once_on_errors(lambda: where() if (where := alive()) else "after a pipeline's end"))
         if self.is_delayed:
             self._undo.callback(self.optimizer.release)
             self._undo.callback(self._put_back_scale, self.config.grad_scale_func)
@@ -247,11 +249,6 @@ class Pipeline:
     def random_state(self) -> RandomState | None:
         """The random state before the next batch, if forwards of that batch have run; None if it is the present."""
         return self._stage.random_states.get(self.batch) if isinstance(self._stage, DelayedStage) else None
-
-    @property
-    def is_between_calls(self) -> bool:
-        """Whether the other stages can be expected to get to the end of the run as well."""
-        return dist.is_initialized() and (self.executor is None or self.executor.at is None)
 
     def where(self) -> str:
         """What this rank is doing, for the message of a failure."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import traceback
 from typing import Any
 
 import torch
@@ -188,13 +189,21 @@ def train(original: Any, *args: Any, **keywords: Any) -> Any:
     try:
         result = original(*args, **keywords)
     except SystemExit as exit_:
-        # From the loop itself; a signal's handler, or a forward step, may exit in the middle of a call.
-        if not exit_.code and active.session is not None and active.session.pipeline.is_between_calls:
-            _end()
+        if not exit_.code and active.session is not None and _is_of(exit_, original):
+            active.end()
         raise
     if active.session is not None:
-        _end()
+        active.end()
     return result
+
+
+def _is_of(exit_: SystemExit, loop: Any) -> bool:
+    """Whether the training loop itself exits, as it does on all ranks.
+
+    A signal's handler, a forward step or an evaluation may exit on one, in the middle of what others wait for.
+    """
+    *_, (frame, _) = traceback.walk_tb(exit_.__traceback__)
+    return frame.f_code is inspect.unwrap(loop).__code__
 
 
 def save_checkpoint(original: Any, iteration: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
@@ -253,12 +262,6 @@ def _schedule(args: Any = None) -> str:
     from megatron.training import get_args
 
     return getattr(get_args() if args is None else args, "pipeline_schedule", MEGATRON)
-
-
-def _end() -> None:
-    """Of the run, planned or not."""
-    active.session.close()
-    active.session = None
 
 
 def _checkpoints(optimizer: Any) -> Any:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,20 +172,47 @@ def test_a_failure_is_that_of_the_first_group_that_failed(monkeypatch: pytest.Mo
     assert failure.nccl_failure() == (groups[2], "NCCL, late: TIMEOUT")
 
 
-@pytest.mark.parametrize(("code", "between", "closes"), [(0, True, True), (0, False, False), (1, True, False)])
-def test_an_exit_waits_for_the_others_only_between_calls(
-    code: int, between: bool, closes: bool, monkeypatch: pytest.MonkeyPatch
+def _exits_itself(code: int) -> None:
+    sys.exit(code)
+
+
+def _is_made_to_exit(code: int) -> None:
+    """By its evaluation, or by a signal's handler."""
+    _exits_itself(code)
+
+
+@pytest.mark.parametrize(
+    ("loop", "code", "closes"), [(_exits_itself, 0, True), (_exits_itself, 1, False), (_is_made_to_exit, 0, False)]
+)
+def test_an_exit_waits_for_the_others_only_where_the_loop_itself_exits(
+    loop: Callable[[int], None], code: int, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--exit-signal-handler-for-training exits wherever the signal comes, without process groups."""
     from megatron_2bw.mcore import checks, wrappers
 
-    session = MagicMock(pipeline=MagicMock(is_between_calls=between))
+    session = MagicMock()
     monkeypatch.setattr(wrappers.active, "session", session)
     monkeypatch.setattr(checks, "checked_before_training", lambda args: None)
     monkeypatch.setattr("megatron.training.get_args", lambda: None)
     with pytest.raises(SystemExit):
-        wrappers.train(lambda: sys.exit(code))
+        wrappers.train(loop, code)
     assert session.close.called is closes
+    wrappers.active.forget()
+
+
+def test_an_error_after_training_ends_the_process() -> None:
+    program = (
+        "from unittest.mock import MagicMock\n"
+        "from megatron_2bw.mcore.active import active\n"
+        "active.session = MagicMock()\n"
+        "active.end()\n"
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(90,)).start()  # As a loader's workers, for which Python waits.\n"
+        "raise SystemError"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "failed with the error above, after training" in ended.stderr
 
 
 def test_a_hook_below_another_one_stays_silent_once_undone() -> None:
@@ -211,7 +239,14 @@ def _ended(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_interrupt_from_the_keyboard_is_no_failure() -> None:
-    ended = _ended("raise KeyboardInterrupt")
+    """But it ends what would not end by itself, too."""
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(90)"
+    ended = _ended(
+        "import multiprocessing, signal, time\n"
+        f"def wait(): {deaf}\n"
+        "multiprocessing.get_context('fork').Process(target=wait).start()\nraise KeyboardInterrupt"
+    )
+    assert ended.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in ended.stderr
     assert "failed with the error above" not in ended.stderr
 
