@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
@@ -193,12 +194,15 @@ def adapt(args: Any, schedule: str) -> list[str]:
 def _check_trace(args: Any) -> None:
     if args.pipeline_trace is None:
         return
+    file = Path(args.pipeline_trace)
     try:
-        file = Path(args.pipeline_trace)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
     except OSError as error:
-        raise ArgumentError(f"--pipeline-trace {args.pipeline_trace} cannot be written: {error.strerror}") from error
+        raise ArgumentError(f"--pipeline-trace {file} cannot be written: {error.strerror}") from error
+    if file.is_dir():
+        raise ArgumentError(f"--pipeline-trace {file} cannot be written: it is a folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):  # Nothing is left behind by a run that fails.
+        raise ArgumentError(f"--pipeline-trace {file} cannot be written: {os.strerror(errno.EACCES)}")
 
 
 def _print_once(notices: list[str]) -> None:
