@@ -7,8 +7,7 @@ import math
 from typing import Any
 
 from megatron_2bw.planner.automatic import AUTO
-from megatron_2bw.planner.flag_table.conditions import LEAD
-from megatron_2bw.runtime.corrections import CORRECTIONS
+from megatron_2bw.planner.flag_table.conditions import CORRECTIONS, LEAD
 from megatron_2bw.schedule.commands.arguments import count, natural
 from megatron_2bw.schedule.registry import ALIASES, MEGATRON, SCHEDULES
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--delay-correction",
         default="none",
-        choices=["none", *CORRECTIONS],
+        choices=CORRECTIONS,
         help="2bw: none is the paper's exact rule. lead updates with the average of gradients --delay-lead steps ahead "
         "of time, as its trend has it, which allows larger learning rates; use it with a larger --adam-beta1, such as "
         "0.95. update-lead computes, evaluates and saves the model with weights that are --delay-lead updates ahead of "

@@ -197,12 +197,13 @@ def _check_trace(args: Any) -> None:
     file = Path(args.pipeline_trace)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Nothing is written: a run that fails leaves no empty trace.
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ArgumentError(f"--pipeline-trace {file} cannot be written: {error.strerror}") from error
-    if file.is_dir():
-        raise ArgumentError(f"--pipeline-trace {file} cannot be written: it is a folder")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):  # Nothing is left behind by a run that fails.
-        raise ArgumentError(f"--pipeline-trace {file} cannot be written: {os.strerror(errno.EACCES)}")
 
 
 def _print_once(notices: list[str]) -> None:

@@ -13,6 +13,9 @@ _OF_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-p
 """Two ways to interleave; the third is `PIPELINE_LAYOUT`."""
 PIPELINE_LAYOUT = "--pipeline-model-parallel-layout"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+FLEX = "flex"
+"""All dispatchers of tokens but two; which one, `BACKEND` says."""
+BACKEND = "--moe-flex-dispatcher-backend"
 CORE = "core_attn"
 """What selective recomputation computes again by default."""
 _OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
@@ -65,13 +68,19 @@ def stages(options: Options) -> int:
     return options.number("--pipeline-model-parallel-size", 1)
 
 
+def counted(options: Options) -> tuple[bool, bool]:
+    """Whether the embedding, and whether the loss, is spread over the stages as if it were a layer."""
+    embedding, loss = COUNTED
+    return embedding in options, loss in options
+
+
 def interleaves(options: Options) -> bool:
     """Whether stages have several chunks: one that holds all layers of its stage is none."""
     per_chunk, chunks = _OF_CHUNKS
     if PIPELINE_LAYOUT in options:
         return len(stages_of(options.text(PIPELINE_LAYOUT))) > stages(options)
     if per_chunk in options:
-        layers = options.number("--num-layers", 0) + sum(flag in options for flag in COUNTED)
+        layers = options.number("--num-layers", 0) + sum(counted(options))
         return options.number(per_chunk) * stages(options) != layers
     return options.number(chunks, 1) > 1
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_2bw.planner.accepted import CORE, DIST_MUON, PIPELINE_LAYOUT, check_accepted
+from megatron_2bw.planner.accepted import BACKEND, CORE, DIST_MUON, FLEX, PIPELINE_LAYOUT, check_accepted, counted
 from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
@@ -22,9 +22,7 @@ from megatron_2bw.planner.pipeline_layout import COUNTED, counted_layout
 from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.unpriced import (
-    BACKEND,
     CHECKED,
-    FLEX,
     GROUPED,
     check_priced,
     optimizer_of,
@@ -191,9 +189,7 @@ def _layout(
         numbers.pop("expert_tensor", None)  # Megatron does not look at it.
     if "--num-layers-per-virtual-pipeline-stage" in options:
         per_chunk = options.number("--num-layers-per-virtual-pipeline-stage")
-        numbers["chunks"] = _chunks(
-            per_chunk, model.num_layers + sum(flag in options for flag in COUNTED), numbers["pipeline"]
-        )
+        numbers["chunks"] = _chunks(per_chunk, model.num_layers + sum(counted(options)), numbers["pipeline"])
     optimizer = options.text("--optimizer", Optimizer.ADAM)
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
     if fused is None:
@@ -228,7 +224,7 @@ def _layout(
 
 
 def _pipeline_layout(options: Options, model: Model, stages: int) -> str:
-    embedding, loss = (flag in options for flag in COUNTED)
+    embedding, loss = counted(options)
     if embedding or loss:
         return counted_layout(model.num_layers, model.mtp_num_layers, stages, embedding=embedding, loss=loss)
     text = options.text(PIPELINE_LAYOUT)
@@ -284,14 +280,13 @@ def _recompute(options: Options) -> Recompute:
 def _dispatcher(options: Options) -> Dispatcher:
     if options.text("--moe-token-dispatcher-type") != FLEX:
         return Dispatcher.ALLTOALL
-    backends = [backend for backend in Dispatcher if backend is not Dispatcher.ALLTOALL]
+    backends = [dispatcher for dispatcher in Dispatcher if dispatcher.is_flexible]
     return Dispatcher(options.choice(BACKEND, backends, Dispatcher.DEEPEP))
 
 
 def _dispatcher_flags(dispatcher: Dispatcher) -> str:
-    if dispatcher is Dispatcher.ALLTOALL:
-        return f"--moe-token-dispatcher-type {dispatcher}"
-    return f"--moe-token-dispatcher-type {FLEX} {BACKEND} {dispatcher}"
+    type_ = f"{FLEX} {BACKEND} {dispatcher}" if dispatcher.is_flexible else dispatcher
+    return f"--moe-token-dispatcher-type {type_}"
 
 
 def _fp8(options: Options) -> Fp8:

@@ -34,7 +34,7 @@ def cast_bytes(recipe: Fp8, width: int, *, transposes: bool = True, in_norm: boo
     """
     if recipe is Fp8.NONE:
         return 0
-    written = (COPIES if transposes or recipe in _BY_BLOCK else 1) * FP8_BYTES
+    written = _copies(recipe, transposes) * FP8_BYTES
     if in_norm and recipe is Fp8.DELAYED:
         return written - width
     return cast_kernels(recipe, in_norm=in_norm) * width + written
@@ -48,7 +48,13 @@ def cast_kernels(recipe: Fp8, *, in_norm: bool = False) -> int:
     """
     if recipe is Fp8.NONE:
         return 0
-    return (recipe is Fp8.TENSORWISE) + 1 - (in_norm and recipe not in _BY_BLOCK)
+    reads = 2 if recipe is Fp8.TENSORWISE else 1
+    return reads - (in_norm and recipe not in _BY_BLOCK)
+
+
+def _copies(recipe: Fp8, transposes: bool) -> int:
+    """That products need."""
+    return COPIES if transposes or recipe in _BY_BLOCK else 1
 
 
 def operand_width(recipe: Fp8, width: int) -> int:
@@ -72,7 +78,7 @@ def weight_cast_bytes(recipe: Fp8, width: int, *, parameters: bool, transposes: 
     if recipe is Fp8.NONE:
         return 0
     if parameters and recipe is not Fp8.MXFP8:
-        return 2 * FP8_BYTES if transposes or recipe in _BY_BLOCK else 0
+        return (_copies(recipe, transposes) - 1) * 2 * FP8_BYTES
     return cast_bytes(recipe, width, transposes=transposes)
 
 

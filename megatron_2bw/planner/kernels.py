@@ -84,7 +84,7 @@ def gpu_problem(
         return Problem(f"fp8 {fp8}: {gpu.name} has no products in 8 bits", f"use fp8 {Fp8.NONE}")
     if fp8 is Fp8.MXFP8 and not gpu.has_mxfp8:
         return Problem(f"fp8 {fp8}: {gpu.name} has no such products", f"use fp8 {Fp8.DELAYED}")
-    if dispatcher is not Dispatcher.ALLTOALL and not gpu.has_bf16:  # From Ampere on.
+    if dispatcher.is_flexible and not gpu.has_bf16:  # From Ampere on.
         return Problem(f"dispatcher {dispatcher}: {gpu.name} has no such kernels", f"use {Dispatcher.ALLTOALL}")
     if precision is Precision.BF16 and not gpu.has_bf16:
         return Problem(f"precision {precision}: {gpu.name} has no {precision}", f"use {Precision.FP16}")

@@ -71,6 +71,11 @@ class Dispatcher(StrEnum):
     HYBRIDEP = "hybridep"
     """The same; it pads, too."""
 
+    @property
+    def is_flexible(self) -> bool:
+        """Whether Megatron calls it ``flex``."""
+        return self is not Dispatcher.ALLTOALL
+
 
 class Optimizer(StrEnum):
     """Of those that Megatron trains with, the ones with a state that is known: ``--optimizer``."""

@@ -62,8 +62,8 @@ def refusal(options: Options, layout: Layout) -> str | None:
         PlanError: what a condition compares is no number.
     """
     options.choice("--delay-correction", CORRECTIONS, CORRECTIONS[0])
-    for flag in ("--adam-beta1", "--sgd-momentum", "--muon-momentum"):
-        options.real(flag, DEFAULTS[flag[2:].replace("-", "_")], most=1)
+    for name in ("adam_beta1", "sgd_momentum", "muon_momentum"):
+        options.real(flag_of(name), DEFAULTS[name], most=1)
     if not options.real("--delay-lead", LEAD):
         raise PlanError(f"--delay-lead {options.text('--delay-lead')}: give a number above 0")
     args = _Arguments(options, layout.data)

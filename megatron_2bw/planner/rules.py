@@ -164,10 +164,9 @@ def _exchange_problem(layout: Layout) -> Problem | None:
     Rules: ``MoEFlexTokenDispatcher``, "DeepEP dispatcher requires TPxEP > 1", which takes ranks that split an expert
     for ones with experts of their own; ``TransformerConfig``, ``overlap_moe_expert_parallel_comm``.
     """
-    is_flexible = layout.dispatcher is not Dispatcher.ALLTOALL
-    if is_flexible and layout.expert == 1:
+    if layout.dispatcher.is_flexible and layout.expert == 1:
         return Problem(f"dispatcher {layout.dispatcher}: no ranks share the experts", f"use {Dispatcher.ALLTOALL}")
-    if is_flexible and layout.expert_tensor > 1:
+    if layout.dispatcher.is_flexible and layout.expert_tensor > 1:
         return Problem(
             f"dispatcher {layout.dispatcher} with expert_tensor {layout.expert_tensor} is not priced",
             "use expert_tensor 1",

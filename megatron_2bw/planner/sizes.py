@@ -161,7 +161,7 @@ class Sizes:
         """Of routed tokens, to their experts and back; a tensor-parallel rank sends its share of them."""
         size_bytes = self.tokens * self.routed * self.hidden * self.width / self.tensor
         ranks, stride = self.split.expert, self.split.expert_tensor
-        if self.split.dispatcher is Dispatcher.ALLTOALL:
+        if not self.split.dispatcher.is_flexible:
             return 2 * machine.all_to_all_s(size_bytes, ranks, stride)
 
         def reached(groups: int) -> float:
@@ -180,7 +180,7 @@ class Sizes:
             return 0.0
         if self.split.expert == 1:  # All are here.
             return 4 * self.width * numbers * self.of_mlp
-        if self.split.dispatcher is not Dispatcher.ALLTOALL:  # Copies are made where they have come.
+        if self.split.dispatcher.is_flexible:  # Copies are made where they have come.
             return 4 * self.width * numbers
         return 4 * self.width * numbers * (1 + (self.of_mlp if self.experts > 1 else 0))
 

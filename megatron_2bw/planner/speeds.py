@@ -89,15 +89,16 @@ SUSTAINED = 0.68 / GEMM_EFFICIENCY["h200"]
 clock: median of 48 (``scripts/bench/results/kernels_gpu.txt``). Blackwell's share is taken to be the same."""
 
 
-FLASH = {
-    **dict.fromkeys(("b200", "gb200"), 3.5 / (1 / 1574 + 2.5 / 1332) / 2500),
-    **dict.fromkeys(("b300", "gb300"), 3.5 / (1 / 1856 + 2.5 / 1435) / 2500),
+_ATTENTION = {
+    **dict.fromkeys(("h100", "h200"), HOPPER_ATTENTION_EFFICIENCY),
+    **dict.fromkeys(("b200", "gb200"), SUSTAINED * 3.5 / (1 / 1574 + 2.5 / 1332) / 2500),
+    **dict.fromkeys(("b300", "gb300"), SUSTAINED * 3.5 / (1 / 1856 + 2.5 / 1435) / 2500),
 }
-"""Attention on Blackwell, of the data sheet's peak: forward and backward, which has 2.5 times the FLOPs, in TFLOP/s on
-GB200 and GB300, causal, head dimension 128, 8k tokens (NVIDIA/cudnn-frontend, ``benchmark/sdpa_benchmark_training/
-results/llama3.1``, 2026-04-24; 10 to 15% less at 4k). Ten calls of each; the same on an H200 (644 and 541) are 57% of
-the peak, 1.2 times what attention reaches again and again there: ``SUSTAINED``, too. B200 and B300 are taken to reach
-the same share of theirs."""
+"""Of the data sheet's peak, where it is not ``ATTENTION_EFFICIENCY``. On Blackwell: forward and backward, which has 2.5
+times the FLOPs, in TFLOP/s on GB200 and GB300, causal, head dimension 128, 8k tokens (NVIDIA/cudnn-frontend,
+``benchmark/sdpa_benchmark_training/results/llama3.1``, 2026-04-24; 10 to 15% less at 4k). Ten calls of each; the same
+on an H200 (644 and 541) are 57% of the peak, 1.2 times what attention reaches again and again there: ``SUSTAINED``,
+too. B200 and B300 are taken to reach the same share of theirs."""
 
 
 class ErrorBar(NamedTuple):
@@ -112,16 +113,12 @@ def speed_of(gpu: Gpu) -> Speed:
 
     Products reach a share of the largest one measured: the A100's, or from Hopper on ``SUSTAINED``.
     """
-    family, of_a100, attention = _family(gpu), GEMM_EFFICIENCY["a100"], ATTENTION_EFFICIENCY
-    if family in ("h100", "h200"):
-        attention = HOPPER_ATTENTION_EFFICIENCY
-    elif family in FLASH:
-        attention = SUSTAINED * FLASH[family]
+    family, of_a100 = _family(gpu), GEMM_EFFICIENCY["a100"]
     sustained = SUSTAINED if family in GEMM_EFFICIENCY and family != "a100" else A100.gemm_efficiency / of_a100
     return replace(
         A100,
         gemm_efficiency=sustained * GEMM_EFFICIENCY.get(family, of_a100),
-        attention_efficiency=attention,
+        attention_efficiency=_ATTENTION.get(family, ATTENTION_EFFICIENCY),
         shares_cards=family not in ("v100", "a100"),
     )
 
@@ -300,7 +297,7 @@ class Machine:
         """
         if ranks == 1:
             return 0.0
-        local = min(ranks, max(1, self.gpus_per_node // stride))
+        local = min(ranks, self._local(stride))
         inside_s = (local - 1) / ranks * size_bytes / self._link_bytes_per_s(local)
         outside_s = (ranks - local) / ranks * size_bytes * self.gpus_per_node / self.network_bytes_per_s
         return self.collective_s + max(inside_s, outside_s)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_2bw.planner.accepted import CORE, DIST_MUON, GROUP, interleaves, stages
+from megatron_2bw.planner.accepted import BACKEND, CORE, DIST_MUON, FLEX, GROUP, interleaves, stages
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Dispatcher, Optimizer
 from megatron_2bw.planner.model_flags import positions_of
 from megatron_2bw.planner.options import Options
 
-DISPATCHER = Dispatcher.ALLTOALL
-"""How tokens get to experts of other ranks: sent to those alone. Megatron's default gathers all of them everywhere."""
-FLEX = "flex"
-"""Megatron's name of all others; which one, `BACKEND` says."""
-BACKEND = "--moe-flex-dispatcher-backend"
 GROUPED = "--moe-grouped-gemm"
 """The experts of a rank in one matrix product; Megatron's default is one after the other."""
 
@@ -39,16 +34,14 @@ def _shards_weights(options: Options, flag: str) -> bool:
 
 
 def _dispatches_otherwise(options: Options, flag: str) -> bool:
-    return _above_one(options, flag) and options.text("--moe-token-dispatcher-type", "allgather") not in (
-        DISPATCHER,
-        FLEX,
-    )
+    dispatcher = options.text("--moe-token-dispatcher-type", "allgather")  # Of all tokens to all ranks.
+    return _above_one(options, flag) and dispatcher not in (Dispatcher.ALLTOALL, FLEX)
 
 
 def _gathers_in_price(options: Options, flag: str) -> bool:
     shared = _above_one(options, "--expert-model-parallel-size")
     split = options.number("--expert-tensor-parallel-size", options.number("--tensor-model-parallel-size", 1)) > 1
-    return options.text(flag) == DISPATCHER and not shared and split
+    return options.text(flag) == Dispatcher.ALLTOALL and not shared and split
 
 
 def _loops_over_experts(options: Options, flag: str) -> bool:
@@ -195,7 +188,10 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--sft": (_given, "priced with sequences of --seq-length tokens"),
     "--rampup-batch-size": (_given, "priced at the final batch size"),
     "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),
-    "--expert-model-parallel-size": (_dispatches_otherwise, f"priced with --moe-token-dispatcher-type {DISPATCHER}"),
+    "--expert-model-parallel-size": (
+        _dispatches_otherwise,
+        f"priced with --moe-token-dispatcher-type {Dispatcher.ALLTOALL}",
+    ),
     "--num-experts": (
         _above_one,
         "priced with experts that are nearly equally busy; before they are, the busiest takes more",
@@ -220,7 +216,7 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         lambda options, flag: flag in options and interleaves(options),
         "priced with transfers beside computation",
     ),
-    **dict.fromkeys(("--delay-wgrad-compute",), (_given, "priced without that overlap")),
+    "--delay-wgrad-compute": (_given, "priced without that overlap"),
     **dict.fromkeys(
         ("--recompute-activation-function", "--recompute-in-advance"), (_given, "priced without that recomputation")
     ),

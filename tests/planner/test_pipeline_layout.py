@@ -464,10 +464,7 @@ def test_an_estimate_of_a_script(tmp_path, capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_embedding_and_loss_may_count_as_layers(layers: int, more: str, text: str):
-    sizes = (
-        "--hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 --micro-batch-size 1 --bf16"
-    )
-    words = f"--num-layers {layers} {sizes} --pipeline-model-parallel-size 4 --global-batch-size 8 {more}".split()
+    words = [*WORDS[2:], "--num-layers", str(layers), *more.split()]
     assert read(Options.parse(words), gpus=4).layout.pipeline_layout == text
 
 
@@ -482,9 +479,5 @@ def test_embedding_and_loss_may_count_as_layers(layers: int, more: str, text: st
     ],
 )
 def test_what_is_counted_must_split(more: str, message: str):
-    sizes = (
-        "--hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 --micro-batch-size 1 --bf16"
-    )
-    words = f"--num-layers 14 {sizes} --pipeline-model-parallel-size 4 --global-batch-size 8 {more}".split()
     with pytest.raises(PlanError, match=message):
-        read(Options.parse(words), gpus=4)
+        read(Options.parse([*WORDS[2:], "--num-layers", "14", *more.split()]), gpus=4)

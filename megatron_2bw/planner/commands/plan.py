@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.planner.accepted import PIPELINE_LAYOUT
+from megatron_2bw.planner.accepted import BACKEND, FLEX, PIPELINE_LAYOUT
 from megatron_2bw.planner.commands.arguments import (
     add_cluster,
     add_formats,
@@ -24,11 +24,10 @@ from megatron_2bw.planner.commands.arguments import (
     listed,
 )
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layout import Dispatcher
-from megatron_2bw.planner.unpriced import BACKEND, DISPATCHER, FLEX
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.cluster import Cluster
+    from megatron_2bw.planner.layout import Dispatcher
     from megatron_2bw.planner.model import Model
     from megatron_2bw.planner.search import Plan
     from megatron_2bw.planner.space import Space
@@ -125,7 +124,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--fp8-recipe", choices=FP8_RECIPES, help="matrix products of layers in 8 bits (default: none)")
     limits.add_argument(
         "--moe-token-dispatcher-type",
-        choices=(DISPATCHER, FLEX),
+        choices=("alltoall", FLEX),
         help="flex: one copy of a token for all its experts on a node (default: alltoall)",
     )
     limits.add_argument(BACKEND, choices=("deepep", "hybridep"), help="of flex (default: deepep)")
@@ -138,17 +137,12 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
 
     _check(args)
     model = described_model(args, words)
-    if args.moe_token_dispatcher_type and not model.num_experts:
-        raise PlanError(
-            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}: {model.name or 'the model'} has no "
-            "experts; leave it out"
-        )
     node = described_cluster(args)
     cluster = sized(node, nodes=args.nodes, gpus=args.gpus)
     check_size(args, node, cluster.gpus)
     if args.cost_model != "default":
         return _plan_of_paper(args, model, cluster)
-    space = _space(args)
+    space = _space(args, model)
     if cluster.profile is not None:
         space = cluster.profile.limited(space)
     keep = max(args.top, args.verify_top or 0, 100 if args.plot else 10)
@@ -294,7 +288,7 @@ def _check_writable(file: Path) -> None:
         file.unlink()
 
 
-def _space(args: argparse.Namespace) -> Space:
+def _space(args: argparse.Namespace, model: Model) -> Space:
     from megatron_2bw.planner import layout
     from megatron_2bw.planner.costs import SCHEDULES
     from megatron_2bw.planner.space import Space
@@ -337,13 +331,20 @@ def _space(args: argparse.Namespace) -> Space:
         **limits,
         precision=layout.Precision(args.precision) if args.precision else None,
         fp8=layout.Fp8(args.fp8_recipe or "none"),
-        dispatcher=_dispatcher(args, limits),
+        dispatcher=_dispatcher(args, model, limits),
         fused_attention=None if args.attention_backend is None else args.attention_backend != "unfused",
         tight=args.allow_fewer_microbatches,
     )
 
 
-def _dispatcher(args: argparse.Namespace, limits: dict[str, Any]) -> Dispatcher:
+def _dispatcher(args: argparse.Namespace, model: Model, limits: dict[str, Any]) -> Dispatcher:
+    from megatron_2bw.planner.layout import Dispatcher
+
+    if args.moe_token_dispatcher_type and not model.num_experts:
+        raise PlanError(
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}: {model.name or 'the model'} has no "
+            "experts; leave it out"
+        )
     if args.moe_token_dispatcher_type != FLEX:
         if args.moe_flex_dispatcher_backend:
             raise PlanError(f"{BACKEND} is of --moe-token-dispatcher-type {FLEX}; give that, too, or leave it out")

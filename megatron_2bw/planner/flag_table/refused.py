@@ -28,6 +28,7 @@ from megatron_2bw.planner.flag_table.rows import (
     USE_FLUSH,
     USE_MEGATRON,
     Refused,
+    above,
     given,
     sums_in_bf16,
     words,
@@ -229,7 +230,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--num-distributed-optimizer-instances above 1, with muon or lion",
-        is_set=lambda args: (args.num_distributed_optimizer_instances or 1) > 1 and is_sharded_by_layers(args),
+        is_set=lambda args: above("num_distributed_optimizer_instances", 1)(args) and is_sharded_by_layers(args),
         schedules=OURS,
         reason="Megatron has one instance of the optimizer that shards whole weights",
         remedy="use 1 instance",
