@@ -16,8 +16,9 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 FLEX = "flex"
 """All dispatchers of tokens but two; which one, `BACKEND` says."""
 BACKEND = "--moe-flex-dispatcher-backend"
-CORE = "core_attn"
-"""What selective recomputation computes again by default."""
+MODULES = "--recompute-modules"
+GROUPED = "--moe-grouped-gemm"
+"""The experts of a rank in one matrix product; Megatron's default is one after the other."""
 _OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
 """What full recomputation needs, and nothing else may have; with an example."""
 _FULL = " ".join(["--recompute-granularity full", *(f"{flag} {example}" for flag, example in _OF_FULL.items())])
@@ -106,6 +107,13 @@ def check_accepted(options: Options) -> None:
     granularity = options.text("--recompute-granularity", "none")
     if "--recompute-activations" in options:
         granularity = "selective"
+    modules = options.values.get(MODULES, ()) if granularity == "selective" else ()
+    if "moe_act" in modules and GROUPED not in options:
+        raise PlanError(f"{MODULES} moe_act needs {GROUPED}; give it")
+    if "shared_experts" in modules and "--moe-shared-expert-overlap" in options:
+        raise PlanError(f"{MODULES} shared_experts and --moe-shared-expert-overlap exclude each other; leave one out")
+    if "--moe-layer-recompute" in options and granularity == "full":
+        raise PlanError("--moe-layer-recompute and --recompute-granularity full exclude each other; leave one out")
     for flag, example in _OF_FULL.items():
         if granularity == "full" and flag not in options:
             raise PlanError(f"--recompute-granularity full needs {flag}; give it, such as {flag} {example}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_2bw.planner import attention, fp8
-from megatron_2bw.planner.layout import FP32_BYTES, Fp8, Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import FP32_BYTES, Fp8, Layout, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.model import Model
 
 MASK_BYTES = 1
@@ -23,7 +23,7 @@ class LayerActivations(NamedTuple):
     input: float
     """What full recomputation keeps."""
     kept: float
-    """All that the backward needs, the scores of unfused attention left out if they are computed again."""
+    """All that the backward needs, but what selective recomputation makes again."""
     working: float
     """More that is alive in the middle of the layer's backward: gradients, and what selective recomputation makes."""
 
@@ -44,50 +44,89 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     tokens = model.tokens(layout.microbatch, layout.context)
     outside = tensor if layout.sequence_parallel else 1
     masks = MASK_BYTES if model.dropout else 0
-    # Inputs of two norms and of what follows them; two dropout masks.
-    kept = fp8.operand_width(layout.fp8, width)
-    after_norm = kept + (width if model.num_experts else kept)  # A router reads what its norm writes.
-    between = (2 * width + after_norm + 2 * masks) * hidden / outside
-    # Q, K, V and the input of the projection; into and out of the activation function.
-    inside = width * (attention.kept(model) + _mlp_numbers(model, layout)) / tensor
-    between += width * (attention.kept_latents(model) + model.gate_parameters) / outside
-    if layout.fp8 is not Fp8.NONE:
-        copies = fp8.kept_copies(layout.fp8)
-        out_of_mlp = model.ffn_hidden_size * model.routed(layout.expert) + model.moe_shared_expert_intermediate_size
-        inside += (copies * model.output_size - (width - kept) * out_of_mlp) / tensor
-        copied = copies * hidden if model.moe_shared_expert_intermediate_size else 0
-        # Two products read what the first norm writes, each with a cast of its own.
-        copied += kept * hidden if model.multi_latent_attention else 0
-        between += (copied - (width - kept) * attention.cast_latents(model)) / outside
-    around_mlp = hidden / outside
-    if model.num_experts:  # Into the experts, gathered from the ranks that split them.
-        around_mlp = model.routed(layout.expert) * hidden * layout.expert_tensor / tensor
-        between += kept * around_mlp
-    scores = model.num_attention_heads * model.seq_length / tensor
-    stored_scores = 0 if layout.fused_attention else scores * (2 * width + masks if model.dropout else width)
-    again = layout.recompute == Recompute.SELECTIVE
+    attends, mlp = _of_attention(model, layout, outside), _of_mlp(model, layout, outside)
+    # Inputs of two norms; two dropout masks.
+    between = (2 * width + 2 * masks) * hidden / outside
     gathered = width * hidden if layout.sequence_parallel else 0
-    mlp_gradients = width * (_mlp_numbers(model, layout) / tensor + 2 * around_mlp)
-    # Of attention to the keys of every rank, kept until the last one's have been attended to.
-    outputs = width * model.output_size / tensor * layout.context if layout.context > 1 else 0
-    if model.multi_latent_attention:  # More than what goes into its products: queries, keys, values and what they give.
-        outputs = max(outputs, width * attention.kept(model) / tensor)
-    score_gradients = 0 if layout.fused_attention else 2 * width * scores
     return LayerActivations(
         input=tokens * width * hidden / outside,
-        kept=tokens * (between + inside + (0 if again else stored_scores)),
-        working=tokens * (gathered + max(mlp_gradients, outputs, score_gradients + (stored_scores if again else 0))),
+        kept=tokens * (between + attends.kept + mlp.kept),
+        working=tokens * (gathered + max(part.gradients + part.again for part in (attends, mlp))),
     )
 
 
-def _mlp_numbers(model: Model, layout: Layout) -> float:
-    """Per token, before it is split: what goes into the activation function and what comes out; SiLU's result, or the
-    experts' GELU before it is weighted.
-    """
-    gated = 3 if layout.fused_swiglu else 4
-    halves = 2 + (model.num_experts > 0) if not model.swiglu else gated
-    shared = (gated if model.swiglu else 2) * model.moe_shared_expert_intermediate_size
-    return halves * model.ffn_hidden_size * model.routed(layout.expert) + shared
+class _Part(NamedTuple):
+    """Attention or an MLP, with the norm before it, in bytes per token."""
+
+    kept: float
+    again: float
+    """Not kept, but alive in the part's own backward."""
+    gradients: float
+    """Alive there, too."""
+
+
+def _of_attention(model: Model, layout: Layout, outside: int) -> _Part:
+    width, tensor = layout.precision.width, layout.tensor
+    kept = fp8.operand_width(layout.fp8, width)
+    # With latent vectors, two products read what the norm writes, each with a cast of its own.
+    casts = 1 + (model.multi_latent_attention and layout.fp8 is not Fp8.NONE)
+    norm = casts * kept * model.hidden_size / outside
+    vectors = width * (attention.kept(model) - model.output_size) / tensor
+    output = (width + fp8.kept_copies(layout.fp8)) * model.output_size / tensor
+    latents = (width * attention.kept_latents(model) - (width - kept) * attention.latents(model)) / outside
+    scores = model.num_attention_heads * model.seq_length / tensor
+    masks = MASK_BYTES if model.dropout else 0
+    stored_scores = 0 if layout.fused_attention else scores * (2 * width + masks if model.dropout else width)
+    parts, again = norm + vectors + output + latents + stored_scores, 0.0
+    for module in layout.modules_again:
+        if module is RecomputeModule.CORE_ATTN:
+            again += stored_scores
+        elif module is RecomputeModule.LAYERNORM and model.multi_latent_attention:
+            again += norm
+        elif module is RecomputeModule.MLA_UP_PROJ and model.multi_latent_attention:
+            raw = width * attention.latents(model) / outside
+            again += vectors + max(latents - raw, 0.0)
+    # Of attention to the keys of every rank, kept until the last one's have been attended to.
+    gradients = width * model.output_size / tensor * layout.context if layout.context > 1 else 0
+    if model.multi_latent_attention:  # More than what goes into its products: queries, keys, values and what they give.
+        gradients = max(gradients, width * attention.kept(model) / tensor)
+    if not layout.fused_attention:
+        gradients = max(gradients, 2 * width * scores)
+    return _Part(parts - again, again, gradients)
+
+
+def _of_mlp(model: Model, layout: Layout, outside: int) -> _Part:
+    """The MLP, or router, experts and shared experts."""
+    width, tensor, hidden = layout.precision.width, layout.tensor, model.hidden_size
+    kept, experts = fp8.operand_width(layout.fp8, width), model.num_experts > 0
+    norm = (width if experts else kept) * hidden / outside  # A router reads what its norm writes.
+    # Into and out of the activation function: SiLU's result is kept if it is not fused, and what experts' GELU gives
+    # before it is weighted.
+    routed = model.ffn_hidden_size * model.routed(layout.expert) / tensor
+    entered = 2 if model.swiglu else 1
+    activated = 2 - layout.fused_swiglu if model.swiglu else 1 + experts
+    into, out = width * entered * routed, (width * activated - (width - kept)) * routed
+    around = hidden / outside
+    if experts:  # Into the experts, gathered from the ranks that split them.
+        around = model.routed(layout.expert) * hidden * layout.expert_tensor / tensor
+        into += kept * around
+    size = model.moe_shared_expert_intermediate_size / tensor
+    of_shared = entered + (2 - layout.fused_swiglu if model.swiglu else 1)
+    shared = (width * of_shared - (width - kept)) * size + width * model.gate_parameters / outside
+    shared += fp8.kept_copies(layout.fp8) * hidden / outside if size else 0
+    parts, again = norm + into + out + shared, 0.0
+    modules = layout.modules_again
+    if experts:
+        if RecomputeModule.LAYERNORM in modules:
+            again += norm
+        if RecomputeModule.MOE in modules:
+            again += into + out + shared
+        else:
+            again += out * (RecomputeModule.MOE_ACT in modules) + shared * (RecomputeModule.SHARED_EXPERTS in modules)
+    elif RecomputeModule.MLP in modules:  # Its norm's input is kept, which is that of the residual, too.
+        again = parts
+    gradients = width * ((entered + activated) * routed + of_shared * size + 2 * around)
+    return _Part(parts - again, again, gradients)
 
 
 def of_mtp(model: Model, layout: Layout) -> float:

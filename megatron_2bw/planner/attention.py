@@ -24,20 +24,25 @@ class Elementwise(NamedTuple):
 
 def products(model: Model, tokens: float, tensor: int, outside: int) -> tuple[Product, ...]:
     """Those with weights; ``outside``: ranks that share the tokens where no rank has a part of the heads."""
-    hidden, queries, outputs = model.hidden_size, model.query_size / tensor, model.output_size / tensor
+    hidden, outputs = model.hidden_size, model.output_size / tensor
     out = Product(tokens, hidden, outputs, scatters=True)
     if not model.multi_latent_attention:
-        return Product(tokens, queries + 2 * (model.key_size / tensor), hidden, gathers=True, after_norm=True), out
+        columns = model.query_size / tensor + 2 * (model.key_size / tensor)
+        return Product(tokens, columns, hidden, gathers=True, after_norm=True), out
+    sizes = model.q_lora_rank, model.kv_lora_rank + model.qk_pos_emb_head_dim
+    down = [Product(tokens / outside, columns, hidden) for columns in sizes if columns]
+    return *down, *up_products(model, tokens, tensor), out
+
+
+def up_products(model: Model, tokens: float, tensor: int) -> tuple[Product, Product]:
+    """Those that give queries, and keys and values, out of latent vectors."""
     rank, of_keys, normed = model.q_lora_rank, model.kv_lora_rank, model.qk_layernorm
+    queries = model.query_size / tensor
     content = model.num_attention_heads * model.qk_head_dim / tensor + model.value_size / tensor
-    down = [
-        Product(tokens / outside, columns, hidden) for columns in (rank, of_keys + model.qk_pos_emb_head_dim) if columns
-    ]
-    up = (
-        Product(tokens, queries, rank or hidden, gathers=True, after_norm=normed and rank > 0),
+    return (
+        Product(tokens, queries, rank or model.hidden_size, gathers=True, after_norm=normed and rank > 0),
         Product(tokens, content, of_keys, gathers=True, after_norm=normed),
     )
-    return *down, *up, out
 
 
 def weights(model: Model, tensor: int) -> float:
@@ -102,17 +107,14 @@ def kept(model: Model) -> int:
     return model.query_size + model.key_size + model.value_size + model.output_size + of_norms
 
 
-def cast_latents(model: Model) -> int:
-    """Of these, what goes into products."""
+def latents(model: Model) -> int:
+    """Numbers per token of latent vectors."""
     return model.q_lora_rank + model.kv_lora_rank if model.multi_latent_attention else 0
 
 
 def kept_latents(model: Model) -> int:
     """Numbers per token that no tensor-parallel rank has a part of: inputs of what gives queries, keys and values."""
-    if not model.multi_latent_attention:
-        return 0
-    latents = model.q_lora_rank + model.kv_lora_rank
-    if not model.qk_layernorm:
-        return latents
+    if not (model.multi_latent_attention and model.qk_layernorm):
+        return latents(model)
     # What norms read and what they write; without latent queries, one reads what the layer's own norm writes.
-    return 2 * latents + (0 if model.q_lora_rank else model.hidden_size)
+    return 2 * latents(model) + (0 if model.q_lora_rank else model.hidden_size)

@@ -13,7 +13,7 @@ from megatron_2bw.planner.costs import PRICED, SCHEDULES
 from megatron_2bw.planner.decisions import Decisions
 from megatron_2bw.planner.ends import counted_ends
 from megatron_2bw.planner.errors import PlanError, Problem
-from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import name
@@ -31,10 +31,11 @@ from megatron_2bw.planner.rules import (
     stage_problem,
     tensor_problem,
 )
-from megatron_2bw.planner.savings import Saving, group_sizes
+from megatron_2bw.planner.savings import Saving, group_sizes, module_sets
 from megatron_2bw.planner.shapes import Shape, Shapes
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space, field_of
+from megatron_2bw.planner.speeds import machine_of
 from megatron_2bw.planner.stages import layers_of_chunks, layers_of_stages
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 
@@ -57,6 +58,7 @@ class Candidates:
     decisions: Decisions = field(init=False)
     shapes: Shapes = field(init=False)
     _counts: dict[tuple[object, ...], int] = field(init=False, default_factory=dict)
+    _sets: dict[Split, tuple[tuple[RecomputeModule, ...], ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.space = self.space.on(self.cluster.gpu)
@@ -244,7 +246,7 @@ class Candidates:
         if self.cluster.profile is not None:  # It may have measured recomputation of some sizes only.
             alike += (Split.of(base),)
         if alike not in self._counts:
-            self._counts[alike] = sum(len(saving.sizes) for saving in self.savings(base))
+            self._counts[alike] = sum(len(saving.steps) for saving in self.savings(base))
         return self._counts[alike]
 
     def _sequence_parallel(self, shape: Shape) -> tuple[bool, ...]:
@@ -279,8 +281,19 @@ class Candidates:
                             sizes = self.decisions.allowed("recompute_layers", tuple(range(1, most + 1)))
                         if sizes:
                             yield Saving(base, buffers, recompute, method, sizes)
-                elif recompute == Recompute.NONE or not base.fused_attention or space.recomputes is not None:
+                elif recompute == Recompute.NONE:
                     yield Saving(base, buffers, recompute, base.recompute_method, (1,))
+                elif sets := space.recompute_modules or self._module_sets(base):
+                    yield Saving(base, buffers, recompute, base.recompute_method, sets)
+
+    def _module_sets(self, base: Layout) -> tuple[tuple[RecomputeModule, ...], ...]:
+        """Of selective recomputation, where nothing says which."""
+        if self.cluster.profile is not None:  # It has measured what is usual.
+            return (base.recompute_modules,)
+        split = Split.of(base)
+        if split not in self._sets:
+            self._sets[split] = module_sets(self.model, base, machine_of(self.cluster))
+        return self._sets[split]
 
 
 def _overlaps(shape: Shape, fields: Mapping[str, Any]) -> dict[str, bool]:

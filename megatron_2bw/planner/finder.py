@@ -136,7 +136,7 @@ class Finder:
         candidates, smallest, nothing_fits = self.candidates, (math.inf, base), True
         for saving in candidates.savings(base):
             if is_beaten and saving.is_uniform:
-                work_s = self._bound_s(costs.work_s, saving.layout(saving.sizes[0]))
+                work_s = self._bound_s(costs.work_s, saving.layout(saving.steps[0]))
                 if is_beaten(base.schedule, work_s):
                     nothing_fits = False  # As far as anyone needs to know.
                     continue
@@ -177,15 +177,15 @@ class Finder:
         return price(candidates.model, fewer, candidates.cluster, progress=self.progress)
 
     def _first_that_fits(self, saving: Saving) -> tuple[float, Layout]:
-        """(bytes, layout) of the first size that fits, else of one that needs little."""
+        """(bytes, layout) of the first step that fits, else of one that needs little."""
 
         model, capacity_bytes = self.candidates.model, self.candidates.cluster.memory_bytes
 
         def needs(index: int) -> tuple[float, Layout]:
-            layout = saving.layout(saving.sizes[index])
+            layout = saving.layout(saving.steps[index])
             return memory.largest(model, layout).total_bytes, layout
 
-        last = len(saving.sizes) - 1
+        last = len(saving.steps) - 1
         if not saving.falls:
             found = (needs(index) for index in range(last + 1))
             return min_until(found, capacity_bytes)
@@ -216,7 +216,7 @@ class Finder:
         """Every layout that runs, whether it fits or not."""
         for base in self.candidates.bases():
             for saving in self.candidates.savings(base):
-                yield from (saving.layout(size) for size in saving.sizes)
+                yield from (saving.layout(step) for step in saving.steps)
 
 
 def first_of_kinds(choices: Iterable[Choice]) -> dict[tuple[object, ...], Choice]:

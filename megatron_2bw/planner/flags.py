@@ -6,13 +6,31 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_2bw.planner.accepted import BACKEND, CORE, DIST_MUON, FLEX, PIPELINE_LAYOUT, check_accepted, counted
+from megatron_2bw.planner.accepted import (
+    BACKEND,
+    DIST_MUON,
+    FLEX,
+    GROUPED,
+    MODULES,
+    PIPELINE_LAYOUT,
+    check_accepted,
+    counted,
+)
 from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.inputs import misspelled
+from megatron_2bw.planner.inputs import misspelled, modules_of
 from megatron_2bw.planner.kernels import fuses_attention, gpu_problem
-from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import (
+    Dispatcher,
+    Fp8,
+    Layout,
+    Optimizer,
+    Precision,
+    Recompute,
+    RecomputeMethod,
+    RecomputeModule,
+)
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.model_flags import DROPOUT, MODEL_FLAGS, MODEL_NUMBERS, MODEL_SWITCHES, read_model
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
@@ -23,7 +41,6 @@ from megatron_2bw.planner.rules import MEGATRON, problem
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.unpriced import (
     CHECKED,
-    GROUPED,
     check_priced,
     optimizer_of,
 )
@@ -49,6 +66,7 @@ LAYOUT_NUMBERS: dict[str, str] = {
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 _FUSED_LOSS = {"--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"}
 FP8_FORMATS = ("hybrid", "e4m3")
+_MOE_LAYER = "--moe-layer-recompute"
 _IN_BLOCKS = (Fp8.BLOCKWISE, Fp8.MXFP8)
 """Recipes whose scales are fine enough for gradients in e4m3."""
 SWITCHES = frozenset(
@@ -200,6 +218,7 @@ def _layout(
         pipeline_layout=_pipeline_layout(options, model, numbers["pipeline"] * numbers.get("chunks", 1)),
         global_batch=options.number("--global-batch-size", numbers["microbatch"] * data),
         recompute=_recompute(options),
+        recompute_modules=_modules(options),
         recompute_method=RecomputeMethod(
             options.choice("--recompute-method", RecomputeMethod, RecomputeMethod.UNIFORM)
         ),
@@ -270,11 +289,14 @@ def _chunks(per_chunk: int, layers: int, pipeline: int) -> int:
 
 
 def _recompute(options: Options) -> Recompute:
-    """Selective is of attention's core; where that is not among the modules, its scores are kept."""
-    is_short = "--recompute-activations" in options
-    found = Recompute.SELECTIVE if is_short else options.choice("--recompute-granularity", Recompute, Recompute.NONE)
-    modules = options.values.get("--recompute-modules", [CORE])
-    return Recompute.NONE if found == Recompute.SELECTIVE and CORE not in modules else Recompute(found)
+    if "--recompute-activations" in options or _MOE_LAYER in options:
+        return Recompute.SELECTIVE
+    return Recompute(options.choice("--recompute-granularity", Recompute, Recompute.NONE))
+
+
+def _modules(options: Options) -> tuple[RecomputeModule, ...]:
+    words = options.words(MODULES) if MODULES in options else [RecomputeModule.CORE_ATTN]
+    return modules_of([*words, *[RecomputeModule.MOE] * (_MOE_LAYER in options)], MODULES)
 
 
 def _dispatcher(options: Options) -> Dispatcher:
@@ -341,12 +363,15 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         words += ["--num-layers-per-virtual-pipeline-stage", str(per_chunk)]
     if layout.recompute is not Recompute.NONE:
         words += ["--recompute-granularity", layout.recompute]
+    if layout.modules_again not in ((), (RecomputeModule.CORE_ATTN,)):
+        words += [MODULES, *layout.modules_again]
     if layout.recompute is Recompute.FULL:
         words += ["--recompute-method", layout.recompute_method, "--recompute-num-layers", str(layout.recompute_layers)]
     if layout.fp8 is not Fp8.NONE:
         words += ["--fp8-format", FP8_FORMATS[layout.fp8 in _IN_BLOCKS], "--fp8-recipe", layout.fp8]
     # On Ampere and later; fp32 and attention that is not fused are those of a CPU, too.
     has_grouped = layout.precision is Precision.BF16 and layout.fused_attention
+    has_grouped = has_grouped or RecomputeModule.MOE_ACT in layout.modules_again
     switches = {
         _dispatcher_flags(layout.dispatcher): layout.expert > 1,
         "--overlap-moe-expert-parallel-comm": layout.overlap_exchanges,

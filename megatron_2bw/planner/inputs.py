@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_2bw.planner.cluster import CLUSTERS, GPUS, MESHES, Cluster, Gpu, known
 from megatron_2bw.planner.errors import MOST, PlanError, wrong_count
+from megatron_2bw.planner.layout import RecomputeModule
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.multiples import nearest_multiple
@@ -161,6 +162,19 @@ def parsed(text: str, where: str) -> dict[str, Any]:
     return values
 
 
+def modules_of(words: Collection[str], where: str) -> tuple[RecomputeModule, ...]:
+    """The modules called ``words``, each once, as `RecomputeModule` lists them.
+
+    >>> print(*modules_of(["mlp", "mla_up_proj", "mlp"], "--recompute-modules"))
+    mla_up_proj mlp
+
+    Raises:
+        PlanError: one is none.
+    """
+    modules = {checked(word, RecomputeModule, where) for word in words}
+    return tuple(module for module in RecomputeModule if module in modules)
+
+
 def misspelled(word: str, known: Collection[str]) -> str | None:
     """The one of ``known`` that ``word`` seems to mean; None where it is one of them, or like none.
 
@@ -183,7 +197,7 @@ def checked(value: Any, kind: type, where: str) -> Any:
         PlanError: it is none.
     """
     if get_origin(kind) is tuple:
-        kinds, parts = get_args(kind), checked(value, list, where)
+        kinds, parts = get_args(kind), value if isinstance(value, tuple) else checked(value, list, where)
         if kinds[-1] is Ellipsis:
             kinds = kinds[:1] * len(parts)
         if len(kinds) != len(parts):

@@ -13,22 +13,21 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_2bw.planner.again import Piece, selected
 from megatron_2bw.planner.layout import Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.mtp import mtp_work
-from megatron_2bw.planner.sizes import UNFUSED_SWIGLU_BACKWARD, UNFUSED_SWIGLU_FORWARD, Sizes, Split
+from megatron_2bw.planner.sizes import SORTING, UNFUSED_SWIGLU_BACKWARD, Sizes, Split
 from megatron_2bw.planner.speeds import Machine
-from megatron_2bw.planner.work import NO_WORK, NOTHING, Parts, Work, launched
+from megatron_2bw.planner.work import NO_WORK, Parts, Work, launched
 
 _CORE_PRODUCTS = 2
 """Kernels of a forward with scores in matrix products; the backward has twice as many, and of those with weights."""
-_FORWARD, _UNFUSED_FORWARD = 5, 3
-"""Elementwise kernels: two norms, two residual sums, the activation function; around scores, three permutations."""
+_FORWARD, _UNFUSED_FORWARD = 4, 3
+"""Elementwise kernels: two norms, two residual sums; around scores, three permutations."""
 _BACKWARD, _UNFUSED_BACKWARD = 12, 5
 """Two per norm, one per residual sum and activation function, four bias gradients, one sum of gradients; around
 scores, softmax, dropout and three permutations."""
-_SORTING = 2
-"""To the experts' order and back."""
 _SCORES = 2
 """Softmax and dropout."""
 
@@ -84,7 +83,7 @@ def _layer(model: Model, split: Split, machine: Machine) -> Work:
     backward = _backward(sizes, machine)
     if split.overlap_exchanges:
         forward, backward = _overlapped(forward, backward)
-    again = {Recompute.FULL: forward, Recompute.SELECTIVE: core}.get(split.recompute, NOTHING)
+    again = forward if split.recompute is Recompute.FULL else selected(sizes, machine, core)
     return Work.of(forward, backward, again)
 
 
@@ -113,23 +112,17 @@ def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bo
             yield columns, inner, count, is_of_expert
 
 
-def _forward(sizes: Sizes, machine: Machine) -> tuple[Parts, Parts]:
-    """The layer, and of it the attention's core, which selective recomputation computes again."""
+def _forward(sizes: Sizes, machine: Machine) -> tuple[Parts, Piece]:
+    """The layer, and of it the attention's core."""
     width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
-    products_s = sum(
-        machine.product_s(one.rows, one.columns, one.inner, width=sizes.product_width, count=one.count)
-        for one in sizes.products
-    )
+    products_s = sizes.products_s(machine, sizes.products)
     core_s = sizes.attention_s(machine, 1)
     # Two norms read and write; two residual sums read two, write one, and a mask.
     outside = (4 * width + 6 * width + 2 * sizes.mask) * tokens * hidden / sizes.outside
-    inside = width * sizes.routed_tokens * (sizes.into_mlp + sizes.out_of_mlp) + sizes.sorted_bytes()
-    cast, casts = sizes.casts(machine)
-    inside += cast
-    scores, kernels = 0.0, _FORWARD + _SORTING * (sizes.model.num_experts > 0) + casts
-    if sizes.unfused_swiglu:  # Per number that comes out: SiLU's is written and read, and the sum reads and writes two.
-        inside += width * sizes.routed_tokens * (6 if sizes.model.bias else 2) * sizes.out_of_mlp
-        kernels += UNFUSED_SWIGLU_FORWARD
+    activated = sizes.activated()
+    (cast, casts), (padded, paddings) = sizes.casts(machine, sizes.products), sizes.padded()
+    inside = width * activated.moved + sizes.sorted_bytes() + cast + padded
+    scores, kernels = 0.0, _FORWARD + activated.kernels + SORTING * (sizes.model.num_experts > 0) + casts + paddings
     if not sizes.fused:
         scores = sizes.scores * (2 * width + sizes.mask * (2 * width + 1))
         inside += 2 * width * tokens * sizes.outputs
@@ -148,7 +141,7 @@ def _forward(sizes: Sizes, machine: Machine) -> tuple[Parts, Parts]:
     core = Parts(core_s, scores_s, context_parallel_s=waits_s)
     core_launches = 1 if sizes.fused else 2 * _SCORES
     launches = kernels + more.kernels + len(sizes.products) + _CORE_PRODUCTS + sizes.collectives
-    return launched(whole, machine, launches), launched(core, machine, core_launches)
+    return launched(whole, machine, launches), Piece(core, core_launches)
 
 
 def _backward(sizes: Sizes, machine: Machine) -> Parts:
@@ -164,7 +157,7 @@ def _backward(sizes: Sizes, machine: Machine) -> Parts:
     inside += 2 * sizes.split.gradient_width * sizes.weights + sizes.sorted_bytes()
     cast, casts = sizes.gradient_casts(machine)
     inside += cast
-    scores, kernels = 0.0, _BACKWARD + _SORTING * (sizes.model.num_experts > 0) + casts
+    scores, kernels = 0.0, _BACKWARD + SORTING * (sizes.model.num_experts > 0) + casts
     if sizes.unfused_swiglu:  # 13 numbers are read or written in place of 5.
         inside += width * sizes.routed_tokens * 8 * sizes.out_of_mlp
         kernels += UNFUSED_SWIGLU_BACKWARD

@@ -19,9 +19,27 @@ class Recompute(StrEnum):
 
     NONE = "none"
     SELECTIVE = "selective"
-    """The attention's core: its scores, softmax and dropout."""
+    """Parts of layers: ``Layout.recompute_modules`` says which."""
     FULL = "full"
     """Whole layers; ``Layout.recompute_method`` and ``recompute_layers`` say which."""
+
+
+class RecomputeModule(StrEnum):
+    """What ``Recompute.SELECTIVE`` computes again: ``--recompute-modules``."""
+
+    CORE_ATTN = "core_attn"
+    """Scores, softmax and dropout, or the kernel that fuses them."""
+    LAYERNORM = "layernorm"
+    """Norms before experts and before latent vectors; others are part of the product that reads them."""
+    MLA_UP_PROJ = "mla_up_proj"
+    """Queries, keys and values out of latent vectors, turned by their positions."""
+    MLP = "mlp"
+    """In layers without experts, its norm included."""
+    MOE = "moe"
+    """Router, experts and shared experts."""
+    MOE_ACT = "moe_act"
+    """The experts' activation function."""
+    SHARED_EXPERTS = "shared_experts"
 
 
 class RecomputeMethod(StrEnum):
@@ -156,6 +174,8 @@ class Layout:
     global_batch: int
     """Samples B = b * w * m."""
     recompute: Recompute = Recompute.NONE
+    recompute_modules: tuple[RecomputeModule, ...] = (RecomputeModule.CORE_ATTN,)
+    """Of ``Recompute.SELECTIVE``."""
     recompute_method: RecomputeMethod = RecomputeMethod.UNIFORM
     """Of ``Recompute.FULL``."""
     recompute_layers: int = 1
@@ -232,6 +252,11 @@ class Layout:
         if self.chunks not in (1, chunks):
             raise PlanError(f"chunks {self.chunks}: pipeline_layout has {chunks} per rank; leave chunks out")
         return chunks
+
+    @property
+    def modules_again(self) -> tuple[RecomputeModule, ...]:
+        """What the backward computes again of a layer that it does not compute again as a whole."""
+        return self.recompute_modules if self.recompute is Recompute.SELECTIVE else ()
 
     @property
     def microbatches(self) -> int:

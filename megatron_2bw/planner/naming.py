@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.inputs import modules_of
+from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.pipeline_layout import EMBEDDING
 from megatron_2bw.planner.rules import MEGATRON
 from megatron_2bw.planner.space import Space
@@ -46,8 +47,8 @@ def name(layout: Layout) -> str:
     d, t, c, e, w: pipeline, tensor, context, expert and data-parallel size; s: ranks that split an expert, if not t;
     b: microbatch size; v: chunks; f, l: layers of the first and the last stage, if they have a number of their own;
     such as Et|tL: what each stage holds, where that is chosen freely; sp: sequence parallel; do: distributed optimizer;
-    blockN, uniformN: full recomputation; x: extra in flight; n: delayed microbatches; g: gradient buffers; k, y:
-    mixpipe's K and Gamma.
+    blockN, uniformN: full recomputation; such as moe_act+mlp: modules of selective recomputation; x: extra in flight;
+    n: delayed microbatches; g: gradient buffers; k, y: mixpipe's K and Gamma.
 
     >>> name(Layout(schedule="2bw", pipeline=4, data=2, tensor=8, microbatch=2, global_batch=64, recompute="full"))
     '2bw:d4,t8,w2,b2,uniform1'
@@ -62,8 +63,10 @@ def name(layout: Layout) -> str:
     parts += [layout.pipeline_layout.replace(",", "")] * bool(layout.pipeline_layout)
     if layout.recompute == Recompute.FULL:
         parts.append(f"{layout.recompute_method}{layout.recompute_layers}")
-    elif layout.recompute != Recompute.NONE:
+    elif layout.modules_again == (RecomputeModule.CORE_ATTN,):
         parts.append(layout.recompute)
+    elif layout.modules_again:
+        parts.append("+".join(layout.modules_again))
     parts += ["sp"] * layout.sequence_parallel + ["do"] * layout.distributed_optimizer
     parts += [f"x{layout.extra_in_flight}"] * (layout.extra_in_flight > 0)
     parts += [f"n{layout.delayed_microbatches}"] * (layout.delayed_microbatches > 0)
@@ -94,6 +97,8 @@ def chosen(text: str) -> dict[str, Any]:
         elif part in _SWITCHES:
             dimension, value = _SWITCHES[part]
             values[dimension] = value
+        elif (modules := part.split("+")) and set(modules) <= set(RecomputeModule):
+            values["recomputes"], values["recompute_modules"] = Recompute.SELECTIVE, modules_of(modules, "layout")
         elif recompute and recompute[1]:
             values["recomputes"] = Recompute(recompute[1])
         elif recompute:
@@ -103,7 +108,8 @@ def chosen(text: str) -> dict[str, Any]:
         else:
             raise PlanError(
                 f"layout {text!r}: {part!r} is none of {', '.join(f'{key}N' for key in _COUNTS)}, "
-                f"{', '.join(_SWITCHES)}, Et|tL, none, selective, full, blockN, uniformN; write such as 2bw:d4,t2,w1,b1"
+                f"{', '.join(_SWITCHES)}, Et|tL, none, selective, full, blockN, uniformN, moe_act+mlp; write "
+                "such as 2bw:d4,t2,w1,b1"
             )
     return values
 

@@ -53,16 +53,25 @@ class Options:
         """
         if flag not in self.values:
             return default
-        words = self.values[flag]
+        words = self.words(flag, most=1)
         if not words:
             raise PlanError(f"{flag} has no value; give one, such as {flag} {default or 1}")
-        if not self.is_known(words[0]):
-            shown = self.explain(words[0])
-            raise PlanError(
-                f"{flag} {shown}: nothing sets it; set its variables in the environment, or give the arguments of the "
-                "script with --script-args"
-            )
         return words[0]
+
+    def words(self, flag: str, most: int | None = None) -> list[str]:
+        """The first words behind ``flag``, or all.
+
+        Raises:
+            PlanError: running a script would be needed to know one.
+        """
+        words = self.values[flag][:most]
+        for word in words:
+            if not self.is_known(word):
+                raise PlanError(
+                    f"{flag} {self.explain(word)}: nothing sets it; set its variables in the environment, or give the "
+                    "arguments of the script with --script-args"
+                )
+        return words
 
     def number(self, flag: str, default: int | None = None) -> int | None:
         """The whole number behind ``flag``.

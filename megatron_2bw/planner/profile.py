@@ -18,7 +18,7 @@ from megatron_2bw.planner.cluster import Cluster, Gpu
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.inputs import build, checked, read_json, saved_model
 from megatron_2bw.planner.layer import Works
-from megatron_2bw.planner.layout import Fp8, Optimizer, Precision, Recompute
+from megatron_2bw.planner.layout import Fp8, Optimizer, Precision, Recompute, RecomputeModule
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.space import Space
@@ -196,6 +196,11 @@ class Profile:
                 return Problem(f"{name}: a profile is measured without", "leave out what switches it on")
         if not split.fused_swiglu:
             return Problem("fused_swiglu False: a profile is measured with it fused", "leave out what switches it off")
+        if split.modules_again not in ((), (RecomputeModule.CORE_ATTN,)):
+            others = " ".join(split.modules_again)
+            return Problem(
+                f"recompute_modules {others}: a profile measures {RecomputeModule.CORE_ATTN}", "leave them out"
+            )
         for recompute in (Recompute.NONE, split.recompute):
             if self.block(split.tensor, split.microbatch, recompute) is None:
                 return Problem(

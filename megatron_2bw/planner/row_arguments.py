@@ -58,7 +58,7 @@ _MEGATRONS = {
     "num_query_groups": ("group_query_attention",),
     "ffn_hidden_size": ("moe_ffn_hidden_size", "moe_layer_freq"),
     "vocab_size": ("padded_vocab_size",),
-    "recompute_granularity": ("recompute_modules",),
+    "recompute_modules": (*_OF_RECOMPUTATION, "moe_layer_recompute"),
     "recompute_method": _OF_RECOMPUTATION,
     "recompute_num_layers": _OF_RECOMPUTATION,
 }

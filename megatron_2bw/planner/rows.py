@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.planner.accepted import GROUPED
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.finder import price
@@ -27,7 +28,7 @@ from megatron_2bw.planner.inputs import (
     typed,
 )
 from megatron_2bw.planner.kernels import fuses_attention
-from megatron_2bw.planner.layout import Layout, Precision
+from megatron_2bw.planner.layout import Layout, Precision, RecomputeModule
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.model_flags import model_flags, positions_of, vocabulary
 from megatron_2bw.planner.naming import schedule_name
@@ -44,7 +45,6 @@ from megatron_2bw.planner.row_arguments import (
 )
 from megatron_2bw.planner.row_spelling import as_arguments, check_spelling
 from megatron_2bw.planner.rules import MEGATRON
-from megatron_2bw.planner.unpriced import GROUPED
 
 _DECIDED = "tied bias rmsnorm learned_positions rotary dropout dense_layers recompute fp8".split()
 _DECIDED += "chunks fused_attention fused_swiglu fused_loss distributed_optimizer dispatcher".split()
@@ -132,7 +132,8 @@ def predicted(
     model, base = _model(ours, options), _cluster(ours)
     layout = _layout(ours, model, base, microbatches=theirs.get("num_microbatches"))
     words = [*model_flags(model), "--vocab-size", str(model.vocab_size), *layout_flags(model, layout)]
-    added = [GROUPED] if "dispatcher" in ours else [GROUPED, "--moe-token-dispatcher-type"]
+    added = [] if RecomputeModule.MOE_ACT in layout.modules_again else [GROUPED]
+    added += [] if "dispatcher" in ours else ["--moe-token-dispatcher-type"]
     ours_said = Options.parse(words).without(added)  # The planner adds them.
     options = dataclasses.replace(options, values={**ours_said.values, **options.values})
     run = read(options, gpus=layout.gpus, kind=model.kind, gpu=base.gpu, fused=ours.get("fused_attention"))

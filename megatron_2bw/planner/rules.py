@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_2bw.planner.errors import Problem
 from megatron_2bw.planner.kernels import fp8_problem, fp8_size_problem, optimizer_problem
-from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Precision, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.pipeline_layout import MTP, has_an_empty_stage, predicts_early, stages_of
@@ -55,6 +56,7 @@ def problem(model: Model, layout: Layout) -> Problem | None:
         or schedule_problem(layout)
         or overlap_problem(layout)
         or fp8_problem(layout)
+        or module_problem(model, layout.modules_again, layout.fp8)
         or optimizer_problem(layout.optimizer, layout.precision, distributed=layout.distributed_optimizer)
         or model_problem(model, layout)
         or stage_problem(model, layout)
@@ -179,6 +181,22 @@ def _exchange_problem(layout: Layout) -> Problem | None:
         return Problem(f"overlap_exchanges needs chunks on {layout.pipeline} stages", "use chunks 2, or leave it out")
     if layout.recompute is Recompute.FULL:
         return Problem("overlap_exchanges does not go with full recomputation", f"use recompute {Recompute.NONE}")
+    if RecomputeModule.MOE in layout.modules_again:
+        return Problem(
+            f"overlap_exchanges does not go with recompute_modules {RecomputeModule.MOE}",
+            f"use {RecomputeModule.MOE_ACT}",
+        )
+    return None
+
+
+def module_problem(model: Model, modules: Collection[RecomputeModule], recipe: Fp8) -> Problem | None:
+    """Why ``modules`` cannot be computed again: ``TransformerConfig.__post_init__``, ``recompute_modules``."""
+    if RecomputeModule.MLA_UP_PROJ in modules and not model.multi_latent_attention:
+        what = f"recompute_modules {RecomputeModule.MLA_UP_PROJ}"
+        return Problem(f"{what}: the model has no latent vectors", "leave it out")
+    for module in (RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM):
+        if module in modules and recipe is Fp8.DELAYED:
+            return Problem(f"recompute_modules {module} does not go with fp8 {recipe}", f"use fp8 {Fp8.TENSORWISE}")
     return None
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain, combinations
 from typing import NamedTuple
 
-from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.activations import of_layer
+from megatron_2bw.planner.layer import works_of
+from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.rules import module_problem
+from megatron_2bw.planner.sizes import Split
+from megatron_2bw.planner.speeds import Machine
+
+_OF_MOE = frozenset({RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS})
+"""Parts of ``RecomputeModule.MOE``."""
 
 
 class Saving(NamedTuple):
@@ -18,20 +27,20 @@ class Saving(NamedTuple):
     gradient_buffers: int
     recompute: Recompute
     method: RecomputeMethod
-    sizes: Sequence[int]
-    """Of ``recompute_layers``, less time first; with equal times, the usual one first."""
+    steps: Sequence[int | tuple[RecomputeModule, ...]]
+    """Values of ``recompute_layers``, or of ``recompute_modules``: less time first; with equal times, the usual one."""
 
     @property
     def falls(self) -> bool:
-        """Each size needs less memory, and more time, than the one before."""
+        """Each step needs less memory, and more time, than the one before."""
         return self.recompute == Recompute.FULL and self.method == RecomputeMethod.BLOCK
 
     @property
     def is_uniform(self) -> bool:
-        """Every layer is computed again, whatever the size."""
+        """Every layer is computed again, whatever the step."""
         return self.recompute == Recompute.FULL and self.method == RecomputeMethod.UNIFORM
 
-    def layout(self, size: int) -> Layout:
+    def layout(self, step: int | tuple[RecomputeModule, ...]) -> Layout:
         if self.recompute == Recompute.NONE and self.gradient_buffers == self.base.gradient_buffers:
             return self.base
         return replace(
@@ -39,7 +48,7 @@ class Saving(NamedTuple):
             gradient_buffers=self.gradient_buffers,
             recompute=self.recompute,
             recompute_method=self.method,
-            recompute_layers=size,
+            **{"recompute_modules" if self.recompute == Recompute.SELECTIVE else "recompute_layers": step},
         )
 
 
@@ -56,6 +65,42 @@ def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tup
         if pair[0] <= enough:
             return pair
     return best
+
+
+def module_sets(model: Model, layout: Layout, machine: Machine) -> tuple[tuple[RecomputeModule, ...], ...]:
+    """Modules that save memory if they are computed again, alone and together; what takes less time first.
+
+    >>> from megatron_2bw.planner.cluster import CLUSTERS
+    >>> from megatron_2bw.planner.models import MODELS
+    >>> from megatron_2bw.planner.speeds import machine_of
+    >>> layout = Layout(schedule="2bw", pipeline=4, data=8, expert=8, global_batch=64)
+    >>> for modules in module_sets(MODELS["mixtral-8x7b"], layout, machine_of(CLUSTERS["dgx-h100"])):
+    ...     print(*modules)
+    layernorm
+    moe_act
+    layernorm moe_act
+    moe
+    layernorm moe
+    """
+    kinds = (model, model.dense) if model.dense_layers else (model,)
+    whole = replace(layout, recompute=Recompute.NONE)
+
+    def of(*modules: RecomputeModule) -> Layout:
+        return replace(layout, recompute=Recompute.SELECTIVE, recompute_modules=modules)
+
+    def again_s(modules: tuple[RecomputeModule, ...]) -> tuple[float, float]:
+        works = works_of(model, Split.of(of(*modules)), machine)
+        return works.layer.again_s, works.dense.again_s
+
+    useful = [
+        module
+        for module in RecomputeModule
+        if not module_problem(model, (module,), layout.fp8)
+        and any(of_layer(kind, of(module)).kept < of_layer(kind, whole).kept for kind in kinds)
+    ]
+    together = chain.from_iterable(combinations(useful, count + 1) for count in range(len(useful)))
+    sets = [modules for modules in together if RecomputeModule.MOE not in modules or _OF_MOE.isdisjoint(modules)]
+    return tuple(sorted(sets, key=again_s))
 
 
 def group_sizes(model: Model, stages: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from megatron_2bw.planner.finder import Choice, Finder
 from megatron_2bw.planner.infeasible import Infeasible
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.pipeline_layout import layout_problem, stages_of
-from megatron_2bw.planner.rules import count_problem, delay_of
+from megatron_2bw.planner.rules import count_problem, delay_of, module_problem
 from megatron_2bw.planner.space import Space
 
 MOST_LAYERS = 10_000
@@ -76,6 +76,9 @@ def search(
         raise PlanError(f"global_batch {global_batch}: give a whole number of at least 1")
     if model.num_layers > MOST_LAYERS:
         raise PlanError(f"num_layers {model.num_layers}: the search handles at most {MOST_LAYERS}; use {MOST_LAYERS}")
+    for modules in (space and space.recompute_modules) or ():
+        if problem := module_problem(model, modules, space.fp8):
+            raise PlanError(problem)
     for text in (space and space.pipeline_layout) or ():
         stages = len(stages_of(text))
         sizes = {"num_layers": model.num_layers, "mtp_num_layers": model.mtp_num_layers}

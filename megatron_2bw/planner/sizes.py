@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_2bw.planner import attention, fp8
-from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Precision, Recompute
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Precision, Recompute, RecomputeModule
 from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.speeds import Machine
 from megatron_2bw.planner.work import Product
 
 UNFUSED_SWIGLU_FORWARD, UNFUSED_SWIGLU_BACKWARD = 2, 3
 """More than the fused one: a sum with the bias, SiLU and a product; in the backward two products, SiLU's and a copy."""
+SORTING = 2
+"""Tokens to their experts' order and back."""
 _BIASES = 4
 """Kernels of a backward that sum a bias' gradient."""
 _PADDING = 3
@@ -45,6 +48,7 @@ class Split(NamedTuple):
     """Of a model with experts."""
     dispatcher: Dispatcher = Dispatcher.ALLTOALL
     overlap_exchanges: bool = False
+    modules_again: tuple[RecomputeModule, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout) -> Split:
@@ -91,6 +95,13 @@ class Sizes:
         weights += self.experts * self.hidden * (self.into_mlp + self.out_of_mlp)
         self.weights = weights + self.hidden * (self.into_shared + self.out_of_shared)
 
+    def products_s(self, machine: Machine, products: Sequence[Product]) -> float:
+        """Of a forward."""
+        return sum(
+            machine.product_s(one.rows, one.columns, one.inner, width=self.product_width, count=one.count)
+            for one in products
+        )
+
     def mlp_products(self) -> tuple[Product, ...]:
         """Of the MLP or the experts, and of shared experts."""
         rows, count, whole = self.routed_tokens / self.experts, self.experts, self.model.num_experts == 0
@@ -110,6 +121,14 @@ class Sizes:
         """Numbers per token of each half all-reduce before attention, in place of one of what goes into it."""
         sequence = self.split.sequence_parallel
         return attention.gathered(self.model, self.tensor, sequence_parallel=sequence, backward=backward)
+
+    def activated(self) -> attention.Elementwise:
+        """The activation function of the MLP or of the experts, in a forward."""
+        moved, kernels = self.into_mlp + self.out_of_mlp, 1
+        if self.unfused_swiglu:  # Per number that comes out: SiLU's is written and read, the sum reads and writes two.
+            moved += (6 if self.model.bias else 2) * self.out_of_mlp
+            kernels += UNFUSED_SWIGLU_FORWARD
+        return attention.Elementwise(self.routed_tokens * moved, kernels)
 
     def shared(self, *, backward: bool) -> attention.Elementwise:
         """Kernels that are no products, of shared experts: the activation function, a sum, and a gate."""
@@ -195,19 +214,29 @@ class Sizes:
             products_s: of products with weights, beside which collectives may run: see `_hidden_s`.
             backward: whether it is of the backward.
         """
-        tokens = self.routed_tokens if self.split.expert > 1 else self.tokens * self.of_mlp / self.tensor
-        share = fp8.gathered_share(self.split.fp8, self.width) if self.split.sequence_parallel else 1
-        of_all, of_mlp = (share * count * self.hidden * self.width for count in (self.tokens, tokens))
-        attention_s = machine.all_reduce_s(of_all, self.tensor, 1)
         if self.model.multi_latent_attention:
-            attention_s = self._around_latents_s(machine, share, backward=backward)
-        mlp_s, shared_s = machine.all_reduce_s(of_mlp, self.of_mlp, 1), 0.0
-        if self.shares:
-            shared_s = machine.all_reduce_s(of_all, self.tensor, 1)
+            attention_s = self._around_latents_s(machine, backward=backward)
+        else:
+            attention_s = self.all_reduce_s(machine)
+        mlp_s, shared_s = self.mlp_all_reduce_s(machine), self.all_reduce_s(machine) if self.shares else 0.0
         beside_products_s = attention_s + shared_s + (0.0 if self.model.num_experts else mlp_s)
-        return attention_s + shared_s + mlp_s - self._hidden_s(beside_products_s, products_s)
+        return attention_s + shared_s + mlp_s - self.hidden_s(beside_products_s, products_s)
 
-    def _hidden_s(self, collectives_s: float, products_s: float) -> float:
+    def all_reduce_s(self, machine: Machine) -> float:
+        """Of all tokens: after attention, and after shared experts."""
+        return machine.all_reduce_s(self._gathered_share * self.tokens * self.hidden * self.width, self.tensor, 1)
+
+    def mlp_all_reduce_s(self, machine: Machine) -> float:
+        """After the MLP or the experts."""
+        tokens = self.routed_tokens if self.split.expert > 1 else self.tokens * self.of_mlp / self.tensor
+        return machine.all_reduce_s(self._gathered_share * tokens * self.hidden * self.width, self.of_mlp, 1)
+
+    @property
+    def _gathered_share(self) -> float:
+        """Of the bytes of collectives, what is left with products in 8 bits."""
+        return fp8.gathered_share(self.split.fp8, self.width) if self.split.sequence_parallel else 1
+
+    def hidden_s(self, collectives_s: float, products_s: float) -> float:
         """Of collectives that are cut into a part per rank: all parts but the first come while one is multiplied.
 
         Rule: ``--tp-comm-overlap``, Transformer Engine's userbuffers (``CommOverlapP2P`` in
@@ -218,22 +247,23 @@ class Sizes:
             return 0.0
         return min(collectives_s * (self.tensor - 1) / self.tensor, products_s)
 
-    def _around_latents_s(self, machine: Machine, share: float, *, backward: bool) -> float:
-        """Latent vectors where queries, keys and values come out of them, and what attention gives.
+    def gathers_s(self, machine: Machine, counts: Sequence[int]) -> float:
+        """Half an all-reduce of so many numbers per token each."""
+        per_number = self._gathered_share * self.tokens * self.width
+        return sum(machine.reduce_scatter_s(count * per_number, self.tensor, 1) for count in counts)
 
-        ``share``: of their bytes, what is left with products in 8 bits.
-        """
-        counts, per_number = self.gathered(backward=backward), share * self.tokens * self.width
-        in_s = sum(machine.reduce_scatter_s(n * per_number, self.tensor, 1) for n in counts)
-        out_bytes = self.hidden * per_number
+    def _around_latents_s(self, machine: Machine, *, backward: bool) -> float:
+        """Latent vectors where queries, keys and values come out of them, and what attention gives."""
+        in_s = self.gathers_s(machine, self.gathered(backward=backward))
+        out_bytes = self.hidden * self._gathered_share * self.tokens * self.width
         if self.split.sequence_parallel:
             return in_s + machine.reduce_scatter_s(out_bytes, self.tensor, 1)
         return in_s if backward else machine.all_reduce_s(out_bytes, self.tensor, 1)
 
-    def casts(self, machine: Machine) -> tuple[float, int]:
-        """Bytes moved and kernels of the inputs' casts to 8 bits in a forward, experts' padding included."""
-        recipe, (moved, kernels) = self.split.fp8, self.padded()
-        for product in self.products:
+    def casts(self, machine: Machine, products: Sequence[Product]) -> tuple[float, int]:
+        """Bytes moved and kernels of the casts to 8 bits of what ``products`` read in a forward."""
+        recipe, moved, kernels = self.split.fp8, 0.0, 0
+        for product in products:
             numbers = product.count * product.rows * product.inner / (self.outside if product.gathers else 1)
             moved += numbers * fp8.cast_bytes(
                 recipe, self.width, transposes=machine.transposes, in_norm=product.after_norm

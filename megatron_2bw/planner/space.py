@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.kernels import fp8_precision_problem, fuses_attention, gpu_problem, optimizer_problem
-from megatron_2bw.planner.layout import Dispatcher, Fp8, Optimizer, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import (
+    Dispatcher,
+    Fp8,
+    Optimizer,
+    Precision,
+    Recompute,
+    RecomputeMethod,
+    RecomputeModule,
+)
 
 _FIELDS = {
     "schedules": "schedule",
@@ -60,6 +68,8 @@ class Space:
     recomputes: tuple[Recompute, ...] | None = None
     recompute_methods: tuple[RecomputeMethod, ...] | None = None
     recompute_layers: tuple[int, ...] | None = None
+    recompute_modules: tuple[tuple[RecomputeModule, ...], ...] | None = None
+    """Of selective recomputation. None: attention's core, where that stores its scores."""
     sequence_parallel: tuple[bool, ...] | None = None
     distributed_optimizer: tuple[bool, ...] | None = None
     extra_in_flight: tuple[int, ...] | None = None

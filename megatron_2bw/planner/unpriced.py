@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_2bw.planner.accepted import BACKEND, CORE, DIST_MUON, FLEX, GROUP, interleaves, stages
+from megatron_2bw.planner.accepted import BACKEND, DIST_MUON, FLEX, GROUP, GROUPED, interleaves, stages
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Dispatcher, Optimizer
 from megatron_2bw.planner.model_flags import positions_of
 from megatron_2bw.planner.options import Options
-
-GROUPED = "--moe-grouped-gemm"
-"""The experts of a rank in one matrix product; Megatron's default is one after the other."""
 
 
 def _above_one(options: Options, flag: str) -> bool:
@@ -175,14 +172,6 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         (_given, "priced with tokens padded before the experts"),
     ),
     "--activation-func-fp8-input-store": (_given, "priced with that input kept in 16 bits"),
-    "--recompute-modules": (
-        lambda options, flag: (
-            ("--recompute-activations" in options or options.text("--recompute-granularity") == "selective")
-            and bool({*options.values.get(flag, ())} - {CORE})
-        ),
-        f"priced with {CORE} recomputed, if it is among them, and all else kept",
-    ),
-    "--moe-layer-recompute": (_given, "priced without that recomputation"),
     "--deterministic-mode": (_given, "priced with Megatron's usual kernels, which take less time"),
     "--spec": (_given, "priced with the layers that other flags describe"),
     "--sft": (_given, "priced with sequences of --seq-length tokens"),

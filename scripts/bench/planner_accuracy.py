@@ -394,7 +394,7 @@ def report(folder: Path) -> Iterator[str]:
         "H100, B200, GB200, GB300, products in 8 bits (Megatron-Bridge; not fitted)", measured_fp8.bridge(folder)
     )
     yield from ranges("H100, GB200, 8 to 2,048 GPUs (dgxc-benchmarking; not fitted)", measured_dgxc.steps(folder))
-    many = "128 experts, on 8 to 256 GPUs (Megatron-Bridge, Megatron-MoE-ModelZoo; not fitted)"
+    many = "128 and 256 experts, on 8 to 1,024 GPUs (Megatron-Bridge, Megatron-MoE-ModelZoo; not fitted)"
     yield from ranges(many, measured_experts.many_experts(folder))
     yield from published_memory(folder)
     golden = "Interleaved, fused attention, deterministic kernels (Megatron's own test case; not fitted)"

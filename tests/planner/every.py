@@ -10,12 +10,17 @@ from typing import Any
 
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.rules import TWO_BW, problem
 from megatron_2bw.planner.space import Space
 
+_DENSE_MODULES = (
+    (RecomputeModule.CORE_ATTN,),
+    (RecomputeModule.MLP,),
+    (RecomputeModule.CORE_ATTN, RecomputeModule.MLP),
+)
 MODEL = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=50257)
 
 
@@ -63,9 +68,12 @@ def every_layout(
     """
     gpus, has_bf16 = machine.gpus, machine.gpu.has_bf16
     recomputes = [
-        (Recompute.NONE, RecomputeMethod.UNIFORM, 1),
-        (Recompute.SELECTIVE, RecomputeMethod.UNIFORM, 1),
-        *((Recompute.FULL, *which) for which in itertools.product(RecomputeMethod, range(1, model.num_layers + 1))),
+        {"recompute": Recompute.NONE},
+        *({"recompute": Recompute.SELECTIVE, "recompute_modules": modules} for modules in _DENSE_MODULES),
+        *(
+            {"recompute": Recompute.FULL, "recompute_method": method, "recompute_layers": layers}
+            for method, layers in itertools.product(RecomputeMethod, range(1, model.num_layers + 1))
+        ),
     ]
     schedules = [(name, 1, "") for name in ("2bw", "1f1b-flush", "gpipe")]
     schedules += [("megatron", chunks, "") for chunks in range(1, model.num_layers + 1)]
@@ -88,7 +96,7 @@ def every_layout(
             for (
                 (first, last),
                 (schedule, chunks, spread),
-                (recompute, method, layers),
+                recomputed,
                 sequence,
                 distributed,
                 buffers,
@@ -108,9 +116,7 @@ def every_layout(
                     last_stage_layers=0 if spread else last,
                     chunks=chunks,
                     pipeline_layout=spread,
-                    recompute=recompute,
-                    recompute_method=method,
-                    recompute_layers=layers,
+                    **recomputed,
                     sequence_parallel=sequence,
                     distributed_optimizer=distributed,
                     overlap_gradients=data > 1 and schedule not in TWO_BW,

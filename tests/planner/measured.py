@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
-from megatron_2bw.planner.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeModule
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.sizes import Split
 
@@ -216,6 +216,8 @@ def layer_times(folder: Path = DATA) -> Iterator[tuple[str, Split, float, float]
         name = row["experiment"]
         recompute = next((kind for kind in (Recompute.FULL, Recompute.SELECTIVE) if kind in name), Recompute.NONE)
         split = Split(8, 4, "sequence" in name, recompute, Precision.FP16, gradient_width=2, fused_attention=False)
+        if recompute is Recompute.SELECTIVE:
+            split = split._replace(modules_again=(RecomputeModule.CORE_ATTN,))
         yield name, split, float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3
 
 

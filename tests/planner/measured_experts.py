@@ -1,10 +1,10 @@
-"""Step times of models with 128 experts, as the planner's types.
+"""Step times of models with 128 or 256 experts, as the planner's types.
 
 NVIDIA publishes them with releases of Megatron-Bridge, and yanring/Megatron-MoE-ModelZoo with its recipes (commits and
-files are in the data). How tokens get to their experts is in ``scripts/performance/configs`` of Megatron-Bridge's
-branches r0.2.0 (25.11), r0.3.0 (26.02) and r0.4.0 (26.04), and in the recipes; two runs compute meanwhile
-(``moe_a2a_overlap``). Between two releases, the same model on the same GPUs became up to three times as fast. Biases of
-GPT-OSS are not priced.
+files are in the data). How tokens get to their experts and what is computed again is in ``scripts/performance`` of
+Megatron-Bridge's branches r0.1.0 (25.09), r0.2.0 (25.11), r0.3.0 (26.02) and r0.4.0 (26.04), and in the recipes; some
+runs compute meanwhile (``moe_a2a_overlap``). Of GPT-OSS with 25.11 there is no recipe. Between two releases, the same
+model on the same GPUs became up to three times as fast. Biases of GPT-OSS are not priced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout
+from megatron_2bw.planner.inputs import modules_of
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Recompute
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from tests.planner.measured import DATA, Row, read
@@ -46,6 +47,7 @@ _MODELS: dict[str, Model] = {
         vocab_size=201088,
         qk_layernorm=False,
     ),
+    "deepseek-v3": MODELS["deepseek-v3"],
 }
 
 
@@ -73,6 +75,8 @@ def many_experts(folder: Path = DATA) -> Iterator[Row]:
             fp8=recipe,
             dispatcher=Dispatcher(row["dispatcher"]),
             overlap_exchanges=row["overlaps"] == "1",
+            recompute=Recompute.SELECTIVE if row["recompute"] else Recompute.NONE,
+            recompute_modules=modules_of(row["recompute"].split(), "recompute"),
         )
         group = f"{row['model']}, {node.gpu.name}, {recipe}"
         yield Row(

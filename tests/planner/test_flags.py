@@ -186,13 +186,7 @@ def test_flags_that_were_given_are_printed_as_given():
         ),
         ("--muon-num-ns-steps 9", ()),
         ("--recompute-granularity selective --recompute-modules core_attn", ()),
-        (
-            "--recompute-granularity selective --recompute-modules core_attn mlp --deterministic-mode",
-            (
-                "--recompute-modules: priced with core_attn recomputed, if it is among them, and all else kept",
-                "--deterministic-mode: priced with Megatron's usual kernels, which take less time",
-            ),
-        ),
+        ("--deterministic-mode", ("--deterministic-mode: priced with Megatron's usual kernels, which take less time",)),
         (
             "--max-position-embeddings 999999 --window-size (1,0) --enable-cuda-graph --no-overlap-p2p-communication",
             (
@@ -220,10 +214,10 @@ def test_flags_that_are_not_priced_are_noted(more: str, notes: tuple[str, ...]):
 def test_selective_recomputation_of_other_modules_keeps_the_scores():
     given = f"{MODEL} --micro-batch-size 1 --recompute-granularity selective"
     found = [
-        read(flags(f"{given} {more}"), gpus=4).layout.recompute
-        for more in ("", "--recompute-modules core_attn layernorm", "--recompute-modules layernorm mlp")
+        read(flags(f"{given} {more}"), gpus=4).layout.modules_again
+        for more in ("", "--recompute-modules layernorm core_attn", "--recompute-modules layernorm")
     ]
-    assert found == [Recompute.SELECTIVE, Recompute.SELECTIVE, Recompute.NONE]
+    assert found == [("core_attn",), ("core_attn", "layernorm"), ("layernorm",)]
     row = {"model": "gpt-2.2b", "cluster": "dgx-a100", "gpus": 8, "microbatch": 4, "attention_backend": "unfused"}
     others = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     assert predicted({**row, **others})["stages"] == predicted(row)["stages"]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.planner.accepted import BACKEND, FLEX, PIPELINE_LAYOUT
+from megatron_2bw.planner.accepted import BACKEND, FLEX, MODULES, PIPELINE_LAYOUT
 from megatron_2bw.planner.commands.arguments import (
     add_cluster,
     add_formats,
@@ -121,6 +121,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
     add_kernels(limits, "what the GPU has")
+    limits.add_argument(MODULES, nargs="+", metavar="MODULE", help="of selective recomputation (default: core_attn)")
     limits.add_argument("--fp8-recipe", choices=FP8_RECIPES, help="matrix products of layers in 8 bits (default: none)")
     limits.add_argument(
         "--moe-token-dispatcher-type",
@@ -263,6 +264,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         "--optimizer": args.optimizer,
         "--attention-backend": args.attention_backend,
         "--fp8-recipe": args.fp8_recipe,
+        MODULES: args.recompute_modules,
         "--moe-token-dispatcher-type": args.moe_token_dispatcher_type,
         BACKEND: args.moe_flex_dispatcher_backend,
         "--allow-fewer-microbatches": args.allow_fewer_microbatches or None,
@@ -322,6 +324,10 @@ def _space(args: argparse.Namespace, model: Model) -> Space:
         if not args.pipeline_layout:
             raise PlanError(f"{PIPELINE_LAYOUT} is empty: leave it out, or give such as 'Et|tL'")
         limits["pipeline_layout"] = (args.pipeline_layout.replace(",", ""),)
+    if args.recompute_modules is not None:
+        from megatron_2bw.planner.inputs import modules_of
+
+        limits["recompute_modules"] = (modules_of(args.recompute_modules, MODULES),)
     if args.optimizer is not None:
         first, *others = listed("--optimizer", args.optimizer, layout.Optimizer)
         if others:
