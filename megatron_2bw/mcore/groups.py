@@ -47,12 +47,12 @@ class UpdateGroups:
     """First and last stage; None elsewhere, and where nothing is tied."""
     tensor: dist.ProcessGroup | None
     """Tensor-parallel peers; None without any."""
-    pipeline: dist.ProcessGroup
-    """All stages of this pipeline, on the host."""
-    data: dist.ProcessGroup
-    """Data- and context-parallel peers, on the host."""
+    pipeline: dist.ProcessGroup | None
+    """All stages of this pipeline, on the host; None where no tokens are counted."""
+    data: dist.ProcessGroup | None
+    """Data- and context-parallel peers, on the host; None where no tokens are counted."""
     stage: dist.ProcessGroup | None
-    """All ranks of this stage: tensor-, data- and context-parallel peers; None where no tokens are counted."""
+    """All ranks of this stage: tensor-, data- and context-parallel peers; None where no experts' tokens are counted."""
     on_device: Mapping[tuple[int, ...], dist.ProcessGroup]
     """By ranks: who sums gradients."""
     on_host: Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -101,14 +101,15 @@ def _bound_to_no_device() -> Iterator[None]:
 
 
 def _connect_neighbours(ranks: list[int], group: dist.ProcessGroup, way: Way) -> None:
-    """Transfer one element over every boundary, in the order of the ranks.
+    """Transfer one element over every boundary: every other one at a time, then those between.
 
     NCCL connects two ranks in their first transfer, and blocks both until they are in it. Left to the schedule,
     that could be a receive that is posted early on one rank and a send that needs something of that rank first.
     """
     here = dist.get_rank()
     element = torch.zeros(1, device=device_of(group))
-    for lower, higher in itertools.pairwise(ranks):
+    boundaries = list(itertools.pairwise(ranks))
+    for lower, higher in boundaries[::2] + boundaries[1::2]:
         source, destination = (lower, higher) if way.to_higher_rank else (higher, lower)
         if here == source:
             dist.send(element, destination, group=group)
@@ -157,17 +158,21 @@ def create_update_groups(
     *,
     tied_embeddings: bool,
     counts_tokens: bool,
+    counts_experts_tokens: bool,
     gradients: Iterable[dist.ProcessGroup],
     statistics: Iterable[dist.ProcessGroup],
+    weights: Iterable[dist.ProcessGroup],
 ) -> UpdateGroups:
     """Collective over all ranks.
 
     Args:
         timeout: of every collective.
         tied_embeddings: whether the first and the last stage share a weight.
-        counts_tokens: whether the tokens of experts are summed for an update, on any stage.
+        counts_tokens: whether the loss is a mean over tokens.
+        counts_experts_tokens: whether the tokens of experts are summed for an update, on any stage.
         gradients: Megatron's groups over which this rank's gradient buffers are summed.
         statistics: Megatron's groups over which its optimizers sum norms.
+        weights: Megatron's groups over which its optimizers gather what they have updated.
     """
     embedding = parallel_state.get_embedding_group(check_initialized=False) if tied_embeddings else None
     tensor = parallel_state.get_tensor_model_parallel_group()
@@ -177,15 +182,16 @@ def create_update_groups(
     created = UpdateGroups(
         embedding=_clone(embedding, timeout, "2bw embedding") if tied_embeddings else None,
         tensor=_clone(tensor, timeout, "2bw tensor") if tensor.size() > 1 else None,
-        pipeline=_clone(pipeline, timeout, "2bw tokens", backend="gloo"),
-        data=_clone(data, timeout, "2bw tokens of replicas", backend="gloo"),
-        stage=_clone(stage, timeout, "2bw tokens of experts") if counts_tokens else None,
+        pipeline=_clone(pipeline, timeout, "2bw tokens", backend="gloo") if counts_tokens else None,
+        data=_clone(data, timeout, "2bw tokens of replicas", backend="gloo") if counts_tokens else None,
+        stage=_clone(stage, timeout, "2bw tokens of experts") if counts_experts_tokens else None,
         on_device=_clones((group for group in gradients if group.size() > 1), timeout, "2bw gradients"),
         on_host=_clones(statistics, timeout, "2bw scalars", backend="gloo"),
     )
-    # In one order on all ranks: each of a rank's groups, by kind and then by its ranks.
+    # In one order on all ranks: each of a rank's groups, by kind and then by its ranks; Megatron's, by kind.
     of_gradients = map(created.on_device.get, sorted(created.on_device))
-    for group in (created.embedding, created.tensor, created.stage, *of_gradients):
+    of_weights = dict.fromkeys(group for group in weights if group.size() > 1)
+    for group in (created.embedding, created.tensor, created.stage, *of_gradients, *of_weights):
         if group is not None:
             _connect_all(group)
     return created

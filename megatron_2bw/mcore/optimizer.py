@@ -24,6 +24,7 @@ from megatron_2bw.mcore.stock_optimizer import (
     forget_shards_of_weights,
     hyperparameters_of,
     scaler_of,
+    shards_by_layers,
     statistics_group,
     undivided,
     versions_of,
@@ -114,12 +115,15 @@ class DelayedOptimizer:
         self.weights = versions_of(inner, model, self._routers, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         parts = list(map(self._part, inner.chained_optimizers, accumulated(inner, model)))
+        config, by_layers = get_model_config(model), any(map(shards_by_layers, inner.chained_optimizers))
         groups = create_update_groups(
             timeout,
             tied_embeddings=tied_embeddings,
-            counts_tokens=get_model_config(model).moe_router_enable_expert_bias,
+            counts_tokens=config.calculate_per_token_loss,
+            counts_experts_tokens=config.moe_router_enable_expert_bias,
             gradients=[group for source in sources for group in source.groups],
             statistics=[part.group for part in parts],
+            weights=[source.group for source in sources if source.region.is_sharded or by_layers],
         )
         self._reductions = GradientReductions(
             model,
@@ -134,8 +138,9 @@ class DelayedOptimizer:
         scaler = next((scaler for scaler in map(scaler_of, inner.chained_optimizers) if scaler), None)
         self.scales = LossScales(scaler, self.weights)
         if has_norm:
-            per_token = get_model_config(model).calculate_per_token_loss
-            warm_up = functools.partial(self._reductions.warm_up, scaled=scaler is not None, per_token=per_token)
+            warm_up = functools.partial(
+                self._reductions.warm_up, scaled=scaler is not None, per_token=config.calculate_per_token_loss
+            )
             self._pending.run_beside(warm_up)
         self._check = GradientCheck() if check_for_nan else None  # Megatron has none where the loss scale is dynamic.
         self._hyperparameters: list[dict[str, float]] = []

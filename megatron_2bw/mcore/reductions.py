@@ -215,9 +215,10 @@ class GradientReductions:
 
     def _unscale(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Remove the loss scale; returns 1.0 on the host if that found an overflow, else 0.0."""
+        if self.inverse_scale is None or not gradients:
+            return torch.zeros([])
         found = torch.zeros(1, device=self._captured.device)
-        if self.inverse_scale is not None and gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self.inverse_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self.inverse_scale)
         return found[0].cpu()
 
 
