@@ -274,6 +274,7 @@ class Pipeline:
         self._links = Links(
             groups=self.transfers.ways,
             ranks=self.transfers.ranks,
+            device=next(call.model.parameters()).device,
             per_boundary=1 + self._options["extra_in_flight"],
         )
         self._undo.callback(end_at_once_where_nccl_fails(self._waiting))

@@ -22,7 +22,7 @@ def place_of(action: Action) -> str:
 
 
 @contextmanager
-def needs_peers(what: str) -> Iterator[None]:
+def needs_peers(what: object) -> Iterator[None]:
     """Turn a failed communication inside into an error that names ``what`` was waited for.
 
     Raises:
@@ -38,7 +38,7 @@ def needs_peers(what: str) -> Iterator[None]:
         raise PeerLostError(lost_in(what, error)) from error
 
 
-def lost_in(what: str, error: object) -> str:
+def lost_in(what: object, error: object) -> str:
     """The message of a `PeerLostError`."""
     return f"{what} failed: a rank is gone or too late, so look for that rank's own error. ({error})"
 

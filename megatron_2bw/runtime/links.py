@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,12 +13,14 @@ import torch.distributed as dist
 from megatron_2bw.runtime.errors import needs_peers, place_of
 from megatron_2bw.schedule.action import ACTIVATIONS, Action, ActionType
 
+_enable_record_function = getattr(torch._C._autograd, "_enable_record_function", None)
+
 
 class Way(NamedTuple):
     """A kind of transfers, and a direction of theirs."""
 
     activations: bool
-    """Not their gradients."""
+    """Otherwise their gradients."""
     to_higher_rank: bool
 
 
@@ -29,19 +30,29 @@ TWO_WAYS = (*ONE_WAY, Way(True, False), Way(False, True))
 """Of two pipelines in opposite directions."""
 
 
+class _Crossing(NamedTuple):
+    """One end of a transfer, which few ask to see: its text is made when it is asked for."""
+
+    action: Action
+    peer: int
+    """Global rank of the other end."""
+
+    def __str__(self) -> str:
+        return f"{place_of(self.action)}, with rank {self.peer},"
+
+
 class _Transfer(NamedTuple):
     """One transfer under way."""
 
     work: dist.Work
     tensor: torch.Tensor
-    action: Action
-    peer: int
-    """Global rank of the other end."""
+    crossing: _Crossing
     group: dist.ProcessGroup
+    backend: str | None
 
     def wait(self) -> torch.Tensor:
-        with needs_peers(_what(self.action, self.peer)):
-            if backend_of(self.group, self.tensor.device.type) == "gloo":
+        with needs_peers(self.crossing):
+            if self.backend == "gloo":
                 # Its transfers do not know of a timeout that was set after their group was made.
                 self.work.wait(self.group._get_backend(torch.device("cpu")).options._timeout)
             else:
@@ -53,7 +64,7 @@ class _Taken(NamedTuple):
     """A receive that the device waits for; without its tensor, which would stay in memory."""
 
     done: torch.cuda.Event
-    what: str
+    crossing: _Crossing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,7 @@ class Links:
     Args:
         groups: of the pipeline's ranks, by `Way`.
         ranks: global rank of each rank of the pipeline.
+        device: of what is transferred.
         per_boundary: tensors that may lie between two stages when a call ends.
     """
 
@@ -87,10 +99,12 @@ class Links:
         *,
         groups: Mapping[Way, dist.ProcessGroup],
         ranks: list[int],
+        device: torch.device,
         per_boundary: int = 1,
     ) -> None:
         self._most_sends = per_boundary + 1
         self._groups = groups
+        self._backends = {way: backend_of(group, device.type) for way, group in groups.items()}
         self._ranks = ranks
         self._rank = ranks.index(dist.get_rank())
         self._receives: dict[Action, _Transfer] = {}
@@ -101,42 +115,37 @@ class Links:
     def post_receive(self, action: Action, peer: int, boundary: Boundary) -> None:
         """Start receiving into a fresh tensor; ``take`` waits for it."""
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
-        group = self._group(action, peer, self._rank)
-        with needs_peers(_what(action, self._ranks[peer])), _unseen_by_profiler():
-            work = dist.irecv(tensor, src=self._ranks[peer], group=group)
-        self._receives[action] = _Transfer(work, tensor, action, self._ranks[peer], group)
+        way = Way(action.type in ACTIVATIONS, peer < self._rank)
+        self._receives[action] = self._started(dist.irecv, tensor, action, peer, way)
 
     def take(self, receive: Action) -> torch.Tensor:
         """What ``receive`` has brought, once it is here."""
         transfer = self._receives.pop(receive)
         tensor = transfer.wait()
-        if backend_of(transfer.group, tensor.device.type) == "nccl":
+        if transfer.backend == "nccl":
             while self._taken and self._taken[0].done.query():
                 self._taken.popleft()
             done = torch.cuda.current_stream(tensor.device).record_event()
-            self._taken.append(_Taken(done, _what(transfer.action, transfer.peer)))
+            self._taken.append(_Taken(done, transfer.crossing))
         return tensor
 
     def waiting(self, failed: dist.ProcessGroup) -> str | None:
         """The receive that the device waits for, in words; None if there is none, or ``failed`` is not of transfers."""
         if failed not in self._groups.values():
             return None
-        return next((taken.what for taken in list(self._taken) if not taken.done.query()), None)
+        return next((str(taken.crossing) for taken in list(self._taken) if not taken.done.query()), None)
 
     def send(self, action: Action, peer: int, tensor: torch.Tensor) -> None:
         """Start sending ``tensor``; its memory is held here until the send is complete."""
         sends = self._sends.setdefault((action.type, peer), deque())
         while sends and sends[0].work.is_completed():
             sends.popleft()
-        group = self._group(action, self._rank, peer)
-        if backend_of(group, tensor.device.type) == "gloo":
+        way = Way(action.type in ACTIVATIONS, self._rank < peer)
+        if self._backends[way] == "gloo":
             # It reports a send complete only to a caller that waits for it.
             while len(sends) >= self._most_sends:
                 sends.popleft().wait()
-        payload = tensor.detach().contiguous()
-        with needs_peers(_what(action, self._ranks[peer])), _unseen_by_profiler():
-            work = dist.isend(payload, dst=self._ranks[peer], group=group)
-        sends.append(_Transfer(work, payload, action, self._ranks[peer], group))
+        sends.append(self._started(dist.isend, tensor.detach().contiguous(), action, peer, way))
 
     def flush(self) -> None:
         """Wait for every transfer under way and forget what was received but not used."""
@@ -147,8 +156,13 @@ class Links:
             while sends:
                 sends.popleft().wait()
 
-    def _group(self, action: Action, source: int, destination: int) -> dist.ProcessGroup:
-        return self._groups[Way(action.type in ACTIVATIONS, source < destination)]
+    def _started(
+        self, start: Callable[..., dist.Work], tensor: torch.Tensor, action: Action, peer: int, way: Way
+    ) -> _Transfer:
+        group, crossing = self._groups[way], _Crossing(action, self._ranks[peer])
+        with needs_peers(crossing):
+            work = _unseen_by_profiler(start, tensor, crossing.peer, group)
+        return _Transfer(work, tensor, crossing, group, self._backends[way])
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
@@ -160,19 +174,12 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
     return next((backend for device, backend in pairs if device == device_type), None)
 
 
-def _what(action: Action, peer: int) -> str:
-    return f"{place_of(action)}, with rank {peer},"
-
-
-@contextlib.contextmanager
-def _unseen_by_profiler() -> Iterator[None]:
-    """Hide a transfer that may end after torch's profiler: gloo would then write into memory that it has given back."""
-    hide = getattr(torch._C._autograd, "_enable_record_function", None)
-    if hide is None or not torch.autograd._profiler_enabled():
-        yield
-        return
-    hide(False)
+def _unseen_by_profiler(start: Callable[..., dist.Work], *given: object) -> dist.Work:
+    """Start what may end after torch's profiler: gloo would then write into memory that it has given back."""
+    if _enable_record_function is None or not torch.autograd._profiler_enabled():
+        return start(*given)
+    _enable_record_function(False)
     try:
-        yield
+        return start(*given)
     finally:
-        hide(True)
+        _enable_record_function(True)

@@ -169,7 +169,7 @@ def _rank(rank: int, run: Run, folder: str) -> None:
     schedule = build(run.schedule, **size)
     stage = TimedStage(schedule, rank, run.forward_s, run.backward_s)
     ranks = list(range(run.stages))
-    links = Links(groups={way: dist.new_group(ranks) for way in TWO_WAYS}, ranks=ranks)
+    links = Links(groups={way: dist.new_group(ranks) for way in TWO_WAYS}, ranks=ranks, device=stage.boundary.device)
     recorder = Recorder(stage.boundary.device)
     recorders = [recorder if arm.recorded else None for arm in run.arms]
     lowered = [

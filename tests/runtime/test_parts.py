@@ -231,7 +231,7 @@ def test_the_oldest_receive_that_the_device_waits_for(monkeypatch):
     """Over NCCL, where no wait of the host shows it."""
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:nccl")
-    monkeypatch.setattr(dist, "irecv", lambda tensor, **_: MagicMock())
+    monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group: MagicMock())
     done, numbers = set(), itertools.count()
 
     def record_event():
@@ -239,7 +239,7 @@ def test_the_oldest_receive_that_the_device_waits_for(monkeypatch):
         return SimpleNamespace(query=lambda: number in done)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(record_event=record_event))
-    links = Links(groups={way: str(way) for way in ONE_WAY}, ranks=[0, 1])
+    links = Links(groups={way: str(way) for way in ONE_WAY}, ranks=[0, 1], device=CPU)
     assert links.waiting(str(ONE_WAY[0])) is None
     receives = [Action.parse(f"0RECV_B{microbatch}") for microbatch in range(3)]
     for receive in receives:
@@ -259,10 +259,10 @@ def test_sends_are_let_go_where_torch_chose_the_backend(monkeypatch):
     """As by ``init_process_group()``, after which a group's backend is "undefined"."""
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
-        links = Links(groups=dict.fromkeys(ONE_WAY, dist.group.WORLD), ranks=[0, 1])
+        links = Links(groups=dict.fromkeys(ONE_WAY, dist.group.WORLD), ranks=[0, 1], device=CPU)
         sent = [MagicMock(**{"is_completed.return_value": False}) for _ in range(5)]
         works = iter(sent)
-        monkeypatch.setattr(dist, "isend", lambda tensor, **_: next(works))
+        monkeypatch.setattr(dist, "isend", lambda tensor, peer, group: next(works))
         for microbatch in range(5):
             links.send(Action.parse(f"0SEND_F{microbatch}"), 1, torch.zeros(1))
     finally:

@@ -186,7 +186,7 @@ def run_rank(
     """Train in this process, one of the group's; the pipeline drains after the batches in ``drains`` and the last."""
     stage = ToyStage(schedule, rank, jitter_s)
     ranks = list(range(schedule.stages))
-    links = Links(groups={way: dist.new_group(ranks) for way in TWO_WAYS}, ranks=ranks)
+    links = Links(groups={way: dist.new_group(ranks) for way in TWO_WAYS}, ranks=ranks, device=stage.boundary.device)
     executor = Executor(schedule, rank, stage, links)
     for batch in range(batches):
         executor.run(batch, left=min(last for last in (*drains, batches - 1) if last >= batch) - batch)
