@@ -18,8 +18,9 @@ from megatron_2bw.mcore.placement import place
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.feasible import checked, enough_microbatches
-from megatron_2bw.schedule.registry import BIDIRECTIONAL, MEGATRON, TWO_BW, canonical_name
+from megatron_2bw.schedule.feasible import chain_of, checked, enough_microbatches
+from megatron_2bw.schedule.program import GradientCopy
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON, PER_MICROBATCH, TWO_BW, canonical_name
 
 
 class ArgumentError(ValueError):
@@ -106,10 +107,25 @@ def check_batches(
             microbatches=phase.microbatches,
             remedy=remedy,
             **options_of(args),
+            **lowering_of(args),
         )
 
 
-def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **options: int | None) -> None:
+def lowering_of(args: Any) -> dict[str, Any]:
+    """How the run's Programs are lowered, as far as flags tell, so that a run finds them proven: see `lowered_as`."""
+    name = canonical_name(args.pipeline_schedule)
+    if name not in DELAYED:
+        return {"reductions": chain_of(tied=False)}
+    copy = GradientCopy.WHOLE
+    if args.pipeline_gradient_buffers == 1 or name in PER_MICROBATCH:
+        copy = GradientCopy.NONE
+    elif args.use_distributed_optimizer and args.data_parallel_size * args.context_parallel_size > 1:
+        copy = GradientCopy.SHARD
+    tied = not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers)
+    return {"copy": copy, "reductions": chain_of(tied=tied)}
+
+
+def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **options: Any) -> None:
     """Refuse a depth and number of microbatches that the validator refuses.
 
     Args:
@@ -117,7 +133,7 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **op
         stages: pipeline depth.
         microbatches: per batch and replica.
         remedy: how to have more; ``{enough}`` stands for the smallest number that works.
-        **options: of the schedule; see `registry.build`.
+        **options: of the schedule and its lowering; see `lowered_as`.
 
     Raises:
         ArgumentError: with the reason and the remedy.

@@ -31,8 +31,7 @@ from megatron_2bw.runtime.executor import Executor
 from megatron_2bw.runtime.links import ONE_WAY, TWO_WAYS, Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Reduction
-from megatron_2bw.schedule.lowering import lower, with_gradient_copy
-from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.feasible import chain_of, lowered_as, refusal
 from megatron_2bw.schedule.registry import (
     BIDIRECTIONAL,
     DELAYED,
@@ -333,17 +332,21 @@ class Pipeline:
                     f"{name}, but forwards ran ahead into it as into one of {present.microbatches} under "
                     f"{present.name}: the batch before it was not announced as the last of its kind"
                 )
-        schedule = self._lowered(microbatches, name)
-        validate(schedule)
+        how = self._lowering(microbatches, name)
+        schedule = lowered_as(name, **how)
+        if refusal(name, **how):
+            validate(schedule)  # Says where.
         self.executor = Executor(schedule, self._stage_index, self._stage, self._links, self.recorder)
 
-    def _lowered(self, microbatches: int, name: str) -> Schedule:
-        options = self._options if name == self.schedule_name else {}
-        schedule = build(name, stages=self.stages, microbatches=microbatches, **options)
-        if self.is_delayed:
-            schedule = with_gradient_copy(schedule, self.optimizer.gradient_copy)
-        embedding = [Reduction.EMBEDDING] if self._tied else []
-        return lower(schedule, [Reduction.GRADIENTS, *embedding, Reduction.NORM])
+    def _lowering(self, microbatches: int, name: str) -> dict[str, Any]:
+        """What `lowered_as` takes; ``checks.lowering_of`` foretells it."""
+        return {
+            "stages": self.stages,
+            "microbatches": microbatches,
+            "copy": self.optimizer.gradient_copy if self.is_delayed else None,
+            "reductions": chain_of(tied=self._tied),
+            **(self._options if name == self.schedule_name else {}),
+        }
 
 
 def _check_keywords(

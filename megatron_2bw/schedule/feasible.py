@@ -2,50 +2,77 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
+from functools import cache
 
 from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.lowering import lower
-from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.lowering import lower, with_gradient_copy
+from megatron_2bw.schedule.program import GradientCopy, Schedule
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.validate import validate
 
 
-@lru_cache(maxsize=8)  # Megatron's arguments are checked before and after a checkpoint says what is left to do.
-def refusal(schedule: Schedule) -> str | None:
-    """Why the validator refuses ``schedule`` with every reduction in its chain; None if it does not."""
+def chain_of(*, tied: bool) -> tuple[Reduction, ...]:
+    """Reductions of a pipeline whose first and last stage share a weight, or do not."""
+    return (Reduction.GRADIENTS, *[Reduction.EMBEDDING] * tied, Reduction.NORM)
+
+
+def lowered_as(
+    name: str,
+    *,
+    copy: GradientCopy | None = None,
+    reductions: Iterable[Reduction] = tuple(Reduction),
+    **size_and_options: int | None,
+) -> Schedule:
+    """``build``, lowered as a run has it.
+
+    Args:
+        name: of the schedule.
+        copy: what is kept of finished gradients; None where no update is delayed.
+        reductions: of the chain.
+        **size_and_options: see `registry.build`.
+    """
+    schedule = build(name, **size_and_options)
+    return lower(schedule if copy is None else with_gradient_copy(schedule, copy), tuple(reductions))
+
+
+def refusal(name: str, **how: object) -> str | None:
+    """Why there is no such schedule, or the validator refuses it, as `lowered_as` takes it; None if it does not.
+
+    A process asks the validator once: Megatron's arguments are checked before and after a checkpoint says what is left
+    to do, and a run that changes its number of microbatches comes back to what was checked.
+    """
+    return _refusal(name, tuple(sorted((key, value) for key, value in how.items() if value is not None)))
+
+
+@cache
+def _refusal(name: str, how: tuple[tuple[str, object], ...]) -> str | None:
     try:
-        validate(lower(schedule, tuple(Reduction)))
+        validate(lowered_as(name, **dict(how)))
     except ScheduleError as error:
         return error.message
     return None
 
 
-def checked(name: str, *, stages: int, microbatches: int, **options: int | None) -> Schedule:
-    """``build``, for what works.
+def checked(name: str, **how: object) -> None:
+    """Ask the validator, as `lowered_as` takes it.
 
     Raises:
         ScheduleError: it cannot be built, or the validator refuses it.
     """
-    schedule = build(name, stages=stages, microbatches=microbatches, **options)
-    problem = refusal(schedule)
+    problem = refusal(name, **how)
     if problem is not None:
         raise ScheduleError(problem)
-    return schedule
 
 
-def works(name: str, *, stages: int, microbatches: int, **options: int | None) -> bool:
+def works(name: str, **how: object) -> bool:
     """Whether the schedule can be built and passes the validator.
 
     >>> works("gems", stages=3, microbatches=2), works("gems", stages=4, microbatches=2)
     (False, True)
     """
-    try:
-        checked(name, stages=stages, microbatches=microbatches, **options)
-    except ScheduleError:
-        return False
-    return True
+    return refusal(name, **how) is None
 
 
 def enough_microbatches(

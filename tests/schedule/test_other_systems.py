@@ -6,14 +6,16 @@ from fractions import Fraction
 
 import pytest
 
+from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.feasible import refusal
+from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.mixpipe import claimed_span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate, steady_state
 from megatron_2bw.schedule.timeline import Timeline
+from megatron_2bw.schedule.validate import validate
 
 ONE_TWO = Durations(forward_s=1, backward_s=2)
 RECOMPUTING = Durations(forward_s=1, backward_s=3)
@@ -28,7 +30,7 @@ MIXPIPE_4 = {
 
 def run(schedule: Schedule, durations: Durations = ONE_TWO) -> Timeline:
     """One batch of a schedule that the validator accepts."""
-    assert refusal(schedule) is None
+    validate(lower(schedule, tuple(Reduction)))
     return simulate(schedule, durations, 1)
 
 
@@ -73,7 +75,7 @@ def test_pipedream(forward_s: Fraction, backward_s: Fraction):
     durations, pair_s = Durations(forward_s=forward_s, backward_s=backward_s), forward_s + backward_s
     for d in range(1, 9):
         schedule = build("pipedream", stages=d, microbatches=1)
-        assert refusal(schedule) is None
+        validate(lower(schedule, tuple(Reduction)))
         for batches in (1, d, 3 * d + 1):
             timeline = simulate(schedule, durations, batches)
             assert timeline.makespan_s == (batches + d - 1) * pair_s

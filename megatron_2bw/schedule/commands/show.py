@@ -20,7 +20,7 @@ from megatron_2bw.schedule.commands.arguments import (
     table,
 )
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.registry import PER_MICROBATCH, SCHEDULES, canonical_name, options_of
+from megatron_2bw.schedule.registry import PER_MICROBATCH, SCHEDULES, build, canonical_name, options_of
 
 if TYPE_CHECKING:
     from megatron_2bw.schedule.program import Schedule
@@ -206,7 +206,8 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
         size = {"stages": args.stages, "microbatches": microbatches}
         own = {option: options[option] for option in options if option in options_of(name) or option not in taken}
         try:
-            yield checked(name, **size, **own)
+            checked(name, **size, **own)
+            yield build(name, **size, **own)
         except ScheduleError as error:
             if not args.schedules and not any(own.values()):
                 continue
