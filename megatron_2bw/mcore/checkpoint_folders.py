@@ -6,6 +6,7 @@ Megatron writes over a checkpoint of the same iteration, and removes a non-persi
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -23,22 +24,32 @@ def save(original: Callable[..., Any], iteration: int, *rest: Any, **keywords: A
     present = Path(checkpointing.get_checkpoint_name(_folder(non_persistent), iteration, return_base_dir=True))
     if non_persistent:
         maybe_finalize_async_save(blocking=True)
-        if dist.get_rank() == 0:
+    if dist.get_rank() == 0:
+        finish_replacements(present.parent, saves_there=True)  # While the tracker file says what is complete.
+        if non_persistent:
             remove_all_but_the_named(present.parent)
-    overwrites = [present.exists()]
-    dist.broadcast_object_list(overwrites, src=0)
-    if not overwrites[0]:
+    known = [present.exists(), is_named(present)]
+    dist.broadcast_object_list(known, src=0)
+    overwrites, overwrites_the_named = known
+    if not overwrites:
         return original(iteration, *rest, **keywords)
     maybe_finalize_async_save(blocking=True)
-    beside = present.with_name(f"unfinished_{present.name}")
+    beside, old = (present.with_name(f"{what}_{present.name}") for what in ("unfinished", "replaced"))
     if dist.get_rank() == 0:
         remove(beside)
+        if not overwrites_the_named:
+            # Megatron's tracker file will name this iteration as soon as all is written, and not the old one then.
+            remove(old)
+            present.rename(old)
     dist.barrier()
-    with _writing_to(beside, instead_of=present):
+    with _writing_to(beside, instead_of=present) if overwrites_the_named else contextlib.nullcontext():
         result = original(iteration, *rest, **keywords)
     maybe_finalize_async_save(blocking=True)
     if dist.get_rank() == 0:
-        replace(present, beside)
+        if overwrites_the_named:
+            replace(present, beside)
+        else:
+            remove(old)
     dist.barrier()
     return result
 
@@ -55,7 +66,7 @@ def load(original: Callable[..., Any], *rest: Any, **keywords: Any) -> Any:
     if is_alone or dist.get_rank() == 0:
         for folder in (*folders, _non_persistent(args, args.load)):
             if folder is not None:
-                finish_replacements(Path(folder))
+                finish_replacements(Path(folder), saves_there=folder in (args.save, _non_persistent(args, args.save)))
     if not is_alone:
         dist.barrier()
     trackers = [checkpointing.get_checkpoint_tracker_filename(folder) for folder in folders]
@@ -73,7 +84,8 @@ def read(original: Callable[..., Any], folder: str, args: Any, *rest: Any, **key
     if not dist.is_initialized():  # For --use-checkpoint-args, on all ranks, before `load`.
         finish_renames(Path(folder))
     why = f"the checkpoint in {folder} is damaged: Megatron cannot read it; load another one by --ckpt-step"
-    with _failing(args, [checkpointing.get_checkpoint_tracker_filename(folder)], why):
+    trackers = [checkpointing.get_checkpoint_tracker_filename(folder)]
+    with _failing(args, trackers, why), _reading_step(args.ckpt_step, trackers):
         return original(folder, args, *rest, **keywords)
 
 
@@ -96,12 +108,24 @@ def replace(present: Path, new: Path) -> None:
     remove(old)
 
 
-def finish_replacements(folder: Path) -> None:
-    """Complete every `replace` in ``folder`` that a kill stopped after its first rename."""
+def finish_replacements(folder: Path, *, saves_there: bool) -> None:
+    """Complete or take back every save in ``folder`` that a kill stopped while it overwrote a checkpoint.
+
+    Args:
+        folder: of checkpoints; where nothing can be changed in it, nothing is.
+        saves_there: whether this job is the one that saves to it. Another one may be saving right now.
+    """
     finish_renames(folder)
-    for old in folder.glob("replaced_iter_*"):
-        if old.with_name(old.name.removeprefix("replaced_")).exists():
-            remove(old)
+    with _unless_read_only():
+        for old in folder.glob("replaced_iter_*"):
+            present = old.with_name(old.name.removeprefix("replaced_"))
+            if is_named(present):
+                remove(old)
+            elif saves_there:  # What took its place is half written.
+                remove(present)
+                old.rename(present)
+        for unfinished in folder.glob("unfinished_iter_*") if saves_there else ():
+            remove(unfinished)
 
 
 def finish_renames(folder: Path) -> None:
@@ -110,8 +134,27 @@ def finish_renames(folder: Path) -> None:
         present = old.with_name(old.name.removeprefix("replaced_"))
         new = old.with_name(f"unfinished_{present.name}")
         if not present.exists():
-            with contextlib.suppress(FileNotFoundError):  # There is none, or another rank was first.
+            # There is none, or another rank was first.
+            with contextlib.suppress(FileNotFoundError), _unless_read_only():
                 new.rename(present)
+
+
+@contextlib.contextmanager
+def _unless_read_only() -> Iterator[None]:
+    """Leave a folder as it is that others alone may change; a checkpoint that is missing for that says so itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+
+
+def is_named(checkpoint: Path) -> bool:
+    """Whether Megatron's tracker file names this folder, which is complete then."""
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(str(checkpoint.parent)))
+    with contextlib.suppress(OSError, ValueError):  # There is none, or it names a release.
+        return checkpoint.name == f"iter_{int(tracker.read_text()):07d}"
+    return False
 
 
 def remove_all_but_the_named(folder: Path) -> None:
@@ -119,10 +162,8 @@ def remove_all_but_the_named(folder: Path) -> None:
 
     Megatron keeps the one of the highest number, and would remove the named one for the sake of it.
     """
-    tracker = Path(checkpointing.get_checkpoint_tracker_filename(str(folder)))
-    named = f"iter_{int(tracker.read_text()):07d}" if tracker.exists() else None
     for checkpoint in folder.glob("iter_*"):
-        if checkpoint.name != named:
+        if not is_named(checkpoint):
             remove(checkpoint)
 
 

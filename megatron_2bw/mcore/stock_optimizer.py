@@ -39,6 +39,19 @@ def shards_by_layers(optimizer: Any) -> bool:
     return isinstance(optimizer, LayerWiseDistributedOptimizer)
 
 
+def let_state_be_loaded(optimizer: Any) -> None:
+    """Give SGD's momentum a place in a torch_dist checkpoint that is being loaded; Megatron has none for it."""
+    for part in undivided(optimizer):
+        if not part.is_stub_optimizer and part.init_state_fn is None:
+            part.init_state_fn = _with_momentum
+
+
+def _with_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
 def statistics_group(optimizer: Any) -> dist.ProcessGroup:
     """Over which Megatron sums the squares of its gradients."""
     return dist.group.WORLD if shards_by_layers(optimizer) else optimizer.get_grad_stats_parallel_group()

@@ -218,7 +218,10 @@ def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **key
     if _schedule() == MEGATRON:
         return original(model, optimizer, *rest, **keywords)
     from megatron_2bw.mcore import checkpoint_folders
+    from megatron_2bw.mcore.stock_optimizer import let_state_be_loaded
 
+    if optimizer is not None:
+        let_state_be_loaded(optimizer)
     checkpoints, load = _checkpoints(optimizer), functools.partial(checkpoint_folders.load, original)
     if checkpoints is not None:
         load = functools.partial(checkpoints.load, load)

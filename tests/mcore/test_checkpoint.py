@@ -110,20 +110,38 @@ def test_a_complete_checkpoint_takes_the_place_of_another(tmp_path: Path) -> Non
     assert (present / "file").read_text() == "new"
 
 
-def test_a_replacement_that_was_stopped_halfway_is_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves_there", [True, False])
+def test_a_replacement_that_was_stopped_halfway_is_finished_or_taken_back(saves_there: bool, tmp_path: Path) -> None:
     from megatron_2bw.mcore.checkpoint_folders import finish_replacements
 
-    _checkpoint(tmp_path / "replaced_iter_0000006", "old")
-    _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
-    present = _checkpoint(tmp_path / "iter_0000008", "present")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    _checkpoint(tmp_path / "iter_0000008", "present")
     _checkpoint(tmp_path / "replaced_iter_0000008", "left behind")
     _checkpoint(tmp_path / "unfinished_iter_0000008", "half written by the next save")
-    _checkpoint(tmp_path / "unfinished_iter_0000009", "half written, replacing nothing yet")
-    finish_replacements(tmp_path)
-    assert not list(tmp_path.glob("replaced_*"))
-    assert (tmp_path / "iter_0000006" / "file").read_text() == "new"
-    assert (present / "file").read_text() == "present"
-    assert not (tmp_path / "iter_0000009").exists()
+    _checkpoint(tmp_path / "iter_0000009", "half written, and not named")
+    _checkpoint(tmp_path / "replaced_iter_0000009", "of the run before")
+    finish_replacements(tmp_path, saves_there=saves_there)
+    files = {path.parent.name: path.read_text() for path in tmp_path.glob("*/file")}
+    assert files.pop("iter_0000008") == "present"
+    if saves_there:
+        assert files == {"iter_0000009": "of the run before"}
+    else:  # Another job may be saving.
+        assert files == {
+            "unfinished_iter_0000008": "half written by the next save",
+            "iter_0000009": "half written, and not named",
+            "replaced_iter_0000009": "of the run before",
+        }
+
+
+@pytest.mark.parametrize("saves_there", [True, False])
+def test_a_replacement_that_was_stopped_between_its_renames_is_finished(saves_there: bool, tmp_path: Path) -> None:
+    from megatron_2bw.mcore.checkpoint_folders import finish_replacements
+
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
+    _checkpoint(tmp_path / "replaced_iter_0000006", "old")
+    _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
+    finish_replacements(tmp_path, saves_there=saves_there)
+    assert {path.parent.name: path.read_text() for path in tmp_path.glob("*/file")} == {"iter_0000006": "new"}
 
 
 def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path: Path) -> None:

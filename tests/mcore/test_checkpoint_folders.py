@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -40,8 +41,10 @@ def test_the_only_checkpoint_left_is_not_removed(tmp_path: Path) -> None:
     from megatron_2bw.mcore.checkpoint_folders import finish_replacements
 
     old = _checkpoint(tmp_path / "replaced_iter_0000006", "old, its successor was removed by hand")
-    finish_replacements(tmp_path)
+    finish_replacements(tmp_path, saves_there=False)
     assert (old / "file").exists()
+    finish_replacements(tmp_path, saves_there=True)
+    assert (tmp_path / "iter_0000006" / "file").exists()
 
 
 def test_a_replacement_is_finished_before_arguments_are_read(saving, tmp_path) -> None:
@@ -59,6 +62,7 @@ def test_another_job_may_finish_a_replacement_and_remove_what_was_there(tmp_path
     """One that loads from the same folder between the two renames of a save takes it for dead."""
     from megatron_2bw.mcore import checkpoint_folders as folders
 
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
     present = _checkpoint(tmp_path / "iter_0000006", "old")
     new = _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
     rename = Path.rename
@@ -66,12 +70,12 @@ def test_another_job_may_finish_a_replacement_and_remove_what_was_there(tmp_path
     def after_another(path: Path, target: Path) -> Path:
         if path == new:
             monkeypatch.undo()
-            folders.finish_replacements(tmp_path)
+            folders.finish_replacements(tmp_path, saves_there=False)
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", after_another)
     folders.replace(present, new)
-    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000006"]
+    assert [path.name for path in tmp_path.glob("*iter_*")] == ["iter_0000006"]
     assert (present / "file").read_text() == "new"
 
 
@@ -117,6 +121,7 @@ def test_a_non_persistent_replacement_is_finished_before_loading(saving, tmp_pat
     there = tmp_path / "non_persistent"
     _checkpoint(there / "replaced_iter_0000006", "old")
     _checkpoint(there / "unfinished_iter_0000006", "new")
+    (there / "latest_checkpointed_iteration.txt").write_text("6")
     folders.load(lambda: None)
     assert (there / "iter_0000006" / "file").read_text() == "new"
 
@@ -166,3 +171,66 @@ def test_megatrons_own_schedule_loads_as_without_us(saving, asked, tmp_path, mon
         wrappers.load_checkpoint(load, "model", "optimizer", strict=True)
     with pytest.raises(SystemExit):
         wrappers.read_checkpoint(load, str(tmp_path), args, strict=True)
+
+
+@pytest.mark.parametrize("killed", ["before it is named", "once it is named", None])
+@pytest.mark.parametrize("named", ["5", "6"])
+def test_a_kill_while_another_runs_checkpoint_is_overwritten(saving, tmp_path, monkeypatch, named, killed) -> None:
+    """A run that goes on from step 5 writes over step 6 of the run before, which the tracker file names, or does not.
+
+    Whatever it names afterwards is all of one run; and of this one, once Megatron has named it.
+    """
+    folders, _ = saving
+    tracker, present = tmp_path / "latest_checkpointed_iteration.txt", tmp_path / "iter_0000006"
+    tracker.write_text(named)
+    _checkpoint(present, "old")
+    _checkpoint(tmp_path / "iter_0000005", "old")
+
+    def write(iteration: int) -> None:
+        name = Path(folders.checkpointing.get_checkpoint_name(str(tmp_path), iteration, return_base_dir=True))
+        name.mkdir(exist_ok=True)
+        (name / "file").write_text("half")
+        if killed == "before it is named":
+            raise KeyboardInterrupt
+        (name / "file").write_text("new")
+        tracker.write_text(str(iteration))
+        if killed:
+            raise KeyboardInterrupt
+
+    if killed:
+        with pytest.raises(KeyboardInterrupt):
+            folders.save(write, 6)
+    else:
+        folders.save(write, 6)
+    folders.load(lambda: None)
+    files = {path.parent.name: path.read_text() for path in tmp_path.glob("*/file")}
+    is_new = killed is None or (killed == "once it is named" and named == "5")
+    assert files == {"iter_0000005": "old", "iter_0000006": "new" if is_new else "old"}
+    assert tracker.read_text() == ("6" if killed != "before it is named" else named)
+
+
+def test_a_folder_that_cannot_be_changed_is_read_as_it_is(saving, tmp_path, monkeypatch) -> None:
+    folders, args = saving
+    args.save = None
+    _checkpoint(tmp_path / "replaced_iter_0000005", "old")
+    _checkpoint(tmp_path / "unfinished_iter_0000005", "new")
+    _checkpoint(tmp_path / "iter_0000004", "wanted")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", read_only)
+    folders.load(lambda: None)
+    assert (tmp_path / "iter_0000004" / "file").read_text() == "wanted"
+
+
+def test_a_chosen_step_is_read_where_the_tracker_file_is_damaged(saving, tmp_path) -> None:
+    """``--use-checkpoint-args --ckpt-step 4``: the message about a damaged one says to give a step."""
+    folders, args = saving
+    args.ckpt_step = 4
+    folders.dist.is_initialized = lambda: False
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.touch()
+    read = lambda folder, args: folders.checkpointing.read_metadata(str(tracker))  # noqa: E731
+    assert folders.read(read, str(tmp_path), args) == (4, False)

@@ -56,6 +56,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
         pytest.param(replace(DETERMINED, model=BIASED), "torch_dist", id="biases-of-experts"),
         pytest.param(replace(DETERMINED, model=BIASED, precision="bf16"), "torch", id="biases-of-experts-bf16"),
         pytest.param(replace(DETERMINED, model=SEVERAL_TOKENS, precision="bf16"), "torch_dist", id="several-tokens"),
+        pytest.param(replace(CASE, optimizer="sgd"), "torch_dist", id="sgd"),
+        pytest.param(replace(CASE, optimizer="sgd", precision="bf16"), "torch_dist", id="sgd-bf16"),
         pytest.param(replace(SHARDED_BY_LAYERS, record_gradients=False), "torch_dist", id="muon-distributed"),
     ],
 )

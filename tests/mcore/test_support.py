@@ -110,6 +110,9 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--ckpt-format torch, with --use-distributed-optimizer and muon or lion": [
         {"save": "folder", "ckpt_format": "torch", "optimizer": "muon", "use_distributed_optimizer": True},
     ],
+    "--mtp-num-layers with tied embeddings, and --save in --ckpt-format torch_dist": [
+        {"save": "folder", "mtp_num_layers": 1, "untie_embeddings_and_output_weights": False},
+    ],
     "--optimizer-cpu-offload": [{"optimizer_cpu_offload": True}],
     "--moe-router-load-balancing-type quantile_balancing": [{"moe_router_load_balancing_type": "quantile_balancing"}],
     "--moe-single-grouped-weight / --moe-single-grouped-bias": [

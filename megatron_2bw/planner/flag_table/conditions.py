@@ -82,6 +82,11 @@ def leaves_copies_of_experts_apart(args: Any) -> bool:
     return bool(args.num_experts and copies > 1 and replicas == 1 and is_sharded_by_layers(args))
 
 
+def ties_what_it_predicts(args: Any) -> bool:
+    """The output layer of further predicted tokens is the embedding."""
+    return bool(args.mtp_num_layers) and not args.untie_embeddings_and_output_weights
+
+
 def interleaves(args: Any) -> bool:
     """A rank has several virtual stages; how many, Megatron derives from numbers of layers and from layouts."""
     derived = getattr(args, "virtual_pipeline_model_parallel_size", None)

@@ -19,6 +19,7 @@ from megatron_2bw.planner.flag_table.conditions import (
     scatters_a_mean_to_fp32,
     shards_weights,
     sums_experts_over_wrong_ranks,
+    ties_what_it_predicts,
 )
 from megatron_2bw.planner.flag_table.rows import (
     OURS,
@@ -276,6 +277,13 @@ REFUSED: tuple[Refused, ...] = (
         schedules=OURS,
         reason="Megatron fails when it saves that optimizer so",
         remedy="use --ckpt-format torch_dist",
+    ),
+    Refused(
+        flag="--mtp-num-layers with tied embeddings, and --save in --ckpt-format torch_dist",
+        is_set=lambda args: args.save and args.ckpt_format == "torch_dist" and ties_what_it_predicts(args),
+        schedules=OURS,
+        reason="Megatron fails when it saves an embedding that the last stage has twice",
+        remedy="give --untie-embeddings-and-output-weights, or use --ckpt-format torch",
     ),
     Refused(
         flag="--optimizer-cpu-offload",

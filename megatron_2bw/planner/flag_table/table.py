@@ -112,7 +112,8 @@ SLOWED: tuple[Slowed, ...] = (
         is_set=above("timing_log_level", 0),
         schedules=DELAYED,
         reason="all ranks gather their timers at every log line, and level 1 waits for the device after every batch; "
-        "level 2 has no timers of transfers, which run beside computation (--pipeline-trace shows them)",
+        "there are no timers of what runs beside computation: transfers, reductions of gradients, clipping "
+        "(--pipeline-trace shows when they end)",
     ),
     Slowed(
         flag="--train-sync-interval",
