@@ -17,6 +17,7 @@ FLEX = "flex"
 """All dispatchers of tokens but two; which one, `BACKEND` says."""
 BACKEND = "--moe-flex-dispatcher-backend"
 MODULES = "--recompute-modules"
+STEPS = "--step-batch-size-schedule"
 GROUPED = "--moe-grouped-gemm"
 """The experts of a rank in one matrix product; Megatron's default is one after the other."""
 _OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
@@ -100,6 +101,8 @@ def check_accepted(options: Options) -> None:
         raise PlanError(
             "--first-last-layers-bf16: delayed scaling is of all layers or none; give --fp8-recipe tensorwise"
         )
+    if STEPS in options and "--global-batch-size" in options:
+        raise PlanError(f"{STEPS} and --global-batch-size exclude each other; leave one out")
     for flag, new in _REPLACED.items():
         if flag in options:
             behind = f", or behind a script with --ignore {flag[2:]}"

@@ -13,6 +13,7 @@ from megatron_2bw.planner.accepted import (
     GROUPED,
     MODULES,
     PIPELINE_LAYOUT,
+    STEPS,
     check_accepted,
     counted,
 )
@@ -216,7 +217,7 @@ def _layout(
         schedule=schedule_name(options.text("--pipeline-schedule", MEGATRON)),
         data=data,
         pipeline_layout=_pipeline_layout(options, model, numbers["pipeline"] * numbers.get("chunks", 1)),
-        global_batch=options.number("--global-batch-size", numbers["microbatch"] * data),
+        global_batch=_global_batch(options, numbers["microbatch"] * data),
         recompute=_recompute(options),
         recompute_modules=_modules(options),
         recompute_method=RecomputeMethod(
@@ -240,6 +241,29 @@ def _layout(
         fused_swiglu=not (model.swiglu and "--no-bias-swiglu-fusion" in options),
         **numbers,
     )
+
+
+def _global_batch(options: Options, least: int) -> int:
+    """The last one, where it grows; Megatron's default is one microbatch per replica."""
+    if STEPS not in options:
+        return options.number("--global-batch-size", least)
+    text = options.text(STEPS)
+    try:
+        steps = sorted(tuple(map(_quantity, step.split(":"))) for step in text.replace(",", " ").split())
+        _, last = steps[-1]
+    except (ValueError, IndexError) as error:
+        raise PlanError(f"{STEPS} {text!r}: give pairs such as '0:768 250B:1536'") from error
+    return last
+
+
+def _quantity(text: str) -> int:
+    """As Megatron reads it: 2.5K is 2500.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    power = "KMBT".find(text[-1:].upper()) + 1 if text else 0
+    return int(float(text[:-1] if power else text) * 1000**power)
 
 
 def _pipeline_layout(options: Options, model: Model, stages: int) -> str:

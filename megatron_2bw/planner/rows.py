@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.planner.accepted import GROUPED
+from megatron_2bw.planner.accepted import GROUPED, STEPS
 from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.finder import price
@@ -133,6 +133,7 @@ def predicted(
     layout = _layout(ours, model, base, microbatches=theirs.get("num_microbatches"))
     words = [*model_flags(model), "--vocab-size", str(model.vocab_size), *layout_flags(model, layout)]
     added = [] if RecomputeModule.MOE_ACT in layout.modules_again else [GROUPED]
+    added += ["--global-batch-size"] * (STEPS in options)  # Beside it, Megatron's is only a placeholder.
     added += [] if "dispatcher" in ours else ["--moe-token-dispatcher-type"]
     ours_said = Options.parse(words).without(added)  # The planner adds them.
     options = dataclasses.replace(options, values={**ours_said.values, **options.values})

@@ -27,6 +27,13 @@ def random_data(model: Model) -> list[str]:
     return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size)]
 
 
+def gpus_here() -> list[str]:
+    """What the GPUs of this machine are called that a run would see; none where torch sees none."""
+    code = "import torch; print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep='\\n')"
+    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    return found.stdout.split("\n")[:-1] if found.stdout.strip() else []
+
+
 def lines_of(words: Sequence[str], *, ranks: int, what: str) -> Iterator[str]:
     """Run ``torchrun --nproc-per-node RANKS WORDS``; yields its output line by line.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_2bw.planner.accepted import BACKEND, DIST_MUON, FLEX, GROUP, GROUPED, interleaves, stages
+from megatron_2bw.planner.accepted import BACKEND, DIST_MUON, FLEX, GROUP, GROUPED, STEPS, interleaves, stages
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layout import Dispatcher, Optimizer
 from megatron_2bw.planner.model_flags import positions_of
@@ -176,7 +176,7 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--spec": (_given, "priced with the layers that other flags describe"),
     "--sft": (_given, "priced with sequences of --seq-length tokens"),
     "--rampup-batch-size": (_given, "priced at the final batch size"),
-    "--step-batch-size-schedule": (_given, "priced at --global-batch-size"),
+    STEPS: (_given, "priced at its last batch size"),
     "--expert-model-parallel-size": (
         _dispatches_otherwise,
         f"priced with --moe-token-dispatcher-type {Dispatcher.ALLTOALL}",

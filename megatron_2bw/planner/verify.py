@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.finder import Choice
 from megatron_2bw.planner.layout import Layout
@@ -16,7 +17,7 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report import flags_of, shown
 from megatron_2bw.planner.search import Plan
 from megatron_2bw.planner.table import seconds
-from megatron_2bw.planner.torchrun import LOGGED, lines_of, random_data
+from megatron_2bw.planner.torchrun import LOGGED, gpus_here, lines_of, random_data
 
 LOG_INTERVAL, LOGS = 4, 4
 """Iterations per log line, and lines; what has the start of everything in it does not count."""
@@ -54,6 +55,8 @@ def measured(
             f"--verify-top runs on this machine alone, and the plan is for {plan.cluster.nodes} nodes; leave it out, "
             "or plan for one node"
         )
+    if plan.cluster.profile is None:
+        _check_gpus(plan.cluster)
     if not script.is_file():
         raise PlanError(f"there is no {script} to run; give your training script as --script FILE")
     times_s: dict[Layout, list[float]] = {choice.layout: [] for choice in choices}
@@ -74,6 +77,21 @@ def measured(
     failed = [choice for choice in choices if choice.layout in problems]
     rest = [choice for choice in plan.choices if choice not in choices]
     return replace(plan, choices=(*ran, *rest, *failed))
+
+
+def _check_gpus(cluster: Cluster) -> None:
+    """Whether the plan, which no profile of this machine is behind, is for one like this.
+
+    Raises:
+        PlanError: it has fewer GPUs.
+    """
+    here = gpus_here()
+    if len(here) < cluster.gpus:
+        raise PlanError(
+            f"--verify-top runs on this machine, which has {len(here) or 'no'} GPUs of {cluster.gpus} x "
+            f"{cluster.gpu.name}; leave it out, or plan with megatron-2bw profile and --profile FILE"
+        )
+    print(f"running on {cluster.gpus} of this machine's GPUs: {', '.join(dict.fromkeys(here))}", file=sys.stderr)
 
 
 def _with_times(choice: Choice, times_s: list[float]) -> Choice:

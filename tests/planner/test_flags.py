@@ -223,6 +223,26 @@ def test_selective_recomputation_of_other_modules_keeps_the_scores():
     assert predicted({**row, **others})["stages"] == predicted(row)["stages"]
 
 
+@pytest.mark.parametrize(("schedule", "batch"), [("0:8 2.4B:320 4M:16", 320), ("0:1k,250B:1.5K", 1500), ("0:24", 24)])
+def test_a_batch_that_grows_in_steps_is_priced_at_its_last_size(schedule: str, batch: int):
+    words = [*MODEL.split(), "--micro-batch-size", "1", "--step-batch-size-schedule", schedule]
+    found = read(Options.parse(words), gpus=4)
+    assert found.layout.global_batch == batch
+    assert "--step-batch-size-schedule: priced at its last batch size" in found.notes
+    row = {"model": "gpt-2.2b", "cluster": "dgx-a100", "gpus": 4, "mbs": 1}
+    saved = {"step_batch_size_schedule": schedule, "global_batch_size": 4}  # Of the beginning.
+    assert predicted(row | saved)["time_s"] == predicted(row | {"global_batch_size": batch})["time_s"]
+
+
+@pytest.mark.parametrize("schedule", ["8", "0:x", "", "0:1:2"])
+def test_steps_that_are_none(schedule: str):
+    words = [*MODEL.split(), "--micro-batch-size", "1", "--step-batch-size-schedule", schedule]
+    with pytest.raises(PlanError, match="--step-batch-size-schedule"):
+        read(Options.parse(words), gpus=4)
+    with pytest.raises(PlanError, match="--step-batch-size-schedule and --global-batch-size exclude each other"):
+        read(Options.parse([*words[:-1], "0:8", "--global-batch-size", "8"]), gpus=4)
+
+
 def test_flags_are_unique_and_strings():
     for model, layout in itertools.product(VARIED.values(), LAYOUTS.values()):
         words = [*layout_flags(model, layout), *model_flags(model)]

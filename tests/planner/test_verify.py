@@ -31,6 +31,14 @@ def plan() -> Plan:
     return verify.replace(found, choices=tuple(choices))
 
 
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of this machine."""
+    here = ["NVIDIA A100-SXM4-80GB"] * 8
+    monkeypatch.setattr(verify, "gpus_here", lambda: here)
+    return here
+
+
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, list[list[int]]]], list[str]]:
     """Let layouts log these milliseconds, a list for each run; returns the schedules in the order they ran."""
@@ -98,6 +106,15 @@ def test_nothing_ran(plan, log):
     log({schedule: [[1]] for schedule in SCHEDULES})
     with pytest.raises(PlanError, match="none of the layouts ran; it logged 0 of 3 times"):
         verify.measured(plan, list(plan.choices))
+
+
+def test_a_plan_for_gpus_that_are_not_here_is_not_run(plan, log, gpus):
+    order = log({})
+    for left, said in (7, "7 GPUs of 8 x a100-80gb"), (0, "no GPUs of 8 x a100-80gb"):
+        del gpus[left:]
+        with pytest.raises(PlanError, match=said):
+            verify.measured(plan, list(plan.choices))
+    assert not order
 
 
 def test_there_must_be_a_script(plan, tmp_path: Path):
