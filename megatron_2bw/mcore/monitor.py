@@ -58,7 +58,7 @@ class PipelineMonitor:
 
     def after(self, schedule: Schedule) -> None:
         """A call has ended."""
-        take = self._recorder.newest(16 * schedule.microbatches + 64, len(Reduction) * _BATCHES)
+        take = self._recorder.newest(2 * (4 * schedule.microbatches + 32), len(Reduction) * _BATCHES)
         # The first batch after a change begins in one that ran in another order.
         interrupted, self.interrupted = self.interrupted or schedule is not self._schedule, False
         self._schedule = schedule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -64,10 +65,10 @@ LAYOUT_NUMBERS: dict[str, str] = {
     "--pipeline-gradient-buffers": "gradient_buffers",
 }
 """Flags with a number of the Layout."""
+_MOE_LAYER = "--moe-layer-recompute"
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 _FUSED_LOSS = {"--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"}
 FP8_FORMATS = ("hybrid", "e4m3")
-_MOE_LAYER = "--moe-layer-recompute"
 _IN_BLOCKS = (Fp8.BLOCKWISE, Fp8.MXFP8)
 """Recipes whose scales are fine enough for gradients in e4m3."""
 SWITCHES = frozenset(
@@ -92,6 +93,7 @@ SPELLED = frozenset(
         *CHECKED,
         *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --transformer-impl".split(),
         *"--recompute-granularity --recompute-method --attention-backend --cross-entropy-fusion-impl".split(),
+        *(MODULES, _MOE_LAYER),
         *f"--merge-file --vocab-file --fp8-format --fp8-recipe {PIPELINE_LAYOUT}".split(),
         # Megatron's own, which look like others.
         *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
@@ -351,6 +353,42 @@ def _fused(options: Options, default: bool) -> bool:
     if options.text("--transformer-impl", "transformer_engine") == "local":
         return False
     return {"auto": default, "unfused": False, "local": False}.get(backend, True)
+
+
+_FLAG_OF = {
+    **{name: flag for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS}.items()},
+    "global_batch": "--global-batch-size",
+    "sequence_parallel": "--sequence-parallel",
+    "distributed_optimizer": "--use-distributed-optimizer",
+    "overlap_gradients": "--overlap-grad-reduce",
+    "overlap_parameters": "--overlap-param-gather",
+    "overlap_tensor": "--tp-comm-overlap",
+    "overlap_exchanges": "--overlap-moe-expert-parallel-comm",
+    "fp8_parameters": "--fp8-param-gather",
+    "pipeline_layout": PIPELINE_LAYOUT,
+    "recompute_modules": MODULES,
+    "schedule": "--pipeline-schedule",
+    "fp8": "--fp8-recipe",
+    "recompute": "--recompute-granularity",
+}
+_FIELD = re.compile(rf"(use )?(?<![-\w])({'|'.join(_FLAG_OF)})(?![-\w])( \d)?")
+
+
+def in_flags(message: str) -> str:
+    """``message``, which has names of fields, for those who gave flags.
+
+    >>> in_flags("microbatches 1: 2bw needs at least 15 on 16 stages; raise global_batch to 120")
+    'microbatches 1: 2bw needs at least 15 on 16 stages; raise --global-batch-size to 120'
+    >>> in_flags("tensor 3 does not divide num_attention_heads 16; use 2")
+    '--tensor-model-parallel-size 3 does not divide --num-attention-heads 16; use 2'
+    """
+
+    def said(found: re.Match[str]) -> str:
+        before, field, value = found.groups("")
+        is_a_word = "_" not in field and not before and not value  # Of English: the pipeline, a tensor.
+        return found[0] if is_a_word else f"{before}{_FLAG_OF[field]}{value}"
+
+    return _FIELD.sub(said, message)
 
 
 def layout_flags(model: Model, layout: Layout) -> list[str]:

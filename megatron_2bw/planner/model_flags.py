@@ -160,7 +160,7 @@ def vocabulary(
     kind: Kind,
     *,
     name: str = "--vocab-size",
-    remedy: str = "--vocab-size N (on the command line, behind --from-script FILE)",
+    remedy: str = "--vocab-size N (behind --from-script FILE, where that is given)",
 ) -> int:
     """Tokens that the tokenizer knows, or that Megatron pads their number to.
 

@@ -86,7 +86,9 @@ def chosen(text: str) -> dict[str, Any]:
     Raises:
         PlanError: ``text`` is no name of a layout.
     """
-    schedule, _, rest = text.partition(":")
+    schedule, colon, rest = text.partition(":")
+    if not colon and "," in schedule:
+        raise PlanError(f"layout {text!r} begins with no schedule; write such as 2bw:{text}")
     values: dict[str, Any] = {"schedules": schedule_name(schedule)}
     for part in filter(None, rest.split(",")):
         count, recompute = re.fullmatch(r"([a-z])(\d+)", part), _RECOMPUTE.fullmatch(part)

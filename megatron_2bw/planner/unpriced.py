@@ -127,6 +127,7 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--decoder-num-layers": (_given, "a decoder beside the encoder"),
     **dict.fromkeys(("--language-model-type", "--vision-model-type"), (_given, "models of pictures beside text")),
     **dict.fromkeys(_OF_PICTURES, (_has_pictures, "models of pictures beside text")),
+    "--model-provider": (lambda options, flag: options.text(flag, "gpt") != "gpt", "models of pictures beside text"),
     "--is-hybrid-model": (_given, "layers of several kinds"),
     "--fp32-residual-connection": (_given, "a sum of the layers in fp32"),
     "--attention-output-gate": (_given, "gates behind attention"),

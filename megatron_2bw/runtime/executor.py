@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -88,8 +89,8 @@ class Executor:
             ActionType.RECV_FORWARD: self._receive,
             ActionType.RECV_BACKWARD: self._receive,
             ActionType.REDUCE_START: worker.reduce_start,
-            ActionType.REDUCE_WAIT: self._reduce_wait,
-            ActionType.UPDATE: self._update,
+            ActionType.REDUCE_WAIT: partial(self._settle, worker.reduce_wait),
+            ActionType.UPDATE: partial(self._settle, worker.update),
         }
 
     def run(self, batch: int, *, left: int | None) -> None:
@@ -171,20 +172,13 @@ class Executor:
         grad = self._results.pop((action.stage, action.microbatch, action.batch))
         self._links.send(action, self.schedule.peer_of(action), grad)
 
-    def _reduce_wait(self, action: Action) -> None:
+    def _settle(self, settled: Callable[[Action], None], action: Action) -> None:
+        """Wait for a reduction, or update; of batches before the run there is nothing to do."""
         if action.batch < 0:
             return
         start = self._mark()
         with waiting_in(place_of(action)):
-            self._worker.reduce_wait(action)
-        self._note(action, start)
-
-    def _update(self, action: Action) -> None:
-        if action.batch < 0:
-            return
-        start = self._mark()
-        with waiting_in(place_of(action)):
-            self._worker.update(action)
+            settled(action)
         self._note(action, start)
 
     def _mark(self) -> object:

@@ -748,3 +748,12 @@ def test_the_planner_loads_no_torch():
     code = f"import sys, {', '.join(modules)}; print(*sorted({{'torch', 'numpy', 'megatron'}} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.split() == []
+
+
+def test_estimate_speaks_of_flags_and_names_those_that_it_does_not_read(capsys: pytest.CaptureFixture[str]):
+    few = "--pipeline-schedule 2bw --pipeline-model-parallel-size 4 --global-batch-size 4"
+    code, _, err = run(capsys, f"{ESTIMATE} {few}")
+    assert (code, "2bw needs at least 3 on 4 stages; raise --global-batch-size to 6" in err) == (2, True)
+    _, out, _ = run(capsys, f"{ESTIMATE} --seed 3 --tp-size 4 --recompute-modules mlp")
+    assert "note: --seed, --tp-size: no price depends on it, or nothing here knows it" in out
+    assert "begins with no schedule; write such as 2bw:d2,t1" in run(capsys, f"{PLAN} --explain d2,t1")[2]

@@ -94,7 +94,7 @@ def _configured(
     args: argparse.Namespace, words: Sequence[str], cluster: Cluster
 ) -> tuple[Configuration, tuple[str, ...]]:
     """What the flags of the script, those of the command line behind them, describe; and notes."""
-    from megatron_2bw.planner.flags import read
+    from megatron_2bw.planner.flags import SPELLED, in_flags, read
     from megatron_2bw.planner.inputs import sized
     from megatron_2bw.planner.launch import agreed
     from megatron_2bw.planner.model import Kind
@@ -115,10 +115,14 @@ def _configured(
             notes.append(f"the script does not say how many GPUs it uses: priced on the cluster's {asked}; give --gpus")
         gpus = asked if is_sized or gpus is None else gpus
         kind = Kind(args.model_kind) if args.model_kind else kind
-        found.append(
-            read(options, gpus=gpus, node=cluster.gpus_per_node, kind=kind, gpu=cluster.gpu, fused=fused, model=model)
-        )
+        how = {"node": cluster.gpus_per_node, "gpu": cluster.gpu, "fused": fused, "model": model}
+        try:
+            found.append(read(options, gpus=gpus, kind=kind, **how))
+        except PlanError as error:
+            raise PlanError(in_flags(str(error))) from error
         notes += found[-1].notes
+    if args.from_script is None and (unread := sorted(Options.parse(words).values.keys() - SPELLED - _ignored(args))):
+        notes.append(f"{', '.join(unread)}: no price depends on it, or nothing here knows it")
     return agreed(found, file=args.from_script), tuple(dict.fromkeys(notes))
 
 

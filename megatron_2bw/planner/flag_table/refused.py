@@ -23,7 +23,6 @@ from megatron_2bw.planner.flag_table.conditions import (
 )
 from megatron_2bw.planner.flag_table.rows import (
     OURS,
-    PIPEDREAM,
     STOCK,
     SYNCHRONOUS,
     USE_FLUSH,
@@ -34,7 +33,7 @@ from megatron_2bw.planner.flag_table.rows import (
     sums_in_bf16,
     words,
 )
-from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, TWO_BW
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, PER_MICROBATCH, TWO_BW
 
 _SHARDED_WEIGHTS = "--tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards"
 _QUANTIZED = "--fp8-format / --fp4-format / --te-precision-config-file / --kitchen-config-file"
@@ -48,7 +47,7 @@ def _of_2bw(flag: str, reason: str) -> Refused:
     """A flag of ours that only 2bw has a use for."""
     return Refused(
         flag=flag,
-        schedules=SYNCHRONOUS | PIPEDREAM | STOCK,
+        schedules=SYNCHRONOUS | PER_MICROBATCH | STOCK,
         reason=reason,
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     )
@@ -76,7 +75,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--delay-correction",
-        schedules=PIPEDREAM,
+        schedules=PER_MICROBATCH,
         reason="it corrects a delay of one batch, and every stage has another delay",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),
@@ -132,33 +131,33 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         flag="--clip-grad / grad_norm_skip_threshold of the config",
         is_set=lambda args: args.clip_grad > 0 or (getattr(args, "grad_norm_skip_threshold", None) or inf) < inf,
-        schedules=PIPEDREAM,
+        schedules=PER_MICROBATCH,
         reason="a norm over all stages would drain the pipeline after every microbatch",
         remedy="use --clip-grad 0, or --pipeline-schedule 2bw, which clips by the exact norm",
     ),
     Refused(
         flag="--untie-embeddings-and-output-weights",
         is_set=lambda args: not args.untie_embeddings_and_output_weights,
-        schedules=PIPEDREAM,
+        schedules=PER_MICROBATCH,
         reason="a weight on the first and the last stage would have two delays",
         remedy="set the flag, or use --pipeline-schedule 2bw",
     ),
     Refused(
         flag="--fp16 / --loss-scale",
         is_set=given("fp16", "loss_scale"),
-        schedules=PIPEDREAM,
+        schedules=PER_MICROBATCH,
         reason="skipping an update on all stages would drain the pipeline after every microbatch",
         remedy="use --bf16 without a loss scale, or --pipeline-schedule 2bw",
     ),
     Refused(
         flag="--calculate-per-token-loss",
-        schedules=PIPEDREAM,
+        schedules=PER_MICROBATCH,
         reason="only the last stage knows the number of tokens, and earlier ones would wait for it",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),
     Refused(
         flag="--log-num-zeros-in-grad",
-        schedules=PIPEDREAM,
+        schedules=PER_MICROBATCH,
         reason="a count over all stages would drain the pipeline after every microbatch",
         remedy="leave the flag out",
     ),
@@ -342,7 +341,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         flag="--mtp-num-layers",
-        schedules=PIPEDREAM,
+        schedules=PER_MICROBATCH,
         reason="a weight on the first and the last stage would have two delays",
         remedy="leave the flag out, or use --pipeline-schedule 2bw",
     ),

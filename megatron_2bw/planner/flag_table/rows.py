@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON
+from megatron_2bw.schedule.registry import DELAYED, MEGATRON, SCHEDULES
 
-PIPEDREAM = frozenset({"pipedream"})
-SYNCHRONOUS = frozenset({"1f1b-flush", "gpipe", "inter-layer"}) | BIDIRECTIONAL
-OURS = DELAYED | SYNCHRONOUS
+OURS = frozenset(SCHEDULES)
+SYNCHRONOUS = OURS - DELAYED
 STOCK = frozenset({MEGATRON})
 """Megatron's own loop, which is refused only what it cannot do of our flags."""
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_2bw.planner.flag_table.refused import REFUSED
 from megatron_2bw.planner.flag_table.rows import (
-    PIPEDREAM,
     Mapped,
     Slowed,
     above,
@@ -19,7 +18,7 @@ from megatron_2bw.planner.flag_table.rows import (
     set_to,
     sums_in_bf16,
 )
-from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, TWO_BW
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, PER_MICROBATCH, TWO_BW
 
 __all__ = ["MAPPED", "REFUSED", "SLOWED", "table"]
 
@@ -75,7 +74,7 @@ MAPPED: tuple[Mapped, ...] = (
     ),
     _off(
         "--ckpt-assume-constant-structure",
-        PIPEDREAM,
+        PER_MICROBATCH,
         "checkpoints of the first batches hold fewer weight versions than later ones",
     ),
     _off(
