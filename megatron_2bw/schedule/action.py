@@ -40,6 +40,13 @@ ACTIVATIONS = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
 SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})
 RECEIVES = frozenset({ActionType.RECV_FORWARD, ActionType.RECV_BACKWARD})
 TRANSFERS = SENDS | RECEIVES
+OTHER_END = {
+    ActionType.SEND_FORWARD: (ActionType.RECV_FORWARD, 1),
+    ActionType.RECV_FORWARD: (ActionType.SEND_FORWARD, -1),
+    ActionType.SEND_BACKWARD: (ActionType.RECV_BACKWARD, -1),
+    ActionType.RECV_BACKWARD: (ActionType.SEND_BACKWARD, 1),
+}
+"""Of a transfer: its type, and so many stages further."""
 _OF_MICROBATCH = COMPUTE | TRANSFERS
 _REDUCTIONS = frozenset({ActionType.REDUCE_START, ActionType.REDUCE_WAIT})
 
@@ -113,6 +120,15 @@ class Action(NamedTuple):
             version=None if match["version"] is None else int(match["version"]),
             reduction=None if match["reduction"] is None else Reduction(match["reduction"]),
         )
+
+    def other_end(self) -> Action:
+        """The receive of a send, or the send of a receive.
+
+        >>> Action.parse("2SEND_B5@1").other_end()
+        Action(1RECV_B5@1)
+        """
+        type_, further = OTHER_END[self.type]
+        return self._replace(type=type_, stage=self.stage + further)
 
     def shifted(self, batches: int) -> Action:
         """The same action as seen from ``batches`` calls earlier (its batch and version grow)."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from megatron_2bw.schedule.action import ACTIVATIONS, COMPUTE, SENDS, TRANSFERS, Action, ActionType
+from megatron_2bw.schedule.action import ACTIVATIONS, COMPUTE, OTHER_END, SENDS, TRANSFERS, Action, ActionType
 from megatron_2bw.schedule.calls import Part, Span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import Rule, RuleBroken
@@ -99,7 +99,7 @@ class Channels:
                 peer = self._schedule.peer_of(action)
                 activations = type_ in ACTIVATIONS
                 if type_ in SENDS:
-                    use = self._use(activations, stage + (1 if activations else -1), action)
+                    use = self._use(activations, stage + OTHER_END[type_][1], action)
                     self._sent[rank, peer, activations].add(part, action, use)
                 else:
                     self._posted[peer, rank, activations].add(part, action, self._use(activations, stage, action))

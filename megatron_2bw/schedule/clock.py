@@ -87,9 +87,5 @@ def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[ActionK
 def in_order_of_sends(receives: Iterable[Action], ends: dict[ActionKey, int]) -> list[tuple[int, Action]]:
     """With the slots after which their tensors are sent; those of tensors that are sent in another call come last."""
 
-    def sent_at(receive: Action) -> int:
-        forward = receive.type is ActionType.RECV_FORWARD
-        type_ = ActionType.SEND_FORWARD if forward else ActionType.SEND_BACKWARD
-        return ends.get((type_, receive.stage + (-1 if forward else 1), receive.microbatch, receive.batch), sys.maxsize)
-
-    return sorted(((sent_at(receive), receive) for receive in receives), key=itemgetter(0))
+    sent = ((ends.get(receive.other_end()[:4], sys.maxsize), receive) for receive in receives)
+    return sorted(sent, key=itemgetter(0))

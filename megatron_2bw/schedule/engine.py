@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron_2bw.schedule.action import SENDS, TRANSFERS, Action, ActionType, Reduction
+from megatron_2bw.schedule.action import ACTIVATIONS, OTHER_END, SENDS, TRANSFERS, Action, ActionType, Reduction
 from megatron_2bw.schedule.calls import Part, Span, groups, walk_of
 from megatron_2bw.schedule.durations import Durations, Seconds
 from megatron_2bw.schedule.errors import ScheduleError
@@ -176,11 +176,11 @@ class _Engine:
     def _step(self, rank: int, action: Action) -> _Step:
         type_, batch, stage = action.type, action.batch, action.stage
         if type_ in TRANSFERS:
-            forward = type_ in (ActionType.SEND_FORWARD, ActionType.RECV_FORWARD)
+            forward = type_ in ACTIVATIONS
             peer = self._schedule.peer_of(action)
             consumer, source, destination = stage, peer, rank
             if type_ in SENDS:
-                consumer, source, destination = stage + (1 if forward else -1), rank, peer
+                consumer, source, destination = stage + OTHER_END[type_][1], rank, peer
             key, channel = self._transfer_key(action, consumer, forward), self._channel(source, destination, forward)
             send_s = self._durations.of_transfer(consumer - 1 if forward else consumer, self._schedule.stages)
             return _Step(action, 0, None, key, channel, send_s=send_s)

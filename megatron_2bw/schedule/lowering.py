@@ -119,12 +119,12 @@ def add_transfers(schedule: Schedule) -> Schedule:
     before: list[dict[Reduction, set[Action]]] = [{kind: set() for kind in Reduction} for _ in sending]
     for call in sending:
         for action in filter(_is_send, call):
-            incoming[schedule.peer_of(action)].append(_receive_of(action))
+            incoming[schedule.peer_of(action)].append(action.other_end())
         # Middle stages do not meet for the embedding, but have to get to the end for it.
         for kind, end in {Reduction.EMBEDDING: len(call), **_meetings(call)}.items():
             channels: dict[tuple[ActionType, int], list[Action]] = {}
             for action in filter(_is_send, call[:end]):
-                channels.setdefault((action.type, schedule.peer_of(action)), []).append(_receive_of(action))
+                channels.setdefault((action.type, schedule.peer_of(action)), []).append(action.other_end())
             for (_, peer), receives in channels.items():
                 before[peer][kind].update(receives[:-1])
     calls = map(_with_receives, sending, incoming, before, repeat(ends))
@@ -154,12 +154,6 @@ def _with_sends(schedule: Schedule, rank: int, program: Program) -> Iterable[Act
         send = Action(type_, action.stage, action.microbatch, action.batch)
         if schedule.peer_of(send) not in (None, rank):
             yield send
-
-
-def _receive_of(send: Action) -> Action:
-    if send.type is ActionType.SEND_FORWARD:
-        return send._replace(type=ActionType.RECV_FORWARD, stage=send.stage + 1)
-    return send._replace(type=ActionType.RECV_BACKWARD, stage=send.stage - 1)
 
 
 def _with_receives(

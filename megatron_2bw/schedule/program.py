@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from megatron_2bw.schedule.action import Action, ActionType, Reduction
+from megatron_2bw.schedule.action import OTHER_END, Action, ActionType, Reduction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +142,8 @@ class Schedule:
 
     def peer_of(self, transfer: Action) -> int | None:
         """Rank at the other end of ``transfer``."""
-        towards_last = transfer.type in (ActionType.SEND_FORWARD, ActionType.RECV_BACKWARD)
-        return self.rank_of(transfer.stage + (1 if towards_last else -1), transfer.microbatch)
+        _, further = OTHER_END[transfer.type]
+        return self.rank_of(transfer.stage + further, transfer.microbatch)
 
 
 def forward(stage: int, microbatch: int, *, batch: int = 0, delay: int = 0) -> Action:
