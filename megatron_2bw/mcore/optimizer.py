@@ -32,9 +32,8 @@ from megatron_2bw.mcore.stock_optimizer import (
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.corrections import Correction, UpdateLead
 from megatron_2bw.runtime.gradients import CapturedGradients
-from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
-from megatron_2bw.schedule.action import Action, Reduction
+from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.program import GradientCopy
 
 
@@ -134,14 +133,15 @@ class DelayedOptimizer:
             self._routers,
             count_zeros=inner.config.log_num_zeros_in_grad,
         )
-        self._pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
+        self.pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
+        """Of the batch whose gradients are being reduced."""
         scaler = next((scaler for scaler in map(scaler_of, inner.chained_optimizers) if scaler), None)
         self.scales = LossScales(scaler, self.weights)
         if has_norm:
             warm_up = functools.partial(
                 self._reductions.warm_up, scaled=scaler is not None, per_token=config.calculate_per_token_loss
             )
-            self._pending.run_beside(warm_up)
+            self.pending.run_beside(warm_up)
         self._check = GradientCheck() if check_for_nan else None  # Megatron has none where the loss scale is dynamic.
         self._hyperparameters: list[dict[str, float]] = []
         self._has_norm = has_norm
@@ -236,27 +236,15 @@ class DelayedOptimizer:
         if self._scheduler is not None:
             self._scheduler.step(increment=samples)
 
-    def record(self, recorder: Recorder) -> None:
-        """From here on, tell ``recorder`` when reductions ran."""
-        self._pending.recorder = recorder
-
-    def reduce_start(self, action: Action) -> None:
-        """Start one reduction of a batch, the first one with the capture of its gradients."""
-        self._pending.reduce_start(action)
-
-    def reduce_wait(self, action: Action) -> None:
-        """Block until the reduction is complete; returns at once for a batch that is finished."""
-        self._pending.reduce_wait(action)
-
     def finish(self, batch: int) -> UpdateOutcome | None:
         """Update with the gradients of ``batch``, unless that is done already.
 
         Raises:
             RuntimeError: a gradient is not finite and Megatron was asked to check; noted where Megatron notes it.
         """
-        if batch != self._pending.batch:
+        if batch != self.pending.batch:
             return self.outcome
-        with self._pending.apply() as results, self._hyperparameters_of_batch():
+        with self.pending.apply() as results, self._hyperparameters_of_batch():
             if self._has_norm:
                 self._statistics = results[Reduction.NORM]
             if self._check is not None:
@@ -275,8 +263,8 @@ class DelayedOptimizer:
 
     def settle(self) -> None:
         """Finish what is pending and point the model at the newest weights."""
-        if self._pending.batch is not None:
-            self.finish(self._pending.batch)
+        if self.pending.batch is not None:
+            self.finish(self.pending.batch)
         if self._check is not None:
             self._check.settle()
         self.weights.use_newest()
@@ -286,7 +274,7 @@ class DelayedOptimizer:
         self._is_released = True
         self._taken_over.close()
         self._routers.release()
-        self._pending.close()
+        self.pending.close()
 
     def _part(self, optimizer: Any, found: Accumulated) -> Part:
         """The captured counterparts of the gradients of ``optimizer``, which stay where they are."""

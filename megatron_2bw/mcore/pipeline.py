@@ -297,7 +297,7 @@ class Pipeline:
         """From the next batch on, tell ``recorder`` what this rank does. After ``start``, before the first batch."""
         self.recorder = self._stage.recorder = recorder
         if self.is_delayed:
-            self.optimizer.record(recorder)
+            self.optimizer.pending.recorder = recorder
 
     @property
     def device(self) -> torch.device:

@@ -223,10 +223,10 @@ class DelayedStage(MegatronStage):
                 samples=self.call.num_microbatches * self.call.micro_batch_size * replicas,
                 num_tokens=self.num_tokens.clone() if self.config.calculate_per_token_loss else None,
             )
-        self._optimizer.reduce_start(action)
+        self._optimizer.pending.reduce_start(action)
 
     def reduce_wait(self, action: Action) -> None:
-        self._optimizer.reduce_wait(action)
+        self._optimizer.pending.reduce_wait(action)
 
     def update(self, action: Action) -> None:
         self._optimizer.finish(action.batch)

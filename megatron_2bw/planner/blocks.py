@@ -30,7 +30,7 @@ moments. Appendix A speaks of weights; by their 2 bytes alone, models of 150B wo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """A model as this planner sees it, from a profile or from ``estimate``."""
+    """A model as this planner sees it: measured, or from ``estimate``."""
 
     count: int
     state_bytes: float

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 from megatron_2bw.planner import muon, periods, updates
 from megatron_2bw.planner.batch import processor_share, shared_s
 from megatron_2bw.planner.cluster import Cluster
+from megatron_2bw.planner.error_bars import error_bar
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.layer import Works, works_of
-from megatron_2bw.planner.layout import Fp8, Layout, Optimizer
+from megatron_2bw.planner.layout import Layout, Optimizer
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.periods import Pipeline, Stage
 from megatron_2bw.planner.pieces import parts_of_batch, stage_pieces, time_of
 from megatron_2bw.planner.sizes import Split
-from megatron_2bw.planner.speeds import Speed, error_bar, machine_of
+from megatron_2bw.planner.speeds import Speed, machine_of
 from megatron_2bw.planner.stages import Contents, contents_of, free_stages, layers_of_stages
 from megatron_2bw.planner.weights import weights_of
 from megatron_2bw.schedule.registry import BIDIRECTIONAL
@@ -88,15 +89,7 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     times = times_of(model, layout, cluster, speed)
     pipeline, work_s = times.pipeline, times.work_s(layout)
     time_s = shared_s(layout, pipeline, cluster, work_s)
-    bar = error_bar(
-        cluster,
-        model,
-        fused_attention=layout.fused_attention,
-        interleaved=layout.chunks > 1,
-        shared=layout.context > 1,
-        in_8_bits=layout.fp8 is not Fp8.NONE,
-        by_muon=layout.optimizer is Optimizer.MUON,
-    )
+    bar = error_bar(cluster, model, layout)
     return Iteration(
         time_s=time_s,
         # Without other stages to wait for, what is left is the sum over replicas.

@@ -94,7 +94,7 @@ def plan(model: Model, cluster: Cluster, global_batch: int, *, blocks: Blocks | 
 
     Args:
         global_batch: B_hat, a multiple of the number of GPUs.
-        blocks: from a profile, in place of ``estimate(model, cluster.gpu)``.
+        blocks: to plan with, in place of ``estimate(model, cluster.gpu)``.
 
     Raises:
         PlanError: nothing fits, or the batch cannot be cut.

@@ -126,7 +126,7 @@ def plan(
     Args:
         global_batch: B, the largest one known to be safe.
         recompute: keep to executions with or without it.
-        blocks: from a profile, in place of ``estimate(model, cluster.gpu)``.
+        blocks: to plan with, in place of ``estimate(model, cluster.gpu)``.
 
     Raises:
         PlanError: a batch below 1, or nothing fits.

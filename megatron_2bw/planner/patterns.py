@@ -7,6 +7,7 @@ from itertools import takewhile
 
 from megatron_2bw.planner.errors import PlanError
 
+_FREQUENCY = "--moe-layer-freq"
 _MOST = 10_000
 """Layers of a pattern."""
 _TOKEN = re.compile(r"\d+|[\[\](),+*]")
@@ -21,13 +22,12 @@ def pattern_of(dense: int, layers: int) -> str:
     return f"([0]*{dense}+[1]*{layers - dense})"
 
 
-def dense_first(text: str, layers: int | None = None, *, where: str = "--moe-layer-freq") -> int:
+def dense_first(text: str, layers: int | None = None) -> int:
     """How many layers have no experts, if those are the first ones.
 
     Args:
         text: N, where every N-th layer has experts, or sums and products of lists: Megatron's ``moe_freq_type``.
         layers: that the pattern has to have; None: any number.
-        where: what has the value, for messages.
 
     >>> dense_first("([0]*3+[1]*58)", 61), dense_first("1", 61)
     (3, 0)
@@ -35,31 +35,31 @@ def dense_first(text: str, layers: int | None = None, *, where: str = "--moe-lay
     Raises:
         PlanError: the pattern is malformed, has another number of layers, or other layers are dense.
     """
-    kinds = _kinds(text, where)
+    kinds = _kinds(text)
     if isinstance(kinds, int):
         if kinds == 1:
             return 0
         raise PlanError(
-            f"{where} {text}: the cost model covers dense layers only in front of all experts; give such a pattern, "
+            f"{_FREQUENCY} {text}: the cost model covers dense layers only in front of all experts; give such a pattern, "
             "such as ([0]*1+[1]*23), or 1"
         )
     if layers is not None and len(kinds) != layers:
-        raise PlanError(f"{where} {text}: a pattern of {len(kinds)} layers, and there are {layers}; give {layers}")
+        raise PlanError(f"{_FREQUENCY} {text}: a pattern of {len(kinds)} layers, and there are {layers}; give {layers}")
     dense = sum(1 for _ in takewhile(lambda kind: kind == 0, kinds))
     if dense == len(kinds):
-        raise PlanError(f"{where} {text}: no layer has experts; leave out the experts")
+        raise PlanError(f"{_FREQUENCY} {text}: no layer has experts; leave out the experts")
     if any(kind != 1 for kind in kinds[dense:]):
         raise PlanError(
-            f"{where} {text}: the cost model covers dense layers only in front of all experts; give "
+            f"{_FREQUENCY} {text}: the cost model covers dense layers only in front of all experts; give "
             f"{pattern_of(kinds.count(0), len(kinds))} in its place"
         )
     return dense
 
 
-def _kinds(text: str, where: str) -> int | list[int]:
+def _kinds(text: str) -> int | list[int]:
     words = text.replace(" ", "")
     tokens = _TOKEN.findall(words)
-    problem = PlanError(f"{where} {text}: give a whole number, or a pattern such as ([0]*3+[1]*58)")
+    problem = PlanError(f"{_FREQUENCY} {text}: give a whole number, or a pattern such as ([0]*3+[1]*58)")
     if not tokens or "".join(tokens) != words:
         raise problem
     try:

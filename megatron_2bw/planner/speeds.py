@@ -13,11 +13,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_2bw.planner.cluster import Cluster, Gpu
 from megatron_2bw.planner.layout import FP8_BYTES, FP32_BYTES
-from megatron_2bw.planner.model import Model
 
 ATTENTION_EFFICIENCY = 0.55
 """Of the peak, in attention that never stores its scores. Dao, "FlashAttention-2" (arXiv 2307.08691), section 4.1:
@@ -101,19 +100,12 @@ on an H200 (644 and 541) are 57% of the peak, 1.2 times what attention reaches a
 too. B200 and B300 are taken to reach the same share of theirs."""
 
 
-class ErrorBar(NamedTuple):
-    """How far a prediction may be off."""
-
-    share: float
-    source: str
-
-
 def speed_of(gpu: Gpu) -> Speed:
     """The constants of ``gpu``: the A100's, but for products and attention.
 
     Products reach a share of the largest one measured: the A100's, or from Hopper on ``SUSTAINED``.
     """
-    family, of_a100 = _family(gpu), GEMM_EFFICIENCY["a100"]
+    family, of_a100 = family_of(gpu), GEMM_EFFICIENCY["a100"]
     sustained = SUSTAINED if family in GEMM_EFFICIENCY and family != "a100" else A100.gemm_efficiency / of_a100
     return replace(
         A100,
@@ -125,83 +117,15 @@ def speed_of(gpu: Gpu) -> Speed:
 
 def _fp8_flops_per_s(gpu: Gpu, speed: Speed) -> float:
     """As near to the largest product measured in 8 bits as products in 16 bits are to theirs."""
-    family, least = _family(gpu), min(FP8_GEMM_EFFICIENCY.values())
+    family, least = family_of(gpu), min(FP8_GEMM_EFFICIENCY.values())
     largest = GEMM_EFFICIENCY.get(family, GEMM_EFFICIENCY["a100"])
     return speed.gemm_efficiency / largest * FP8_GEMM_EFFICIENCY.get(family, least) * gpu.fp8_tflops * 1e12
 
 
-def _family(gpu: Gpu) -> str:
+def family_of(gpu: Gpu) -> str:
     """Its generation: the first part of its name that is one, such as of "NVIDIA H100 80GB HBM3"; else the first."""
     parts = re.findall("[a-z0-9]+", gpu.name.lower())
     return next((part for part in parts if part in ("v100", *GEMM_EFFICIENCY)), parts[0] if parts else "")
-
-
-def error_bar(
-    cluster: Cluster,
-    model: Model,
-    *,
-    fused_attention: bool,
-    interleaved: bool = False,
-    shared: bool = False,
-    in_8_bits: bool = False,
-    by_muon: bool = False,
-) -> ErrorBar:
-    """What nine of ten batches of the runs that it begins with keep to, as shares of what is predicted."""
-    family = _family(cluster.gpu)
-    if cluster.profile is not None:
-        return ErrorBar(0.30, "twelve layouts on two CPU cores took 2 to 29% longer; --verify-top measures here")
-    if model.multi_latent_attention or model.moe_shared_expert_intermediate_size or model.mtp_num_layers:
-        return ErrorBar(
-            0.25, "five published runs of DeepSeek-V3 and of 14 layers of it, which took from 17% less to 6% longer"
-        )
-    if by_muon:
-        return ErrorBar(0.30, "assumed: no run with Muon was compared, whose updates are matrix products")
-    if model.num_experts > 8:
-        return ErrorBar(
-            1.1,
-            "13 runs of models with 128 experts and no shared ones, which took from 15% less to 2.5 times as long; all "
-            "but one, 2.1 times",
-        )
-    if model.num_experts and family in ("h100", "gb200") and not shared:
-        return ErrorBar(
-            0.12,
-            "NVIDIA's runs with 8 experts: 26 of Grok-1, from 17% less to 5% longer; 3 of Mixtral, up to 11% longer",
-        )
-    if model.num_experts:
-        return ErrorBar(0.30, "assumed: runs with 8 experts on H100 and GB200 took up to 11% longer")
-    if family == "h100" and in_8_bits and fused_attention and model.hidden_size >= 4096:
-        if shared:
-            return ErrorBar(
-                0.50,
-                "NVIDIA's runs on H100 in 8 bits: six of 2024, with slower attention, took 32 to 50% longer, twelve "
-                "from 7% less to 3% longer",
-            )
-        return ErrorBar(0.11, "NVIDIA's runs on H100 in 8 bits: 36, hidden sizes from 4096 on, 11% at most but one")
-    if family == "h100" and fused_attention and not in_8_bits:
-        return ErrorBar(
-            0.20, "runs on H100: 37 by NVIDIA, which took up to 10% longer; nine of Megatron-LM's table, up to 26%"
-        )
-    if family in ("b200", "b300", "gb200", "gb300") and fused_attention:
-        return ErrorBar(0.25, "NVIDIA's runs on B200, GB200 and GB300: 24 rows, which took up to 26% longer")
-    if family == "v100" and not fused_attention and not shared:
-        return ErrorBar(0.20, "runs on V100s: 18 by Megatron-LM of 2021, which took 3 to 26% longer")
-    if family != "a100" or shared:
-        return ErrorBar(
-            0.30, "assumed: scaled by the data sheet and by what single kernels reach; no such runs were compared"
-        )
-    if fused_attention:
-        return ErrorBar(
-            0.32, "130 runs of Llama by another trainer, which took 2 to 81% longer; nine of ten, less than 32%"
-        )
-    if model.hidden_size < 3072:
-        return ErrorBar(0.17, "vTrain's single-node rows, hidden size 2048")
-    if interleaved:
-        return ErrorBar(0.15, "Narayanan et al., arXiv 2104.04473, Table 1")
-    return ErrorBar(
-        0.10,
-        "vTrain's multi-node rows, hidden sizes 6144 and 12288; beyond it, 38 rows by Megatron-DeepSpeed, of 176B to "
-        "530B on 48 to 420 nodes, took 6 to 43% longer, some or all of 35 with CUDA_LAUNCH_BLOCKING=1",
-    )
 
 
 @dataclass(frozen=True, slots=True)

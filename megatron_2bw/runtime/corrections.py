@@ -225,7 +225,7 @@ class _Part(NamedTuple):
     rule: _Rule
 
     def weight(self, steps: int) -> float:
-        """Of a gradient beside a moment after so many steps, for both to be of the same size."""
+        """Factor that brings a gradient to the scale of its moment after so many steps."""
         if self.rule is _Rule.SUM:
             return 1 / (1 - self.decay)
         return 1 - self.decay**steps if self.rule is _Rule.AVERAGE_FROM_ZERO else 1.0

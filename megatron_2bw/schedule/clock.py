@@ -35,8 +35,8 @@ def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[ActionK
     """When what `is_timed` in the ranks' ``calls`` ends.
 
     What is sent is there at once; where ``calls`` have no transfers yet, so is what is computed. A meeting ends when its
-    last rank has come; of those of batches before ``calls`` nothing is left. What waits for itself, or for another call,
-    is left out.
+    last rank has come; of those of batches before ``calls`` nothing is left. Actions that can never start, or that wait
+    for another call, get no time.
 
     >>> from megatron_2bw.schedule.registry import build
     >>> schedule = build("gpipe", stages=2, microbatches=1)

@@ -27,9 +27,9 @@ class Model(StrEnum):
     """Sends are buffered and receives are only posted; F and B wait for their input."""
     IN_ORDER_QUEUE = "one in-order hardware queue"
     """What ``CUDA_DEVICE_MAX_CONNECTIONS=1`` gives: actions are issued in order; a transfer is complete once
-    both sides have issued it, and until then the next one of its channel holds up everything behind it. A norm, which
-    the host starts when it has seen the gradients, is behind all that a rank issues before it waits for that: at worst,
-    so this is for finding deadlocks, not for times."""
+    both sides have issued it, and until then the next one of its channel holds up everything behind it. A norm's
+    collective starts only when the host waits for it, behind all that the rank has issued before. That is the worst case:
+    it is for finding deadlocks, not for times."""
     FIRST_USE = "one in-order hardware queue, every kernel used for the first time"
     """The same, for a job's first calls: also, each action waits for all that its rank has posted before it, as CUDA
     does to load a kernel."""
