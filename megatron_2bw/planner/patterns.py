@@ -40,8 +40,8 @@ def dense_first(text: str, layers: int | None = None) -> int:
         if kinds == 1:
             return 0
         raise PlanError(
-            f"{_FREQUENCY} {text}: the cost model covers dense layers only in front of all experts; give such a pattern, "
-            "such as ([0]*1+[1]*23), or 1"
+            f"{_FREQUENCY} {text}: the cost model covers dense layers only in front of all experts; give such a "
+            "pattern, such as ([0]*1+[1]*23), or 1"
         )
     if layers is not None and len(kinds) != layers:
         raise PlanError(f"{_FREQUENCY} {text}: a pattern of {len(kinds)} layers, and there are {layers}; give {layers}")
