@@ -28,12 +28,10 @@ def save(original: Callable[..., Any], iteration: int, *rest: Any, **keywords: A
         finish_replacements(present.parent, saves_there=True)  # While the tracker file says what is complete.
         if non_persistent:
             remove_all_but_the_named(present.parent)
-    known = [present.exists(), is_named(present)]
-    dist.broadcast_object_list(known, src=0)
-    overwrites, overwrites_the_named = known
-    if not overwrites:
+    if not _of_rank_0(present.exists()):
         return original(iteration, *rest, **keywords)
-    maybe_finalize_async_save(blocking=True)
+    maybe_finalize_async_save(blocking=True)  # It may be of this very iteration.
+    overwrites_the_named = _of_rank_0(named_in(present.parent) == iteration)
     beside, old = (present.with_name(f"{what}_{present.name}") for what in ("unfinished", "replaced"))
     if dist.get_rank() == 0:
         remove(beside)
@@ -66,7 +64,7 @@ def load(original: Callable[..., Any], *rest: Any, **keywords: Any) -> Any:
     if is_alone or dist.get_rank() == 0:
         for folder in (*folders, _non_persistent(args, args.load)):
             if folder is not None:
-                finish_replacements(Path(folder), saves_there=folder in (args.save, _non_persistent(args, args.save)))
+                finish_replacements(Path(folder), saves_there=_saves_to(args, folder))
     if not is_alone:
         dist.barrier()
     trackers = [checkpointing.get_checkpoint_tracker_filename(folder) for folder in folders]
@@ -119,23 +117,23 @@ def finish_replacements(folder: Path, *, saves_there: bool) -> None:
     with _unless_read_only():
         for old in folder.glob("replaced_iter_*"):
             present = old.with_name(old.name.removeprefix("replaced_"))
-            if is_named(present):
+            named, iteration = named_in(folder), int(present.name.removeprefix("iter_"))
+            if named == iteration and present.exists():
                 remove(old)
-            elif saves_there:  # What took its place is half written.
+            elif saves_there and named is not None and named < iteration:  # What took its place is half written.
                 remove(present)
                 old.rename(present)
         for unfinished in folder.glob("unfinished_iter_*") if saves_there else ():
-            remove(unfinished)
+            if unfinished.with_name(unfinished.name.removeprefix("unfinished_")).exists():
+                remove(unfinished)
 
 
 def finish_renames(folder: Path) -> None:
     """The part of `finish_replacements` without which a checkpoint is missing; ranks may do so at the same time."""
-    for old in folder.glob("replaced_iter_*"):
-        present = old.with_name(old.name.removeprefix("replaced_"))
-        new = old.with_name(f"unfinished_{present.name}")
-        if not present.exists():
-            # There is none, or another rank was first.
-            with contextlib.suppress(FileNotFoundError), _unless_read_only():
+    for new in folder.glob("unfinished_iter_*"):
+        present = new.with_name(new.name.removeprefix("unfinished_"))
+        if not present.exists() and present.name == _name(named_in(folder)):
+            with contextlib.suppress(FileNotFoundError), _unless_read_only():  # Another rank was first.
                 new.rename(present)
 
 
@@ -149,12 +147,32 @@ def _unless_read_only() -> Iterator[None]:
             raise
 
 
-def is_named(checkpoint: Path) -> bool:
-    """Whether Megatron's tracker file names this folder, which is complete then."""
-    tracker = Path(checkpointing.get_checkpoint_tracker_filename(str(checkpoint.parent)))
-    with contextlib.suppress(OSError, ValueError):  # There is none, or it names a release.
-        return checkpoint.name == f"iter_{int(tracker.read_text()):07d}"
-    return False
+def named_in(folder: Path) -> int | None:
+    """The iteration that Megatron's tracker file names, whose checkpoint is complete; -1 for none, None for others."""
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(str(folder)))
+    try:
+        return int(tracker.read_text())
+    except FileNotFoundError:
+        return -1
+    except (OSError, ValueError):  # It names a release, or is damaged.
+        return None
+
+
+def _name(iteration: int | None) -> str:
+    return "" if iteration is None else f"iter_{iteration:07d}"
+
+
+def _of_rank_0(found: bool) -> bool:
+    """The same on all ranks, whatever their file systems say."""
+    known = [found]
+    dist.broadcast_object_list(known, src=0)
+    return known[0]
+
+
+def _saves_to(args: Any, folder: str) -> bool:
+    """Whether this job is the one that saves to ``folder``."""
+    own = [args.save, _non_persistent(args, args.save)]
+    return not args.skip_train and os.path.realpath(folder) in [os.path.realpath(one) for one in own if one]
 
 
 def remove_all_but_the_named(folder: Path) -> None:
@@ -163,7 +181,7 @@ def remove_all_but_the_named(folder: Path) -> None:
     Megatron keeps the one of the highest number, and would remove the named one for the sake of it.
     """
     for checkpoint in folder.glob("iter_*"):
-        if not is_named(checkpoint):
+        if checkpoint.name != _name(named_in(folder)):
             remove(checkpoint)
 
 

@@ -47,6 +47,10 @@ EXACT = {
         CASE, context_parallel=2, tensor_parallel=2, model=(*LLAMA, *PER_TOKEN), precision="fp16"
     ),
     "multi-latent attention": replace(CASE, model=LATENT),
+    # Those without a checkpoint of their own, such as mla_up_proj, need Transformer Engine.
+    "multi-latent attention, bf16, MLP recomputed": replace(
+        CASE, model=LATENT, precision="bf16", recompute="selective", flags=("--recompute-modules", "mlp")
+    ),
     "loss per token, fp16": replace(TWO_REPLICAS, model=PER_TOKEN, precision="fp16", tied=True),
     "experts, fp16, distributed optimizer": replace(
         TWO_REPLICAS, model=EXPERTS, precision="fp16", distributed_optimizer=True
@@ -143,6 +147,12 @@ MORE = {
     "lion, distributed optimizer, PP4": replace(SHARDED_BY_LAYERS, optimizer="lion", stages=4),
     "experts with biases, recomputed": replace(
         CASE, model=BIASED, recompute="selective", flags=("--recompute-modules", "moe")
+    ),
+    "experts, one shared and recomputed": replace(
+        CASE,
+        model=(*EXPERTS, "--moe-shared-expert-intermediate-size", "32"),
+        recompute="selective",
+        flags=("--recompute-modules", "core_attn", "shared_experts"),
     ),
     "experts, loss over the batch": replace(CASE, model=GLOBALLY_BALANCED),
     "experts, loss over the batch, bf16, full recompute": replace(

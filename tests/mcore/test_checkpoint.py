@@ -120,9 +120,15 @@ def test_a_replacement_that_was_stopped_halfway_is_finished_or_taken_back(saves_
     _checkpoint(tmp_path / "unfinished_iter_0000008", "half written by the next save")
     _checkpoint(tmp_path / "iter_0000009", "half written, and not named")
     _checkpoint(tmp_path / "replaced_iter_0000009", "of the run before")
+    _checkpoint(tmp_path / "iter_0000007", "of a run without us, which went on to 8")
+    _checkpoint(tmp_path / "replaced_iter_0000007", "older")
     finish_replacements(tmp_path, saves_there=saves_there)
     files = {path.parent.name: path.read_text() for path in tmp_path.glob("*/file")}
     assert files.pop("iter_0000008") == "present"
+    assert (files.pop("iter_0000007"), files.pop("replaced_iter_0000007")[:5]) == (
+        "of a run without us, which went on to 8",
+        "older",
+    )
     if saves_there:
         assert files == {"iter_0000009": "of the run before"}
     else:  # Another job may be saving.

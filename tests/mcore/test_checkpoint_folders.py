@@ -28,6 +28,7 @@ def saving(tmp_path, monkeypatch):
     args = SimpleNamespace(
         save=str(tmp_path),
         load=str(tmp_path),
+        skip_train=False,
         pretrained_checkpoint=None,
         ckpt_step=None,
         non_persistent_global_ckpt_dir=None,
@@ -53,6 +54,7 @@ def test_a_replacement_is_finished_before_arguments_are_read(saving, tmp_path) -
     folders.dist.is_initialized = lambda: False
     _checkpoint(tmp_path / "replaced_iter_0000006", "old")
     _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
     present = tmp_path / "iter_0000006" / "file"
     for _ in range(2):
         assert folders.read(lambda folder, args: present.read_text(), str(tmp_path), args) == "new"
@@ -234,3 +236,57 @@ def test_a_chosen_step_is_read_where_the_tracker_file_is_damaged(saving, tmp_pat
     tracker.touch()
     read = lambda folder, args: folders.checkpointing.read_metadata(str(tracker))  # noqa: E731
     assert folders.read(read, str(tmp_path), args) == (4, False)
+
+
+def test_a_save_that_becomes_complete_only_now_is_the_named_one(saving, tmp_path, monkeypatch) -> None:
+    """``--async-save``, and the same iteration once more: as where the batch size changes at one that is saved."""
+    folders, _ = saving
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("5")
+    _checkpoint(tmp_path / "iter_0000006", "all but named")
+    monkeypatch.setattr(folders, "maybe_finalize_async_save", lambda **_: tracker.write_text("6"))
+
+    def write(iteration: int) -> None:
+        name = Path(folders.checkpointing.get_checkpoint_name(str(tmp_path), iteration, return_base_dir=True))
+        name.mkdir(exist_ok=True)
+        (name / "file").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        folders.save(write, 6)
+    folders.load(lambda: None)
+    assert {path.parent.name: path.read_text() for path in tmp_path.glob("*/file")} == {"iter_0000006": "all but named"}
+
+
+@pytest.mark.parametrize("skip_train", [True, False])
+def test_a_job_that_does_not_train_leaves_what_is_being_saved(saving, tmp_path, skip_train: bool) -> None:
+    """It may have the flags of the one that does."""
+    folders, args = saving
+    args.skip_train, args.load = skip_train, f"{tmp_path}/"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
+    _checkpoint(tmp_path / "iter_0000006", "present")
+    _checkpoint(tmp_path / "unfinished_iter_0000006", "being written")
+    folders.load(lambda: None)
+    assert (tmp_path / "unfinished_iter_0000006").exists() is skip_train
+
+
+def test_what_a_save_has_between_its_renames_is_found_whoever_reads_there(tmp_path, monkeypatch) -> None:
+    from megatron_2bw.mcore import checkpoint_folders as folders
+
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
+    present = _checkpoint(tmp_path / "iter_0000006", "old")
+    new = _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
+    rename = Path.rename
+
+    def killed_after_the_first(path: Path, target: Path) -> Path:
+        if path == new:
+            monkeypatch.undo()
+            folders.finish_replacements(tmp_path, saves_there=False)
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed_after_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        folders.replace(present, new)
+    folders.finish_replacements(tmp_path, saves_there=True)
+    assert {path.parent.name: path.read_text() for path in tmp_path.glob("*/file")} == {"iter_0000006": "new"}
