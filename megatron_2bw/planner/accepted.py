@@ -113,7 +113,8 @@ def check_accepted(options: Options) -> None:
     modules = options.values.get(MODULES, ()) if granularity == "selective" else ()
     if "moe_act" in modules and GROUPED not in options:
         raise PlanError(f"{MODULES} moe_act needs {GROUPED}; give it")
-    if "shared_experts" in modules and "--moe-shared-expert-overlap" in options:
+    shared = {"--moe-shared-expert-overlap", "--moe-shared-expert-intermediate-size"}
+    if "shared_experts" in modules and shared.issubset(options.values):
         raise PlanError(f"{MODULES} shared_experts and --moe-shared-expert-overlap exclude each other; leave one out")
     if "--moe-layer-recompute" in options and granularity == "full":
         raise PlanError("--moe-layer-recompute and --recompute-granularity full exclude each other; leave one out")

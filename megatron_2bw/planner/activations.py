@@ -100,11 +100,12 @@ def _of_mlp(model: Model, layout: Layout, outside: int) -> _Part:
     width, tensor, hidden = layout.precision.width, layout.tensor, model.hidden_size
     kept, experts = fp8.operand_width(layout.fp8, width), model.num_experts > 0
     norm = (width if experts else kept) * hidden / outside  # A router reads what its norm writes.
-    # Into and out of the activation function: SiLU's result is kept if it is not fused, and what experts' GELU gives
-    # before it is weighted.
+    # Into and out of the activation function; if it is not fused, SiLU's result, too, and what experts give before that
+    # is weighted.
     routed = model.ffn_hidden_size * model.routed(layout.expert) / tensor
     entered = 2 if model.swiglu else 1
-    activated = 2 - layout.fused_swiglu if model.swiglu else 1 + experts
+    unfused = 2 + experts if model.swiglu else 1 + experts
+    activated = 1 if model.swiglu and layout.fused_swiglu else unfused
     into, out = width * entered * routed, (width * activated - (width - kept)) * routed
     around = hidden / outside
     if experts:  # Into the experts, gathered from the ranks that split them.

@@ -48,13 +48,13 @@ def _pieces(sizes: Sizes, machine: Machine, core: Piece) -> Iterator[Piece]:
     elif RecomputeModule.MOE in modules:
         yield _mlp(sizes, machine)
         if sizes.shares:
-            yield _shared(sizes, machine)
+            yield _shared(sizes, machine, summed=True)
     else:
         if RecomputeModule.MOE_ACT in modules:
             activated = sizes.activated()
             yield _elementwise(machine, sizes.width * activated.moved, activated.kernels)
         if RecomputeModule.SHARED_EXPERTS in modules and sizes.shares:
-            yield _shared(sizes, machine)
+            yield _shared(sizes, machine, summed=False)
 
 
 def _elementwise(machine: Machine, moved_bytes: float, kernels: int) -> Piece:
@@ -97,8 +97,11 @@ def _mlp(sizes: Sizes, machine: Machine) -> Piece:
     return Piece(parts, len(products) + kernels + (sizes.of_mlp > 1) + 2 * shares_experts)
 
 
-def _shared(sizes: Sizes, machine: Machine) -> Piece:
+def _shared(sizes: Sizes, machine: Machine, *, summed: bool) -> Piece:
+    """``summed``: with the sum of what they and the others give."""
     products, more = sizes.mlp_products()[2:], sizes.shared(backward=False)
+    if not summed:
+        more = attention.Elementwise(more.moved - sizes.tokens * sizes.shared_sum, more.kernels - 1)
     products_s, collective_s = sizes.products_s(machine, products), sizes.all_reduce_s(machine)
     cast, casts = sizes.casts(machine, products)
     parts = Parts(

@@ -84,7 +84,7 @@ def elementwise(model: Model, tokens: float, tensor: int, outside: int, *, backw
     content = model.num_attention_heads * model.qk_head_dim / tensor + model.value_size / tensor
     moved = 2 * turned + content + model.qk_pos_emb_head_dim + (model.key_size + model.value_size) / tensor
     kernels = 2
-    sizes = [size for size in (model.q_lora_rank or model.hidden_size, model.kv_lora_rank) if model.qk_layernorm]
+    sizes = [size for size in (model.q_lora_rank, model.kv_lora_rank) if size and model.qk_layernorm]
     moved += (3 if backward else 2) * sum(sizes) / outside
     kernels += (2 if backward else 1) * len(sizes)
     if backward:
@@ -114,7 +114,5 @@ def latents(model: Model) -> int:
 
 def kept_latents(model: Model) -> int:
     """Numbers per token that no tensor-parallel rank has a part of: inputs of what gives queries, keys and values."""
-    if not (model.multi_latent_attention and model.qk_layernorm):
-        return latents(model)
-    # What norms read and what they write; without latent queries, one reads what the layer's own norm writes.
-    return 2 * latents(model) + (0 if model.q_lora_rank else model.hidden_size)
+    # What norms read and what they write. Queries that come from the layer's own norm have none.
+    return latents(model) * (2 if model.qk_layernorm else 1)

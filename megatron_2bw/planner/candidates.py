@@ -58,7 +58,7 @@ class Candidates:
     decisions: Decisions = field(init=False)
     shapes: Shapes = field(init=False)
     _counts: dict[tuple[object, ...], int] = field(init=False, default_factory=dict)
-    _sets: dict[Split, tuple[tuple[RecomputeModule, ...], ...]] = field(init=False, default_factory=dict)
+    _sets: dict[Split, tuple[tuple[tuple[RecomputeModule, ...], ...], ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.space = self.space.on(self.cluster.gpu)
@@ -283,16 +283,20 @@ class Candidates:
                             yield Saving(base, buffers, recompute, method, sizes)
                 elif recompute == Recompute.NONE:
                     yield Saving(base, buffers, recompute, base.recompute_method, (1,))
-                elif sets := space.recompute_modules or self._module_sets(base):
-                    yield Saving(base, buffers, recompute, base.recompute_method, sets)
+                else:
+                    for sets in self._module_sets(base):
+                        yield Saving(base, buffers, recompute, base.recompute_method, sets)
 
-    def _module_sets(self, base: Layout) -> tuple[tuple[RecomputeModule, ...], ...]:
-        """Of selective recomputation, where nothing says which."""
+    def _module_sets(self, base: Layout) -> tuple[tuple[tuple[RecomputeModule, ...], ...], ...]:
+        """Of selective recomputation, in chains of which the first that fits is the fastest."""
+        if self.space.recompute_modules is not None:
+            return tuple((modules,) for modules in self.space.recompute_modules)
         if self.cluster.profile is not None:  # It has measured what is usual.
-            return (base.recompute_modules,)
+            return ((base.recompute_modules,),)
         split = Split.of(base)
         if split not in self._sets:
-            self._sets[split] = module_sets(self.model, base, machine_of(self.cluster))
+            lacks = () if self.cluster.gpu.has_bf16 else (RecomputeModule.MOE_ACT,)
+            self._sets[split] = module_sets(self.model, base, machine_of(self.cluster), but=lacks)
         return self._sets[split]
 
 

@@ -153,6 +153,7 @@ def read(
     refused = problem(model, layout)
     if gpu is not None:
         used = {"fused_attention": layout.fused_attention, "fp8": layout.fp8, "dispatcher": layout.dispatcher}
+        used["modules"] = layout.modules_again
         refused = refused or gpu_problem(gpu, layout.precision, **used)
     if refused := refused or refusal(options, layout):
         # What is misspelled may be why.
@@ -253,7 +254,7 @@ def _global_batch(options: Options, least: int) -> int:
     try:
         steps = sorted(tuple(map(_quantity, step.split(":"))) for step in text.replace(",", " ").split())
         _, last = steps[-1]
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, OverflowError) as error:
         raise PlanError(f"{STEPS} {text!r}: give pairs such as '0:768 250B:1536'") from error
     return last
 
@@ -379,6 +380,8 @@ def in_flags(message: str) -> str:
 
     >>> in_flags("microbatches 1: 2bw needs at least 15 on 16 stages; raise global_batch to 120")
     'microbatches 1: 2bw needs at least 15 on 16 stages; raise --global-batch-size to 120'
+    >>> in_flags("overlap_exchanges does not go with full recomputation; use recompute none")
+    '--overlap-moe-expert-parallel-comm does not go with full recomputation; leave --recompute-granularity out'
     >>> in_flags("tensor 3 does not divide num_attention_heads 16; use 2")
     '--tensor-model-parallel-size 3 does not divide --num-attention-heads 16; use 2'
     """
@@ -388,7 +391,7 @@ def in_flags(message: str) -> str:
         is_a_word = "_" not in field and not before and not value  # Of English: the pipeline, a tensor.
         return found[0] if is_a_word else f"{before}{_FLAG_OF[field]}{value}"
 
-    return _FIELD.sub(said, message)
+    return _FIELD.sub(said, message.replace("use recompute none", "leave --recompute-granularity out"))
 
 
 def layout_flags(model: Model, layout: Layout) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import Problem
-from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Optimizer, Precision
+from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Optimizer, Precision, RecomputeModule
 from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import nearest_multiple
 
@@ -78,6 +80,7 @@ def gpu_problem(
     fused_attention: bool = False,
     fp8: Fp8 = Fp8.NONE,
     dispatcher: Dispatcher = Dispatcher.ALLTOALL,
+    modules: Collection[RecomputeModule] = (),
 ) -> Problem | None:
     """Why ``gpu`` cannot compute like that; of Transformer Engine's recipes, ``check_recipe_support``."""
     if fp8 is not Fp8.NONE and not gpu.fp8_tflops:
@@ -86,6 +89,11 @@ def gpu_problem(
         return Problem(f"fp8 {fp8}: {gpu.name} has no such products", f"use fp8 {Fp8.DELAYED}")
     if dispatcher.is_flexible and not gpu.has_bf16:  # From Ampere on.
         return Problem(f"dispatcher {dispatcher}: {gpu.name} has no such kernels", f"use {Dispatcher.ALLTOALL}")
+    if RecomputeModule.MOE_ACT in modules and not gpu.has_bf16:  # It is of --moe-grouped-gemm, which is.
+        return Problem(
+            f"recompute_modules {RecomputeModule.MOE_ACT}: {gpu.name} has no products of several experts in one",
+            f"use {RecomputeModule.MOE}, or leave it out",
+        )
     if precision is Precision.BF16 and not gpu.has_bf16:
         return Problem(f"precision {precision}: {gpu.name} has no {precision}", f"use {Precision.FP16}")
     if fused_attention and not fuses_attention(gpu, precision):

@@ -124,8 +124,8 @@ def _rejected(plan: Plan) -> Iterator[str]:
 
 def launch_lines(model: Model, layout: Layout, cluster: Cluster) -> Iterator[str]:
     """What to put around and behind the training script."""
-    yield f"flags of {name(layout)} (yours stay data, tokenizer, optimizer, and of the model what no "
-    "price depends on, such as --rotary-base):"
+    yield f"flags of {name(layout)}; data, tokenizer, optimizer and what no price depends on, such as"
+    yield "--rotary-base, stay yours:"
     yield ""
     if layout.tensor > 1 or layout.context > 1:
         yield "    export CUDA_DEVICE_MAX_CONNECTIONS=1"

@@ -194,6 +194,14 @@ def module_problem(model: Model, modules: Collection[RecomputeModule], recipe: F
     if RecomputeModule.MLA_UP_PROJ in modules and not model.multi_latent_attention:
         what = f"recompute_modules {RecomputeModule.MLA_UP_PROJ}"
         return Problem(f"{what}: the model has no latent vectors", "leave it out")
+    if RecomputeModule.MOE_ACT in modules and not model.num_experts:
+        return Problem(f"recompute_modules {RecomputeModule.MOE_ACT}: the model has no experts", "leave it out")
+    if RecomputeModule.MLP in modules and model.bias:
+        # What its checkpoint returns beside the output is the bias itself, whose gradient leads to the checkpoint.
+        return Problem(
+            f"recompute_modules {RecomputeModule.MLP}: Megatron's backward of an MLP with a bias never ends",
+            "leave it out, or give --disable-bias-linear",
+        )
     for module in (RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM):
         if module in modules and recipe is Fp8.DELAYED:
             return Problem(f"recompute_modules {module} does not go with fp8 {recipe}", f"use fp8 {Fp8.TENSORWISE}")

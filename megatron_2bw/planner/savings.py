@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain, combinations
@@ -67,14 +67,20 @@ def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tup
     return best
 
 
-def module_sets(model: Model, layout: Layout, machine: Machine) -> tuple[tuple[RecomputeModule, ...], ...]:
-    """Modules that save memory if they are computed again, alone and together; what takes less time first.
+def module_sets(
+    model: Model, layout: Layout, machine: Machine, *, but: Collection[RecomputeModule] = ()
+) -> tuple[tuple[tuple[RecomputeModule, ...], ...], ...]:
+    """Modules that save memory if they are computed again, alone and together, in chains: what takes less time first.
+
+    Sets of one chain take as long as each other in layers without experts, so that the first that fits is the fastest.
+    ``but``: modules that are out.
 
     >>> from megatron_2bw.planner.cluster import CLUSTERS
     >>> from megatron_2bw.planner.models import MODELS
     >>> from megatron_2bw.planner.speeds import machine_of
     >>> layout = Layout(schedule="2bw", pipeline=4, data=8, expert=8, global_batch=64)
-    >>> for modules in module_sets(MODELS["mixtral-8x7b"], layout, machine_of(CLUSTERS["dgx-h100"])):
+    >>> (chain,) = module_sets(MODELS["mixtral-8x7b"], layout, machine_of(CLUSTERS["dgx-h100"]))
+    >>> for modules in chain:
     ...     print(*modules)
     layernorm
     moe_act
@@ -95,12 +101,16 @@ def module_sets(model: Model, layout: Layout, machine: Machine) -> tuple[tuple[R
     useful = [
         module
         for module in RecomputeModule
-        if not module_problem(model, (module,), layout.fp8)
+        if module not in but
+        and not module_problem(model, (module,), layout.fp8)
         and any(of_layer(kind, of(module)).kept < of_layer(kind, whole).kept for kind in kinds)
     ]
     together = chain.from_iterable(combinations(useful, count + 1) for count in range(len(useful)))
     sets = [modules for modules in together if RecomputeModule.MOE not in modules or _OF_MOE.isdisjoint(modules)]
-    return tuple(sorted(sets, key=again_s))
+    chains: dict[float, list[tuple[RecomputeModule, ...]]] = {}
+    for modules in sorted(sets, key=again_s):
+        chains.setdefault(again_s(modules)[1], []).append(modules)
+    return tuple(map(tuple, chains.values()))
 
 
 def group_sizes(model: Model, stages: tuple[int, ...]) -> tuple[int, ...]:

@@ -130,11 +130,16 @@ class Sizes:
             kernels += UNFUSED_SWIGLU_FORWARD
         return attention.Elementwise(self.routed_tokens * moved, kernels)
 
+    @property
+    def shared_sum(self) -> float:
+        """Numbers per token, read and written, of the sum of what shared experts and the others give."""
+        return 3 * self.hidden / self.outside
+
     def shared(self, *, backward: bool) -> attention.Elementwise:
         """Kernels that are no products, of shared experts: the activation function, a sum, and a gate."""
         if not self.shares:
             return attention.Elementwise()
-        activated, summed = self.into_shared + self.out_of_shared, 3 * self.hidden / self.outside
+        activated, summed = self.into_shared + self.out_of_shared, self.shared_sum
         kernels = _SHARED_BACKWARD if backward else _SHARED_FORWARD
         gate = self.model.moe_shared_expert_gate * (2 if backward else 1)
         moved = (1.5 if backward else 1) * activated + (1 + gate) * summed
@@ -211,7 +216,7 @@ class Sizes:
 
         Args:
             machine: that runs it.
-            products_s: of products with weights, beside which collectives may run: see `_hidden_s`.
+            products_s: of products with weights, beside which collectives may run: see `hidden_s`.
             backward: whether it is of the backward.
         """
         if self.model.multi_latent_attention:

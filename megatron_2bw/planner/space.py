@@ -69,7 +69,7 @@ class Space:
     recompute_methods: tuple[RecomputeMethod, ...] | None = None
     recompute_layers: tuple[int, ...] | None = None
     recompute_modules: tuple[tuple[RecomputeModule, ...], ...] | None = None
-    """Of selective recomputation. None: attention's core, where that stores its scores."""
+    """Of selective recomputation. None: all sets that save memory."""
     sequence_parallel: tuple[bool, ...] | None = None
     distributed_optimizer: tuple[bool, ...] | None = None
     extra_in_flight: tuple[int, ...] | None = None
@@ -105,7 +105,9 @@ class Space:
         """
         precision = self.precision or (Precision.BF16 if gpu.has_bf16 else Precision.FP16)
         fused = fuses_attention(gpu, precision) if self.fused_attention is None else self.fused_attention
-        refused = gpu_problem(gpu, precision, fused_attention=fused, fp8=self.fp8, dispatcher=self.dispatcher)
+        modules = {module for modules in self.recompute_modules or () for module in modules}
+        used = {"fp8": self.fp8, "dispatcher": self.dispatcher, "modules": modules}
+        refused = gpu_problem(gpu, precision, fused_attention=fused, **used)
         refused = refused or fp8_precision_problem(self.fp8, precision) or optimizer_problem(self.optimizer, precision)
         if refused:
             raise PlanError(refused)

@@ -80,7 +80,7 @@ def measured(
 
 
 def _check_gpus(cluster: Cluster) -> None:
-    """Whether the plan, which no profile of this machine is behind, is for one like this.
+    """Whether this machine has as many GPUs as the plan is for.
 
     Raises:
         PlanError: it has fewer GPUs.
@@ -88,8 +88,8 @@ def _check_gpus(cluster: Cluster) -> None:
     here = gpus_here()
     if len(here) < cluster.gpus:
         raise PlanError(
-            f"--verify-top runs on this machine, which has {len(here) or 'no'} GPUs of {cluster.gpus} x "
-            f"{cluster.gpu.name}; leave it out, or plan with megatron-2bw profile and --profile FILE"
+            f"--verify-top runs on this machine, which has {len(here) or 'none'} of the {cluster.gpus} GPUs "
+            f"({cluster.gpu.name}); leave it out, or plan with megatron-2bw profile and --profile FILE"
         )
     print(f"running on {cluster.gpus} of this machine's GPUs: {', '.join(dict.fromkeys(here))}", file=sys.stderr)
 

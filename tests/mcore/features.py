@@ -49,7 +49,11 @@ EXACT = {
     "multi-latent attention": replace(CASE, model=LATENT),
     # Those without a checkpoint of their own, such as mla_up_proj, need Transformer Engine.
     "multi-latent attention, bf16, MLP recomputed": replace(
-        CASE, model=LATENT, precision="bf16", recompute="selective", flags=("--recompute-modules", "mlp")
+        CASE,
+        model=(*LATENT, "--disable-bias-linear"),
+        precision="bf16",
+        recompute="selective",
+        flags=("--recompute-modules", "mlp"),
     ),
     "loss per token, fp16": replace(TWO_REPLICAS, model=PER_TOKEN, precision="fp16", tied=True),
     "experts, fp16, distributed optimizer": replace(

@@ -113,6 +113,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--mtp-num-layers with tied embeddings, and --save in --ckpt-format torch_dist": [
         {"save": "folder", "mtp_num_layers": 1, "untie_embeddings_and_output_weights": False},
     ],
+    "--recompute-modules mlp with biases": [{"recompute_granularity": "selective", "recompute_modules": ["mlp"]}],
     "--optimizer-cpu-offload": [{"optimizer_cpu_offload": True}],
     "--moe-router-load-balancing-type quantile_balancing": [{"moe_router_load_balancing_type": "quantile_balancing"}],
     "--moe-single-grouped-weight / --moe-single-grouped-bias": [

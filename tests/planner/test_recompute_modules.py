@@ -167,7 +167,10 @@ def test_flags_of_megatron(flags: str, modules: tuple[str, ...]):
     [
         ("--recompute-modules mhc", "--recompute-modules 'mhc': choose one of core_attn, "),
         ("--recompute-modules mla_up_proj", "recompute_modules mla_up_proj: the model has no latent vectors; leave it"),
-        ("--recompute-modules shared_experts --moe-shared-expert-overlap", "shared_experts and --moe-shared-expert"),
+        (
+            "--recompute-modules shared_experts --moe-shared-expert-overlap --moe-shared-expert-intermediate-size 64",
+            "shared_experts and --moe-shared-expert",
+        ),
         (
             "--recompute-modules moe_act --fp8-format hybrid",
             "recompute_modules moe_act does not go with fp8 delayed; use fp8 tensorwise",
@@ -232,3 +235,38 @@ def test_dispatchers_that_overlap_take_no_checkpoint_of_the_experts():
     refused = problem(DEEPSEEK, layout(RecomputeModule.MOE, **chunked))
     assert str(refused) == "overlap_exchanges does not go with recompute_modules moe; use moe_act"
     assert problem(DEEPSEEK, layout(RecomputeModule.MOE_ACT, **chunked)) is None
+
+
+def test_nothing_beats_the_best_set_where_first_layers_have_no_experts():
+    """On every base, whichever stage is the slowest: of all sets of modules, those of Megatron's own rules."""
+    model = replace(MODELS["deepseek-v2-lite"], name="", num_layers=12)
+    sizes = {"pipeline": 4, "data": 2, "expert": 2, "expert_tensor": 1, "global_batch": 64, "microbatch": 8}
+    base = Layout(schedule="1f1b-flush", **sizes, distributed_optimizer=True, overlap_gradients=True)
+    fixed = {"schedules": ("1f1b-flush",), "pipelines": (4,), "widths": (2,), "microbatches": (8,), "experts": (2,)}
+    space = Space(**fixed, tensors=(1,), recomputes=(Recompute.SELECTIVE,), first_stage_layers=(0,))
+    space = replace(space, last_stage_layers=(0,), distributed_optimizer=(True,))
+    sets = itertools.chain.from_iterable(itertools.combinations(MODULES, count) for count in range(1, 8))
+    layouts = [replace(base, recompute=Recompute.SELECTIVE, recompute_modules=modules) for modules in sets]
+    found = 0
+    for memory_gb in range(20, 80, 3):
+        node = replace(CLUSTERS["dgx-h100"], gpus_per_node=8)
+        cluster = replace(node, gpu=replace(node.gpu, memory_gb=memory_gb))
+        times = [
+            costs.iteration(model, one, cluster).time_s
+            for one in layouts
+            if problem(model, one) is None and memory.largest(model, one).total_bytes <= cluster.memory_bytes
+        ]
+        if not times:
+            continue
+        best = search(model, cluster, 64, space).best
+        assert best.iteration.time_s == pytest.approx(min(times), rel=1e-12)
+        found += min(times) > min(costs.iteration(model, one, cluster).time_s for one in layouts)
+    assert found > 3, "the fastest set has to be too large for some"
+
+
+def test_a_gpu_without_products_of_several_experts_in_one():
+    v100s = replace(CLUSTERS["p3.16xlarge"], nodes=16)
+    best = search(MODELS["mixtral-8x7b"], v100s, 128).choices
+    assert all(RecomputeModule.MOE_ACT not in choice.layout.modules_again for choice in best)
+    with pytest.raises(PlanError, match="recompute_modules moe_act: v100-16gb has no products of several experts"):
+        search(MODELS["mixtral-8x7b"], v100s, 128, Space(recompute_modules=((RecomputeModule.MOE_ACT,),)))

@@ -121,7 +121,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)
     add_kernels(limits, "what the GPU has")
-    limits.add_argument(MODULES, nargs="+", metavar="MODULE", help="of selective recomputation (default: core_attn)")
+    limits.add_argument(
+        MODULES,
+        nargs="+",
+        metavar="MODULE",
+        help="of selective recomputation (default: all sets that save memory)",
+    )
     limits.add_argument("--fp8-recipe", choices=FP8_RECIPES, help="matrix products of layers in 8 bits (default: none)")
     limits.add_argument(
         "--moe-token-dispatcher-type",

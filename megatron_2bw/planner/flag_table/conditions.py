@@ -87,6 +87,13 @@ def ties_what_it_predicts(args: Any) -> bool:
     return bool(args.mtp_num_layers) and not args.untie_embeddings_and_output_weights
 
 
+def recomputes_biases(args: Any) -> bool:
+    """The MLP, with a bias, is computed again by itself."""
+    short = getattr(args, "recompute_activations", False)  # Megatron takes it away once it has read it.
+    is_selective = args.recompute_granularity == "selective" or short
+    return bool(is_selective and "mlp" in (args.recompute_modules or ()) and args.add_bias_linear)
+
+
 def interleaves(args: Any) -> bool:
     """A rank has several virtual stages; how many, Megatron derives from numbers of layers and from layouts."""
     derived = getattr(args, "virtual_pipeline_model_parallel_size", None)

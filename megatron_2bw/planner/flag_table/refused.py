@@ -16,6 +16,7 @@ from megatron_2bw.planner.flag_table.conditions import (
     leaves_copies_of_experts_apart,
     predicts_before_the_last_stage,
     quantizes,
+    recomputes_biases,
     scatters_a_mean_to_fp32,
     shards_weights,
     sums_experts_over_wrong_ranks,
@@ -283,6 +284,13 @@ REFUSED: tuple[Refused, ...] = (
         schedules=OURS,
         reason="Megatron fails when it saves an embedding that the last stage has twice",
         remedy="give --untie-embeddings-and-output-weights, or use --ckpt-format torch",
+    ),
+    Refused(
+        flag="--recompute-modules mlp with biases",
+        is_set=recomputes_biases,
+        schedules=OURS,
+        reason="Megatron's backward runs into itself without end: its checkpoint returns the bias, too",
+        remedy="give --disable-bias-linear, or leave mlp out",
     ),
     Refused(
         flag="--optimizer-cpu-offload",
