@@ -186,6 +186,8 @@ def _without_effect(options: Options, model: Model) -> Iterator[str]:
     """A note per flag that Megatron drops."""
     if "--tp-comm-overlap" in options and model.multi_latent_attention:
         yield "--tp-comm-overlap: priced without, as Megatron switches it off beside latent attention"
+    if MODULES in options and _recompute(options) is not Recompute.SELECTIVE:
+        yield f"{MODULES}: priced without, as Megatron looks at it under --recompute-granularity selective alone"
     if "--fp8-format" in options and options.text("--transformer-impl", "") == "local":
         yield "--fp8-format: priced without, as Megatron's own layers have no products in 8 bits"
 

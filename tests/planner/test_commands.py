@@ -756,4 +756,6 @@ def test_estimate_speaks_of_flags_and_names_those_that_it_does_not_read(capsys: 
     assert (code, "2bw needs at least 3 on 4 stages; raise --global-batch-size to 6" in err) == (2, True)
     _, out, _ = run(capsys, f"{ESTIMATE} --seed 3 --tp-size 4 --recompute-modules mlp")
     assert "note: --seed, --tp-size: no price depends on it, or nothing here knows it" in out
+    full = f"{PLAN} --recompute-granularity full --recompute-modules mlp"
+    assert "--recompute-modules is of --recompute-granularity selective; leave one out" in run(capsys, full)[2]
     assert "begins with no schedule; write such as 2bw:d2,t1" in run(capsys, f"{PLAN} --explain d2,t1")[2]

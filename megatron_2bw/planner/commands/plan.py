@@ -332,6 +332,9 @@ def _space(args: argparse.Namespace, model: Model) -> Space:
     if args.recompute_modules is not None:
         from megatron_2bw.planner.inputs import modules_of
 
+        if layout.Recompute.SELECTIVE not in limits.get("recomputes", layout.Recompute):
+            raise PlanError(f"{MODULES} is of --recompute-granularity selective; leave one out")
+
         limits["recompute_modules"] = (modules_of(args.recompute_modules, MODULES),)
     if args.optimizer is not None:
         first, *others = listed("--optimizer", args.optimizer, layout.Optimizer)
