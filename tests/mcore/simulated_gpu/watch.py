@@ -49,7 +49,9 @@ def watch(case: Case, rank: int, port: int, folder: Path, flaw: str | None = Non
     install(case)
     with simulated() as device:
         if flaw is not None:
-            setattr(*FLAWS[flaw])
+            where, name, other = FLAWS[flaw]
+            assert hasattr(where, name), "a flaw takes the place of something"
+            setattr(where, name, other)
         train(case, rank, folder)
     torch.save(Watched(device.races, device.steps), folder / f"rank{rank}.pt")
 
@@ -57,8 +59,12 @@ def watch(case: Case, rank: int, port: int, folder: Path, flaw: str | None = Non
 def _no_wait(*args: object, **kwargs: object) -> None: ...
 
 
-def _one_group(links: Links, *args: object) -> dist.ProcessGroup:
-    return next(iter(links._groups.values()))
+def _one_group(links: Links, *args: Any) -> Any:
+    *transfer, _ = args
+    return _started(links, *transfer, next(iter(links._groups)))
+
+
+_started = Links._started
 
 
 FLAWS = {
@@ -67,7 +73,7 @@ FLAWS = {
     "the host does not wait for an event": (Event, "synchronize", _no_wait),
     "a stream does not wait for a transfer": (Device, "waited", _no_wait),
     "a batch does not wait for the sum of gradients": (DelayedStage, "reduce_wait", _no_wait),
-    "one group for both ways": (Links, "_group", _one_group),
+    "one group for both ways": (Links, "_started", _one_group),
     "timers wait for the device": (CallTimers, "__call__", Timers.__call__),
 }
 """What breaks a run on a GPU, and none on a CPU: what has which attribute in place of its own."""
