@@ -119,8 +119,8 @@ def one_f_one_b_s(pipeline: Pipeline) -> float:
 
     With even stages ``(m+d-1)*(F+B) + 2*send*(d-1 + m-1 - ceil((m-1)/d))``. Exact where first and last stage
     take as long as the middle ones or longer, as with the embedding and the loss on them, but the first one's forward
-    no longer than all of the last one; up to 13% too short with fewer microbatches than stages and a first one that takes
-    several times as long; nowhere too long.
+    no longer than all of the last one; up to 13% too short with fewer microbatches than stages and a first one that
+    takes several times as long; nowhere too long.
 
     >>> even = Stage(1, 2)
     >>> one_f_one_b_s(Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even, send_s=0.5))
@@ -247,8 +247,8 @@ def interleaved_s(pipeline: Pipeline, chunks: int) -> float:
 
     Stages are the v chunks of a rank together. While the pipeline fills and drains, d microbatches pass the first
     rank at its own pace, and nothing hides the transfers between all of the chunks. Exact for m in groups of d, free
-    transfers and a last rank that takes longest. What transfers hold up between fill and drain is left out: too short by
-    up to 5% where one takes a quarter of a chunk's work, by 27% where it takes as long as that.
+    transfers and a last rank that takes longest. What transfers hold up between fill and drain is left out: up to 5%
+    too short where one takes a quarter of a chunk's work, 27% where it takes as long as that.
 
     Source: Narayanan et al., arXiv 2104.04473, section 2.2.2.
 
