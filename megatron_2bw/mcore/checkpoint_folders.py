@@ -114,10 +114,11 @@ def finish_replacements(folder: Path, *, saves_there: bool) -> None:
         saves_there: whether this job is the one that saves to it. Another one may be saving right now.
     """
     finish_renames(folder)
+    named = named_in(folder)
     with _unless_read_only():
         for old in folder.glob("replaced_iter_*"):
             present = old.with_name(old.name.removeprefix("replaced_"))
-            named, iteration = named_in(folder), int(present.name.removeprefix("iter_"))
+            iteration = int(present.name.removeprefix("iter_"))
             if named == iteration and present.exists():
                 remove(old)
             elif saves_there and named is not None and named < iteration:  # What took its place is half written.
@@ -130,9 +131,10 @@ def finish_replacements(folder: Path, *, saves_there: bool) -> None:
 
 def finish_renames(folder: Path) -> None:
     """The part of `finish_replacements` without which a checkpoint is missing; ranks may do so at the same time."""
+    named = _name(named_in(folder))
     for new in folder.glob("unfinished_iter_*"):
         present = new.with_name(new.name.removeprefix("unfinished_"))
-        if not present.exists() and present.name == _name(named_in(folder)):
+        if not present.exists() and present.name == named:
             with contextlib.suppress(FileNotFoundError), _unless_read_only():  # Another rank was first.
                 new.rename(present)
 
@@ -180,8 +182,9 @@ def remove_all_but_the_named(folder: Path) -> None:
 
     Megatron keeps the one of the highest number, and would remove the named one for the sake of it.
     """
+    named = _name(named_in(folder))
     for checkpoint in folder.glob("iter_*"):
-        if checkpoint.name != _name(named_in(folder)):
+        if checkpoint.name != named:
             remove(checkpoint)
 
 

@@ -17,8 +17,7 @@ from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.placement import place
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
-from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.feasible import chain_of, checked, enough_microbatches
+from megatron_2bw.schedule.feasible import chain_of, enough_microbatches, refusal
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON, PER_MICROBATCH, TWO_BW, canonical_name
 
@@ -144,11 +143,8 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **op
             f"one stage has no bubble; use --pipeline-schedule {MEGATRON}"
         )
     size = {"stages": stages, "microbatches": microbatches, **options}
-    try:
-        checked(name, **size)
-    except ScheduleError as error:
-        problem = error.message
-    else:
+    problem = refusal(name, **size)
+    if problem is None:
         return
     what = f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}"
     enough = enough_microbatches(name, **size)

@@ -104,15 +104,15 @@ def _of_mlp(model: Model, layout: Layout, outside: int) -> _Part:
     # is weighted.
     routed = model.ffn_hidden_size * model.routed(layout.expert) / tensor
     entered = 2 if model.swiglu else 1
-    unfused = 2 + experts if model.swiglu else 1 + experts
-    activated = 1 if model.swiglu and layout.fused_swiglu else unfused
+    fuses = model.swiglu and layout.fused_swiglu
+    activated = 1 if fuses else entered + experts
     into, out = width * entered * routed, (width * activated - (width - kept)) * routed
     around = hidden / outside
     if experts:  # Into the experts, gathered from the ranks that split them.
         around = model.routed(layout.expert) * hidden * layout.expert_tensor / tensor
         into += kept * around
     size = model.moe_shared_expert_intermediate_size / tensor
-    of_shared = entered + (2 - layout.fused_swiglu if model.swiglu else 1)
+    of_shared = entered + (1 if fuses else entered)
     shared = (width * of_shared - (width - kept)) * size + width * model.gate_parameters / outside
     shared += fp8.kept_copies(layout.fp8) * hidden / outside if size else 0
     parts, again = norm + into + out + shared, 0.0

@@ -31,7 +31,7 @@ def gpus_here() -> list[str]:
     """What the GPUs of this machine are called that a run would see; none where torch sees none."""
     code = "import torch; print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep='\\n')"
     found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
-    return found.stdout.split("\n")[:-1] if found.stdout.strip() else []
+    return [name for name in found.stdout.splitlines() if name]
 
 
 def lines_of(words: Sequence[str], *, ranks: int, what: str) -> Iterator[str]:

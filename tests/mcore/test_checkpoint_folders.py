@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -60,8 +61,9 @@ def test_a_replacement_is_finished_before_arguments_are_read(saving, tmp_path) -
         assert folders.read(lambda folder, args: present.read_text(), str(tmp_path), args) == "new"
 
 
-def test_another_job_may_finish_a_replacement_and_remove_what_was_there(tmp_path, monkeypatch) -> None:
-    """One that loads from the same folder between the two renames of a save takes it for dead."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_another_job_may_finish_a_replacement_and_remove_what_was_there(tmp_path, monkeypatch, killed: bool) -> None:
+    """One that loads from the same folder between the two renames of a save, which may be killed there, too."""
     from megatron_2bw.mcore import checkpoint_folders as folders
 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
@@ -73,10 +75,15 @@ def test_another_job_may_finish_a_replacement_and_remove_what_was_there(tmp_path
         if path == new:
             monkeypatch.undo()
             folders.finish_replacements(tmp_path, saves_there=False)
+            if killed:
+                raise KeyboardInterrupt
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", after_another)
-    folders.replace(present, new)
+    with pytest.raises(KeyboardInterrupt) if killed else contextlib.nullcontext():
+        folders.replace(present, new)
+    if killed:
+        folders.finish_replacements(tmp_path, saves_there=True)
     assert [path.name for path in tmp_path.glob("*iter_*")] == ["iter_0000006"]
     assert (present / "file").read_text() == "new"
 
@@ -268,25 +275,3 @@ def test_a_job_that_does_not_train_leaves_what_is_being_saved(saving, tmp_path, 
     _checkpoint(tmp_path / "unfinished_iter_0000006", "being written")
     folders.load(lambda: None)
     assert (tmp_path / "unfinished_iter_0000006").exists() is skip_train
-
-
-def test_what_a_save_has_between_its_renames_is_found_whoever_reads_there(tmp_path, monkeypatch) -> None:
-    from megatron_2bw.mcore import checkpoint_folders as folders
-
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
-    present = _checkpoint(tmp_path / "iter_0000006", "old")
-    new = _checkpoint(tmp_path / "unfinished_iter_0000006", "new")
-    rename = Path.rename
-
-    def killed_after_the_first(path: Path, target: Path) -> Path:
-        if path == new:
-            monkeypatch.undo()
-            folders.finish_replacements(tmp_path, saves_there=False)
-            raise KeyboardInterrupt
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", killed_after_the_first)
-    with pytest.raises(KeyboardInterrupt):
-        folders.replace(present, new)
-    folders.finish_replacements(tmp_path, saves_there=True)
-    assert {path.parent.name: path.read_text() for path in tmp_path.glob("*/file")} == {"iter_0000006": "new"}

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from megatron_2bw.schedule.commands.arguments import count
-from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.registry import SCHEDULES, canonical_name
 
 
@@ -20,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from megatron_2bw.schedule.feasible import checked
+    from megatron_2bw.schedule.feasible import refusal
 
     names = dict.fromkeys(canonical_name(name) for name in args.schedules or SCHEDULES)
     found_all = True
@@ -29,12 +28,11 @@ def _validate(args: argparse.Namespace) -> int:
         first = None
         for stages in range(1, args.max_stages + 1):
             for microbatches in range(1, args.max_microbatches + 1):
-                try:
-                    checked(name, stages=stages, microbatches=microbatches)
-                except ScheduleError as error:
-                    first = first or error.message
-                else:
+                problem = refusal(name, stages=stages, microbatches=microbatches)
+                if problem is None:
                     valid.add((stages, microbatches))
+                else:
+                    first = first or problem
         pairs = args.max_stages * args.max_microbatches
         region = feasible_region(valid, args.max_stages, args.max_microbatches)
         print(f"{name}: {region} ({len(valid)} of {pairs} valid: d <= {args.max_stages}, m <= {args.max_microbatches})")
