@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from math import gcd
 from typing import NamedTuple
 
 from megatron_2bw.planner.errors import PlanError, Problem
@@ -78,6 +79,11 @@ def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) ->
                 f"first_stage_layers {first} and last_stage_layers {last} do not sum to num_layers {num_layers} on 2 "
                 "stages",
                 "set one of them to 0",
+            )
+        if gcd(first, last) % chunks:
+            return Problem(
+                f"chunks {chunks} does not divide first_stage_layers {first} and last_stage_layers {last}",
+                f"use {nearest_divisor(gcd(first, last), chunks)}",
             )
         return Layers(first, last, last)
     each = rest // even

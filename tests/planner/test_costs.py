@@ -518,6 +518,10 @@ def test_model_flops():
         ({"pipeline": 1, "first_stage_layers": 4}, "first_stage_layers 4: one stage has all 24 layers; leave it out"),
         ({"pipeline": 1, "last_stage_layers": 24, "first_stage_layers": 1}, "first_stage_layers 1: one stage has all"),
         ({"pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 4}, "do not sum to num_layers 24"),
+        (
+            {"schedule": "megatron", "pipeline": 2, "chunks": 2, "first_stage_layers": 15, "last_stage_layers": 9},
+            "chunks 2 does not divide first_stage_layers 15 and last_stage_layers 9; use 1",
+        ),
     ],
 )
 def test_what_cannot_be_priced(changes: dict, message: str):
