@@ -1,14 +1,14 @@
-"""How long a batch of a pipeline takes: by a closed form, simulated, or where ranks share processors."""
+"""How long a batch of a pipeline takes: by a closed form, followed, simulated, or where ranks share processors."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.planner import interleaving, periods
+from megatron_2bw.planner import endless, periods
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.followed import uneven_one_f_one_b_s
+from megatron_2bw.planner.followed import interleaved_s, uneven_one_f_one_b_s
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.periods import Pipeline
 from megatron_2bw.planner.programs import programs_of, shortened
@@ -85,41 +85,58 @@ def processor_share(cluster: Cluster) -> float:
 
 
 def batch_s(layout: Layout, pipeline: Pipeline) -> float:
-    """Seconds per batch in an endless run, by closed form.
+    """Seconds per batch in an endless run, as ``simulated_s`` would find.
 
-    PipeDream and what runs in both directions have none and are simulated. Where more than the ends of the pipeline
-    differ, so is 2bw, and 1F1B and the interleaved schedule are followed.
+    By closed form; where none is exact, microbatches are followed. PipeDream and what runs in both directions have
+    neither and are simulated.
     """
-    if pipeline.each and layout.chunks > 1:
-        return interleaving.followed_s(pipeline) + periods.flush_s(pipeline)
-    if layout.schedule == "2bw" and pipeline.each:
-        return simulated_s(layout, pipeline)
+    if layout.chunks > 1:
+        return interleaved_s(pipeline)
     if layout.schedule == "2bw":
-        return periods.two_bw_s(
-            pipeline,
-            extra_in_flight=layout.extra_in_flight,
-            delayed=layout.delayed_microbatches or None,
-            copy=gradient_copy(layout),
-        )
+        options = _of_two_bw(layout)
+        is_closed = periods.two_bw_is_exact(pipeline, options["copy"])
+        return (periods.two_bw_s if is_closed else endless.two_bw_s)(pipeline, **options)
     if layout.schedule == "gpipe":
         return periods.gpipe_s(pipeline)
     if layout.schedule == "inter-layer":
         return periods.inter_layer_s(pipeline)
-    if layout.chunks > 1:
-        return periods.interleaved_s(pipeline, layout.chunks)
     if layout.schedule in (*BIDIRECTIONAL, "pipedream"):
         return _repeated_s(layout, pipeline)
-    if pipeline.each or _has_lighter_ends(pipeline):
-        return uneven_one_f_one_b_s(pipeline)
-    return periods.one_f_one_b_s(pipeline)
+    is_closed = periods.one_f_one_b_is_exact(pipeline)
+    return (periods.one_f_one_b_s if is_closed else uneven_one_f_one_b_s)(pipeline)
 
 
-def _has_lighter_ends(pipeline: Pipeline) -> bool:
-    """Whether the first or the last of several stages takes less time, as with layers of another kind."""
-    p = pipeline
-    ends = (p.first, p.last) if p.stages > 2 else ()
-    lighter = any(end[way] < p.middle[way] for end in ends for way in (0, 1))
-    return lighter or (p.stages > 1 and p.first.forward_s > p.last.pair_s)
+def least_s(layout: Layout, pipeline: Pipeline) -> float:
+    """What ``batch_s`` is at least: the same, or less where that follows or simulates.
+
+    In both directions, the ranks in the middle have half of all stages' forwards before them and backwards behind them.
+    """
+    if layout.chunks > 1:
+        return periods.least_interleaved_s(pipeline)
+    if layout.schedule == "2bw":
+        return periods.two_bw_s(pipeline, **_of_two_bw(layout))
+    if layout.schedule in ("1f1b-flush", "megatron") and not pipeline.each:
+        return periods.one_f_one_b_s(pipeline)
+    if layout.schedule not in BIDIRECTIONAL:
+        return batch_s(layout, pipeline)
+    m, half = layout.microbatches, layout.pipeline // 2
+    ends_s = m * (pipeline.first.pair_s + pipeline.last.pair_s) / 2
+    middle_s = m * pipeline.middle.pair_s + pipeline.turn_s(0, half - 2) if half > 1 else 0.0
+    return max(ends_s, middle_s, pipeline.turn_s(0, layout.pipeline - 1)) + periods.flush_s(pipeline)
+
+
+def is_followed(layout: Layout) -> bool:
+    """Whether ``batch_s`` may take much longer than ``least_s``, as far as flags tell."""
+    is_2bw = layout.schedule == "2bw"
+    return layout.chunks > 1 or (is_2bw and (layout.distributed_optimizer or bool(layout.pipeline_layout)))
+
+
+def _of_two_bw(layout: Layout) -> dict[str, Any]:
+    return {
+        "extra_in_flight": layout.extra_in_flight,
+        "delayed": layout.delayed_microbatches or None,
+        "copy": gradient_copy(layout),
+    }
 
 
 def _repeated_s(layout: Layout, pipeline: Pipeline) -> float:

@@ -1,7 +1,7 @@
 """How long a batch takes: kernels and collectives priced by size, put together by the schedule.
 
-Seconds of a layer come from ``layer``, those of links from ``speeds``, and the time of a batch from the closed forms
-in ``periods``, which ``tests/planner/test_periods.py`` compares with the simulator of the executor's own Programs.
+Seconds of a layer come from ``layer``, those of links from ``speeds``, and the time of a batch from ``batch``,
+which the tests compare with the simulator of the executor's own Programs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_2bw.planner import muon, periods, updates
-from megatron_2bw.planner.batch import processor_share, shared_s
+from megatron_2bw.planner import batch, muon, periods, updates
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.error_bars import error_bar
 from megatron_2bw.planner.errors import PlanError
@@ -22,7 +21,7 @@ from megatron_2bw.planner.periods import Pipeline, Stage
 from megatron_2bw.planner.pieces import parts_of_batch, stage_pieces, time_of
 from megatron_2bw.planner.sizes import Split
 from megatron_2bw.planner.speeds import Speed, machine_of
-from megatron_2bw.planner.stages import Contents, contents_of, free_stages, layers_of_stages
+from megatron_2bw.planner.stages import Contents, chunks_in_order, contents_of, layers_of_stages
 from megatron_2bw.planner.weights import weights_of
 from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
@@ -88,7 +87,7 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     """
     times = times_of(model, layout, cluster, speed)
     pipeline, work_s = times.pipeline, times.work_s(layout)
-    time_s = shared_s(layout, pipeline, cluster, work_s)
+    time_s = batch.shared_s(layout, pipeline, cluster, work_s)
     bar = error_bar(cluster, model, layout)
     return Iteration(
         time_s=time_s,
@@ -96,31 +95,18 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
         bubble_ratio=0.0 if layout.pipeline == 1 else max(0.0, 1 - work_s / (layout.pipeline * time_s)),
         tokens_per_s=layout.global_batch * model.seq_length / time_s,
         flops_per_gpu_s=logged_flops(model, layout.global_batch) / time_s / layout.gpus,
-        parts=parts_of_batch(model, layout, pipeline, times.works, time_s, shared=processor_share(cluster) < 1),
+        parts=parts_of_batch(model, layout, pipeline, times.works, time_s, shared=batch.processor_share(cluster) < 1),
         relative_error=bar.share,
         error_source=bar.source,
     )
 
 
 def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
-    """What a batch takes at least: the prediction itself, or less where that is simulated or followed step by step.
-
-    In both directions, the ranks in the middle have half of all stages' forwards before them and backwards behind them.
-    """
-    has_ends = layout.first_stage_layers or layout.last_stage_layers or model.dense_layers
-    is_uneven = layout.schedule == "1f1b-flush" and has_ends
+    """What a batch takes at least: the prediction itself, or less where that takes longer to find."""
     times = times_of(model, layout, cluster)
-    pipeline = times.pipeline
-    if pipeline.each and layout.chunks > 1 and processor_share(cluster) == 1:
-        return periods.least_interleaved_s(pipeline)
-    if not (is_uneven or layout.schedule in BIDIRECTIONAL) or processor_share(cluster) < 1:
-        return shared_s(layout, pipeline, cluster, times.work_s(layout))
-    if is_uneven:
-        return periods.one_f_one_b_s(pipeline)
-    m, half = layout.microbatches, layout.pipeline // 2
-    ends_s = m * (pipeline.first.pair_s + pipeline.last.pair_s) / 2
-    middle_s = m * pipeline.middle.pair_s + pipeline.turn_s(0, half - 2) if half > 1 else 0.0
-    return max(ends_s, middle_s, pipeline.turn_s(0, layout.pipeline - 1)) + periods.flush_s(pipeline)
+    if batch.processor_share(cluster) < 1:
+        return batch.shared_s(layout, times.pipeline, cluster, times.work_s(layout))
+    return batch.least_s(layout, times.pipeline)
 
 
 def work_s(model: Model, layout: Layout, cluster: Cluster) -> float:
@@ -141,7 +127,7 @@ def work_s(model: Model, layout: Layout, cluster: Cluster) -> float:
         has_ends = layout.first_stage_layers or layout.last_stage_layers or layout.pipeline_layout
         is_uneven = has_ends or model.dense_layers
         passes = layout.pipeline / (1 - (1 - 1 / m) ** layout.pipeline) if is_uneven else m + layout.pipeline - 1
-    return processor_share(cluster) * passes * microbatch_s / layout.pipeline * (1 - periods.ROUNDING)
+    return batch.processor_share(cluster) * passes * microbatch_s / layout.pipeline * (1 - periods.ROUNDING)
 
 
 def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None = None) -> Times:
@@ -183,15 +169,16 @@ def _stage_time(model: Model, layout: Layout, works: Works, chunks: Sequence[Con
 
 def _stage_times(model: Model, layout: Layout, works: Works, send_s: float) -> dict[str, Any]:
     """Those fields of a Pipeline that say how long stages and transfers take."""
-    last, free = layout.pipeline - 1, free_stages(model, layout)
+    last, order = layout.pipeline - 1, chunks_in_order(model, layout)
     first_s, last_s = (_stage_time(model, layout, works, contents_of(model, layout, end)) for end in (0, last))
-    usual = Contents(layers_of_stages(model, layout).middle, chunks=layout.chunks)
     times = {"first": first_s, "last": last_s, "send_s": send_s if last else 0.0}
-    if not free:
+    if not order:
+        usual = Contents(layers_of_stages(model, layout).middle)
         return times | {"middle": _stage_time(model, layout, works, [usual])}
-    order = [stage[chunk] for chunk in range(layout.chunks) for stage in free]
-    each = tuple(_stage_time(model, layout, works, [held]) for held in order)
-    between = [_stage_time(model, layout, works, stage) for stage in free[1:-1]]
+    different = {held: _stage_time(model, layout, works, [held]) for held in set(order)}
+    each = tuple(different[held] for held in order)
+    stages = [each[stage :: layout.pipeline] for stage in range(1, last)]
+    between = [Stage(*map(sum, zip(*chunks, strict=True))) for chunks in stages]
     # What is predicted of further tokens goes on beside what the layers gave.
     sends_s = [send_s] * (len(order) - 1)
     for index in range(next((i for i, held in enumerate(order) if held.mtp), len(order)), len(order) - 1):

@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from megatron_2bw.planner import costs, memory
+from megatron_2bw.planner.batch import is_followed
 from megatron_2bw.planner.candidates import ROUNDING, Candidates
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.efficiency import EXACT, Progress
@@ -143,8 +144,7 @@ class Finder:
             needed, layout = self._first_that_fits(saving)
             if needed <= candidates.cluster.memory_bytes:
                 nothing_fits = False
-                is_slow_to_price = bool(layout.pipeline_layout)  # Chunks are followed.
-                if is_beaten and is_slow_to_price and is_beaten(base.schedule, self._bound_s(costs.least_s, layout)):
+                if is_beaten and is_followed(layout) and is_beaten(base.schedule, self._bound_s(costs.least_s, layout)):
                     continue
                 yield price(candidates.model, layout, candidates.cluster, progress=self.progress)
                 if layout == base:

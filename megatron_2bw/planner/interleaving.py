@@ -1,15 +1,10 @@
-"""Megatron's interleaved 1F1B step by step, for chunks that differ: the order, what it keeps and how long it takes."""
+"""Megatron's interleaved 1F1B, for chunks that differ: the order, and the most that it keeps."""
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
-
-from megatron_2bw.planner.periods import Pipeline
 
 _GROUPS = 4
 """Of as many microbatches as ranks: what a rank has in flight rises during the first two, and then repeats."""
@@ -67,55 +62,3 @@ def _most_in_flight(rank: int, *, ranks: int, microbatches: int, chunks: int) ->
         now[chunk] += 1 if forward else -1
         was_forward = forward
     return tuple(moments)
-
-
-def followed_s(pipeline: Pipeline) -> float:
-    """Seconds of a batch without what follows its last backward, from action to action.
-
-    An action begins when the one before it on its rank has ended and what it needs is there; what a rank sends forwards
-    or backwards goes in order.
-    """
-    p, count = pipeline, len(pipeline.each)
-    sizes = {"ranks": p.stages, "microbatches": p.microbatches, "chunks": count // p.stages}
-    forwards_s, backwards_s = {i: deque() for i in range(1, count)}, {i: deque() for i in range(count - 1)}
-    # When what a stage needs arrives, in the order of microbatches. The first forward and backward need nothing.
-
-    def step(forward: bool, stage: int) -> _Step:
-        target, arrivals_s = (stage + 1, forwards_s) if forward else (stage - 1, backwards_s)
-        link_s = p.links_s[min(stage, target)] if target in arrivals_s else 0.0
-        return _Step(arrivals_s.get(stage), arrivals_s.get(target), p.each[stage][not forward], link_s, forward)
-
-    steps = {key: step(*key) for key in itertools.product((True, False), range(count))}
-    waiting = [
-        deque(steps[forward, chunk * p.stages + rank] for forward, chunk, _ in order(rank, **sizes))
-        for rank in range(p.stages)
-    ]
-    ends_s, sent_s = [0.0] * p.stages, [[0.0, 0.0] for _ in range(p.stages)]
-    while any(waiting):
-        for rank, actions in enumerate(waiting):
-            end_s, of_rank_s = ends_s[rank], sent_s[rank]
-            while actions:
-                arrived_s, arriving_s, takes_s, link_s, forward = actions[0]
-                if arrived_s is not None:
-                    if not arrived_s:
-                        break
-                    end_s = max(end_s, arrived_s.popleft())
-                end_s += takes_s
-                if arriving_s is not None:
-                    of_rank_s[forward] = max(end_s, of_rank_s[forward]) + link_s
-                    arriving_s.append(of_rank_s[forward])
-                actions.popleft()
-            ends_s[rank] = end_s
-    return max(ends_s)
-
-
-class _Step(NamedTuple):
-    """A forward or backward of one stage, of any microbatch."""
-
-    arrived_s: deque[float] | None
-    """What it needs, of its next microbatches."""
-    arriving_s: deque[float] | None
-    """What the next one on its way needs."""
-    takes_s: float
-    link_s: float
-    forward: bool

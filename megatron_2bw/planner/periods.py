@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from megatron_2bw.schedule.program import GradientCopy
@@ -49,8 +48,8 @@ class Pipeline:
     norm_s: float = 0
     """What all stages then sum together."""
     each: tuple[Stage, ...] = ()
-    """Every chunk of every stage in the order of the model, where more of them differ. These are then simulated or
-    followed, and ``middle`` is the slowest one between the ends."""
+    """Every chunk of every stage in the order of the model, where there are several of a stage or more of them differ.
+    These are then simulated or followed, and ``middle`` is the slowest stage between the ends."""
     sends_s: tuple[float, ...] = ()
     """Of these, from each to the next, where transfers differ."""
 
@@ -114,13 +113,23 @@ def flush_s(pipeline: Pipeline) -> float:
     return pipeline.gradients_s + pipeline.norm_s + pipeline.update_s
 
 
+def one_f_one_b_is_exact(pipeline: Pipeline) -> bool:
+    """Whether ``one_f_one_b_s`` is exact, not only the least.
+
+    Not where stages between the ends differ or take longer than these, as with layers of another kind; nor where the
+    first stage's forward takes longer than all of the last stage, or with fewer microbatches than stages all of it.
+    """
+    p = pipeline
+    ends = (p.first, p.last) if p.stages > 2 else ()
+    has_lighter_ends = any(end[way] < p.middle[way] for end in ends for way in (0, 1))
+    first_s = p.first.pair_s if p.microbatches < p.stages else p.first.forward_s
+    return not (p.each or has_lighter_ends or (p.stages > 1 and first_s > p.last.pair_s))
+
+
 def one_f_one_b_s(pipeline: Pipeline) -> float:
     """One turn over all stages for the first microbatch, the slowest turns for the others.
 
-    With even stages ``(m+d-1)*(F+B) + 2*send*(d-1 + m-1 - ceil((m-1)/d))``. Exact where first and last stage
-    take as long as the middle ones or longer, as with the embedding and the loss on them, but the first one's forward
-    no longer than all of the last one; up to 13% too short with fewer microbatches than stages and a first one that
-    takes several times as long; nowhere too long.
+    With even stages ``(m+d-1)*(F+B) + 2*send*(d-1 + m-1 - ceil((m-1)/d))``; nowhere too long.
 
     >>> even = Stage(1, 2)
     >>> one_f_one_b_s(Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even, send_s=0.5))
@@ -242,29 +251,8 @@ class _Paths:
         return self.longest_within_s(passing, 0, self.p.stages - 1)
 
 
-def interleaved_s(pipeline: Pipeline, chunks: int) -> float:
-    """Megatron's interleaved 1F1B: ``m*(F+B)`` of the slowest rank and ``(d-1)*(F+B)/v`` to fill and drain.
-
-    Stages are the v chunks of a rank together. While the pipeline fills and drains, d microbatches pass the first
-    rank at its own pace, and nothing hides the transfers between all of the chunks. Exact for m in groups of d, free
-    transfers and a last rank that takes longest. What transfers hold up between fill and drain is left out: up to 5%
-    too short where one takes a quarter of a chunk's work, 27% where it takes as long as that.
-
-    Source: Narayanan et al., arXiv 2104.04473, section 2.2.2.
-
-    >>> even = Stage(1, 2)
-    >>> interleaved_s(Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even), 3)
-    27.0
-    """
-    p = pipeline
-    slowest_s = p.microbatches * max(stage.pair_s for stage in p.kinds)
-    last_s = p.microbatches * p.last.pair_s + p.stages * (p.first.pair_s - p.middle.pair_s)
-    fill_s = (p.stages - 1) * p.middle.pair_s / chunks
-    return max(slowest_s, last_s) + fill_s + 2 * (p.stages * chunks - 1) * p.send_s + flush_s(p)
-
-
 def least_interleaved_s(pipeline: Pipeline) -> float:
-    """The same for chunks that differ, without what waits in the middle of a batch: nowhere too long.
+    """What ``followed.interleaved_s`` finds, without what waits in the middle of a batch: nowhere too long.
 
     Until the first microbatch has come to the last chunk of a rank, and after the last one has gone back from there,
     this rank has d microbatches of its other chunks to compute, and in between all of the rest.
@@ -279,6 +267,19 @@ def least_interleaved_s(pipeline: Pipeline) -> float:
     return max(ranks_s) + flush_s(p)
 
 
+def two_bw_is_exact(pipeline: Pipeline, copy: GradientCopy) -> bool:
+    """Whether ``two_bw_s`` is exact, not only the least.
+
+    Where more than the ends differ, paths turn in more ways than it knows; where a transfer there and back takes longer
+    than a stage's forward and backward, one path may take the updates of several stages; and where a shard is kept and
+    its sum takes longer than the one forward that hides it, the sums of several.
+    """
+    stages = pipeline.kinds
+    has_slow_links = pipeline.stages > 1 and 2 * pipeline.send_s > min(stage.pair_s for stage in stages)
+    has_long_sums = copy is GradientCopy.SHARD and pipeline.gradients_s > min(stage.forward_s for stage in stages)
+    return not (pipeline.each or (has_slow_links and pipeline.update_s) or has_long_sums)
+
+
 def two_bw_s(
     pipeline: Pipeline,
     *,
@@ -286,20 +287,15 @@ def two_bw_s(
     delayed: int | None = None,
     copy: GradientCopy = GradientCopy.WHOLE,
 ) -> float:
-    """``m*(F+B)`` of the slowest stage and its update; more only where something cannot be hidden.
+    """``m*(F+B)`` of the slowest stage and its update, and more only where something cannot be hidden; never too long.
 
     - Transfers: a turn over all stages lets ``(1+x)*(d-1) + 1`` microbatches pass, x more in flight per boundary. Then
       stages wait, and an update may take place meanwhile.
     - Sums of gradients and of the norm, then the update: they have to be done before the first forward that uses it,
       on the first stage. ``(1+x)*(d-1)`` backwards come after the forwards that have to be done by the end of its
       batch, and one for each microbatch that is not delayed.
-    - With a shard as copy, the sum over replicas has to be done within the one forward before the next backward. Where
-      both that sum and transfers take longer than a microbatch, from 20% too short, where sums of two stages are on one
-      path, to 5% too long, where no path takes both a sum and the update; exact for the layouts of our models.
-    - Without a copy, the update, for which all stages wait. With two stages of which only the first microbatch is
-      delayed, up to 6% too short where transfers and the update fall together.
-    - Where a transfer there and back takes longer than a stage's forward and backward, and the update several times as
-      long, up to 11% too short.
+    - With a shard as copy, what the sum over replicas takes longer than one forward.
+    - Without a copy, the update, for which all stages wait.
 
     Each of them comes back to where it was a batch later, or several.
 
@@ -320,17 +316,15 @@ def two_bw_s(
         _Cycle(p.update_s, 0, paths.longest_anywhere_s),
         _Cycle(flush_s(p), ahead + not_delayed - m, paths.longest_s),
     ]
-    if copy is GradientCopy.SHARD:  # The sum may take the place of one forward.
-        for stage, (_, backward_s) in zip((0, 1, last) if last > 1 else (0, last), p.kinds, strict=False):
-            longest_s = partial(paths.longest_s, through=stage)
-            cycles.append(_Cycle(p.gradients_s + backward_s + p.update_s, -1, longest_s))
+    sum_s = p.gradients_s if copy is GradientCopy.SHARD else 0
+    alone_s = max(m * stage.pair_s + max(sum_s - stage.forward_s, 0) for stage in p.kinds) + p.update_s
     if copy is GradientCopy.NONE:
-        forwards_s = sum(stage.forward_s * count for stage, count in zip(p.kinds, p.counts, strict=True))
-        down_s = p.turn_s(0, last) - last * p.send_s - forwards_s
+        backwards_s = sum(stage.backward_s * count for stage, count in zip(p.kinds, p.counts, strict=True))
+        down_s = backwards_s + sum(p.links_s)
         cycles.append(_Cycle(flush_s(p) + down_s, -1, paths.longest_over_all_s))
         if m == ahead and not not_delayed:  # The first stage updates before a forward, and at its turn the last one.
             cycles.append(_Cycle(flush_s(p) + p.turn_s(0, last) + p.update_s, -m - 1, paths.longest_over_all_s))
-    return _slowest_s(cycles, paths)
+    return _slowest_s(cycles, alone_s, paths)
 
 
 class _Cycle(NamedTuple):
@@ -344,14 +338,14 @@ class _Cycle(NamedTuple):
     """The rest, by how many microbatches pass."""
 
 
-def _slowest_s(cycles: list[_Cycle], paths: _Paths) -> float:
-    """Seconds per batch of the slowest of these, or of work alone, each over as many batches as take longest.
+def _slowest_s(cycles: list[_Cycle], alone_s: float, paths: _Paths) -> float:
+    """Seconds per batch of the slowest of these, each over as many batches as take longest, or of a stage alone.
 
     After as many as microbatches pass in a turn over all stages, what is over of whole turns repeats.
     """
     p, pace_s = paths.p, paths.pace_s()
     m, turn = p.microbatches, paths.size(p.stages)
-    slowest_s = max(m * pace_s, m * max(stage.pair_s for stage in p.kinds) + p.update_s)
+    slowest_s = max(m * pace_s, alone_s)
     for fixed_s, more, longest_s in cycles:
         for batches in range(1, turn + 1):
             passing = more + batches * m

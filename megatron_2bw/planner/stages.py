@@ -138,6 +138,29 @@ def contents_of(model: Model, layout: Layout, stage: int) -> tuple[Contents, ...
     return (Contents(layers, dense, mtp, is_first, is_last, is_last, layout.chunks),)
 
 
+def chunks_in_order(model: Model, layout: Layout) -> tuple[Contents, ...]:
+    """What each chunk of the model holds, where stages have several or only ``free_stages`` can say; else empty.
+
+    >>> model = Model(num_layers=8, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=99)
+    >>> layout = Layout(schedule="megatron", pipeline=2, data=1, global_batch=2, chunks=2)
+    >>> [(chunk.layers, chunk.embedding, chunk.loss) for chunk in chunks_in_order(model, layout)]
+    [(2, True, False), (2, False, False), (2, False, False), (2, False, True)]
+
+    Raises:
+        PlanError: the layers cannot be spread like that.
+    """
+    stages = free_stages(model, layout)
+    if stages or layout.chunks == 1:
+        return tuple(stage[chunk] for chunk in range(layout.chunks) for stage in stages)
+    layers = layers_of_stages(model, layout)
+    counts = [layers.first, *[layers.middle] * (layout.pipeline - 2), layers.last]
+    chunks = [Contents(count // layout.chunks) for count in counts] * layout.chunks
+    first, end = chunks[0], chunks[-1]
+    chunks[0] = first._replace(dense=model.dense_layers, embedding=True)
+    chunks[-1] = end._replace(mtp=model.mtp_num_layers, final_norm=True, loss=True)
+    return tuple(chunks)
+
+
 def free_stages(model: Model, layout: Layout) -> tuple[tuple[Contents, ...], ...]:
     """The chunks of every stage where they are spread as other flags cannot say; else empty.
 

@@ -96,7 +96,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("memory_gb", "fastest"), [(80, "v4,E|(t|)*14L"), (5, "v2,f4,l2")])
+@pytest.mark.parametrize(("memory_gb", "fastest"), [(80, "v4,E|(t|)*14L"), (4.2, "v2,f4,l2,block1")])
 def test_embedding_and_loss_count_as_layers_where_chunks_interleave(memory_gb: float, fastest: str):
     """Where that is faster than chunks with equally many layers, and fits."""
     model, machine, batch = dataclasses.replace(MODEL, num_layers=14), cluster(4, memory_gb), 16

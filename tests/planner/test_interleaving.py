@@ -12,10 +12,10 @@ from megatron_2bw.planner import costs, interleaving, memory, periods
 from megatron_2bw.planner.activations import of_layer
 from megatron_2bw.planner.batch import batch_s, simulated_s
 from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.followed import uneven_one_f_one_b_s
+from megatron_2bw.planner.followed import interleaved_s, uneven_one_f_one_b_s
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.periods import Pipeline, Stage, gpipe_s, inter_layer_s, interleaved_s, two_bw_s
+from megatron_2bw.planner.periods import Pipeline, Stage, gpipe_s, inter_layer_s, two_bw_s
 from megatron_2bw.planner.stages import chunks_in_flight
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
@@ -74,19 +74,25 @@ def test_the_time_is_the_simulators(ranks: int, microbatches: int, chunks: int, 
         assert batch_s(planned, p) == simulated_s + 4
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), SIZES)
-def test_chunks_alike_have_the_closed_form(ranks: int, microbatches: int, chunks: int):
-    """Which is exact for free transfers and a last rank that takes longest."""
-    for first, last in (((0, 0), (0, 0)), ((1, 1), (3, 3)), ((0, 2), (5, 0))):
+def test_chunks_alike_have_the_papers_formula():
+    """Free transfers leave ``(m + (d-1)/v)*(F+B)``: Narayanan et al., arXiv 2104.04473, section 2.2.2."""
+    for ranks, microbatches, chunks in SIZES:
+        p = pipeline((Stage(1, 2),) * (ranks * chunks), ranks, microbatches)
+        assert interleaved_s(p) == (microbatches + Fraction(ranks - 1, chunks)) * chunks * 3
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (3, 2), (4, 3)])
+@pytest.mark.parametrize("send_s", [0, Fraction(1, 4), 1, 3, 8])
+def test_chunks_alike_but_for_embedding_and_loss(ranks: int, chunks: int, send_s: Fraction):
+    """As a search prices them, with so many microbatches that they repeat; up to transfers that nothing hides."""
+    for first, last in (((0, 0), (0, 0)), ((1, 1), (3, 3)), ((0, 2), (5, 0)), ((2, 0), (0, 1))):
         each = [Stage(1, 2)] * (ranks * chunks)
         each[0], each[-1] = Stage(1 + first[0], 2 + first[1]), Stage(1 + last[0], 2 + last[1])
-        free = pipeline(tuple(each), ranks, microbatches)
-        sums = free.kinds
-        usual = Pipeline(
-            stages=ranks, microbatches=microbatches, first=sums[0], middle=Stage(chunks, 2 * chunks), last=sums[-1]
-        )
-        planned = layout(pipeline=ranks, global_batch=microbatches, chunks=chunks)
-        assert batch_s(planned, free) == interleaved_s(usual, chunks) == batch_s(planned, usual)
+        for microbatches in (ranks, 12 * ranks):
+            p = pipeline(tuple(each), ranks, microbatches, send_s=send_s)
+            forwards_s, backwards_s = zip(*each, strict=True)
+            durations = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=send_s)
+            assert interleaved_s(p) == simulate(interleaved(ranks, microbatches, chunks), durations, 1).makespan_s
 
 
 @pytest.mark.parametrize("name", ["1f1b-flush", "gpipe", "inter-layer"])
@@ -135,9 +141,9 @@ def test_no_batch_of_chunks_is_faster_than_its_least(seed: int):
     each = tuple(Stage(rng.uniform(1, 3), rng.uniform(2, 5)) for _ in range(stages * chunks))
     sends_s = tuple(rng.uniform(0, 1) for _ in each[1:])
     uneven = pipeline(each, stages, groups * stages, sends_s=sends_s, update_s=2, norm_s=1)
-    assert periods.least_interleaved_s(uneven) <= interleaving.followed_s(uneven) + periods.flush_s(uneven) + 1e-9
+    assert periods.least_interleaved_s(uneven) <= interleaved_s(uneven) + 1e-9
     even = pipeline((Stage(1, 2),) * len(each), stages, groups * stages)
-    assert periods.least_interleaved_s(even) == interleaving.followed_s(even) + periods.flush_s(even)
+    assert periods.least_interleaved_s(even) == interleaved_s(even)
 
 
 def test_memory_of_chunks_that_differ():

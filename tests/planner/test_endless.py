@@ -1,0 +1,163 @@
+"""The time of a batch of 2BW, in closed form and followed, against the simulator of the Programs that run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from megatron_2bw.planner import endless, periods
+from megatron_2bw.planner.periods import Pipeline, Stage
+from megatron_2bw.schedule.durations import Durations
+from megatron_2bw.schedule.lowering import with_gradient_copy
+from megatron_2bw.schedule.program import GradientCopy
+from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.simulate import steady_state
+
+from .pipelines import EVEN, SLOW_SENDS, durations, pipelines, uneven
+
+REDUCTIONS = [(0, 0), (1, 1), (8, 8), (1, 8), (8, 1)]
+"""Of gradients and of the norm: from less than a forward to more than a batch."""
+
+
+def simulated_s(p: Pipeline, times: Durations, *, copy: GradientCopy, **options: Any) -> Fraction:
+    programs = build(
+        "2bw",
+        stages=p.stages,
+        microbatches=p.microbatches,
+        extra_in_flight=options.get("extra_in_flight", 0),
+        delayed_microbatches=options.get("delayed"),
+    )
+    return steady_state(with_gradient_copy(programs, copy), times).period_s
+
+
+def check(p: Pipeline, times: Durations | None = None, **options: Any) -> None:
+    """What is followed is the simulator's time, and so is the closed form where it says so; else it is not longer."""
+    found_s, exact_s = periods.two_bw_s(p, **options), simulated_s(p, times or durations(p), **options)
+    assert endless.two_bw_s(p, **options) == pytest.approx(exact_s, rel=1e-12), (p, options)
+    if periods.two_bw_is_exact(p, options["copy"]):
+        assert found_s == pytest.approx(exact_s, rel=1e-12), (p, options)
+    assert found_s <= exact_s * (1 + 1e-12), (p, options)
+
+
+@pytest.mark.parametrize("copy", GradientCopy)
+def test_uneven_stages(copy: GradientCopy):
+    """With shorter ends, as a search spreads them."""
+    sizes = [(d, m) for d in (2, 3, 4) for m in (max(d - 1, 1), d, 2 * d + 1)]
+    for p in uneven(sizes, (6, 8), (0, Fraction(1, 2), 5), update_s=2, gradients_s=1, norm_s=1):
+        check(p, copy=copy)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "stages", "send_s"),
+    [
+        (11, [(9, 10), (6, 11), (6, 11), (1, 12)], 4),
+        (10, [(2, 13), (5, 11), (2, 5)], 5),
+    ],
+)
+@pytest.mark.parametrize("copy", GradientCopy)
+def test_turns_of_two_widths(microbatches: int, stages: list[tuple[int, int]], send_s: int, copy: GradientCopy):
+    """The slowest path turns over all stages here and over all but one there."""
+    first, middle, last = (Stage(*stages[index]) for index in (0, 1, -1))
+    p = Pipeline(
+        stages=len(stages), microbatches=microbatches, first=first, middle=middle, last=last, send_s=send_s, update_s=1
+    )
+    check(p, copy=copy)
+
+
+@pytest.mark.parametrize("copy", GradientCopy)
+@pytest.mark.parametrize(("gradients_s", "norm_s"), REDUCTIONS)
+def test_some_delayed_microbatches(copy: GradientCopy, gradients_s: int, norm_s: int):
+    """An update that is needed sooner: from where nothing hides it to where the whole batch does."""
+    sizes = [(1, 3), (2, 4), (3, 5), (4, 7)]
+    for p in pipelines(sizes, sends=(0,), update_s=1, gradients_s=gradients_s, norm_s=norm_s):
+        for delayed in range(max(p.stages - 1, 1), p.microbatches + 1):
+            check(p, copy=copy, delayed=delayed)
+
+
+@pytest.mark.parametrize("copy", GradientCopy)
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize(("gradients_s", "norm_s"), [(0, 0), (2, 2), (1, 5), (5, 1)])
+def test_transfers(copy: GradientCopy, extra: int, gradients_s: int, norm_s: int):
+    """However an update and the turns over all stages fall together."""
+    sizes = [(2, 1 + extra), (2, 3), (3, 2 + 2 * extra), (3, 5)]
+    ends = [EVEN, ((0, 1), (1, 2)), ((1, 1), (0, 0))]
+    for p in pipelines(sizes, ends=ends, sends=SLOW_SENDS, update_s=3, gradients_s=gradients_s, norm_s=norm_s):
+        check(p, extra_in_flight=extra, copy=copy)
+
+
+@pytest.mark.parametrize("copy", GradientCopy)
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize(("gradients_s", "norm_s"), [(1, 1), (16, 16), (1, 16), (16, 1)])
+def test_transfers_and_all_that_may_wait(copy: GradientCopy, extra: int, gradients_s: int, norm_s: int):
+    all_kinds = pipelines([(2, 4), (3, 7), (4, 8)], update_s=1, gradients_s=gradients_s, norm_s=norm_s)
+    for p in itertools.islice(all_kinds, 0, None, 7):
+        ahead = (1 + extra) * (p.stages - 1)
+        for delayed in {ahead, ahead + 1, (ahead + p.microbatches) // 2, p.microbatches}:
+            check(p, extra_in_flight=extra, delayed=delayed, copy=copy)
+
+
+@pytest.mark.parametrize("copy", GradientCopy)
+@pytest.mark.parametrize("seed", range(4))
+def test_stages_and_links_that_all_differ(copy: GradientCopy, seed: int):
+    """A layout spreads layers as it likes."""
+    rng = random.Random(seed)
+    for _ in range(25):
+        stages, extra = rng.randint(2, 5), rng.choice((0, 0, 1, 2))
+        ahead = (1 + extra) * (stages - 1)
+        microbatches = ahead + rng.choice((0, 1, 2, 7, 30))
+        each = tuple(Stage(rng.randint(1, 9), rng.randint(1, 16)) for _ in range(stages))
+        sends_s = tuple(Fraction(rng.randint(0, 40), 4) for _ in each[1:])
+        more = {"update_s": rng.randint(0, 30), "gradients_s": rng.randint(0, 40), "norm_s": rng.randint(0, 9)}
+        p = Pipeline(
+            stages=stages,
+            microbatches=microbatches,
+            first=each[0],
+            middle=max(each[1:-1], key=lambda stage: stage.pair_s, default=each[-1]),
+            last=each[-1],
+            send_s=min(sends_s),
+            each=each,
+            sends_s=sends_s,
+            **more,
+        )
+        forwards_s, backwards_s = zip(*each, strict=True)
+        times = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=sends_s, **more)
+        delayed = rng.choice((None, rng.randint(ahead, microbatches)))
+        check(p, times, extra_in_flight=extra, delayed=delayed, copy=copy)
+
+
+def test_what_two_updates_on_one_path_take():
+    """Over slow links; the closed form counts one."""
+    slower, faster = Stage(7, 8), Stage(8, 4)
+    p = Pipeline(
+        stages=2, microbatches=16, first=faster, middle=slower, last=slower, send_s=20, update_s=30, gradients_s=20
+    )
+    options = {"extra_in_flight": 2, "copy": GradientCopy.WHOLE}
+    check(p, **options)
+    assert periods.two_bw_s(p, **options) < endless.two_bw_s(p, **options)
+
+
+def test_long_batches_are_not_followed_to_their_end(monkeypatch: pytest.MonkeyPatch):
+    """Nor many of them."""
+    steps = []
+    step = endless._Run._step
+    monkeypatch.setattr(endless._Run, "_step", lambda self, index: (steps.append(index), step(self, index)))
+    even = Stage(1.0, 2.0)
+    p = Pipeline(
+        stages=8, microbatches=10**6, first=even, middle=even, last=Stage(1.5, 3.0), gradients_s=70.0, update_s=1.0
+    )
+    options = {"copy": GradientCopy.SHARD}
+    assert endless.two_bw_s(p, **options) == periods.two_bw_s(p, **options) == 10**6 * 4.5 + 70.0 - 1.5 + 1.0
+    assert len(steps) < 100
+
+
+def test_stages_that_take_nearly_the_same():
+    """The others would catch up with the slowest one for thousands of batches; none takes longer meanwhile."""
+    even = Stage(1.0, 2.0)
+    p = Pipeline(
+        stages=4, microbatches=8, first=even, middle=even, last=Stage(1.0, 2.000001), gradients_s=5.0, update_s=1.0
+    )
+    assert endless.two_bw_s(p, copy=GradientCopy.SHARD) == pytest.approx(8 * 3.000001 + 1 + 4, rel=1e-12)
