@@ -206,7 +206,9 @@ def _posted_as_sent(
     """The same, those of earlier tensors first."""
     compute = [i for i, action in enumerate(call) if action.type in COMPUTE]
     posted: dict[int, list[Action]] = {}
+    running = 0
     for sent_at, receive in in_order_of_sends(receives, ends):
-        running = (i for i in compute if ends.get(call[i][:4], 0) >= sent_at)
-        posted.setdefault(next(running, compute[-1]), []).append(receive)
+        while running < len(compute) - 1 and ends.get(call[compute[running]][:4], 0) < sent_at:
+            running += 1
+        posted.setdefault(compute[running], []).append(receive)
     return posted
