@@ -11,12 +11,13 @@ model under a key, or none, a stage puts its oldest version where it has none th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
@@ -160,19 +161,11 @@ def _sharded(
     is replaced by what ``take`` makes of it now.
     """
     state = model[0].sharded_state_dict(**keywords)
-    for part in _parts(state):
+    for part in nested_values(state):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data is not None:
             part.data = take(part.data)
     add_prefix_for_sharding(state, f"{ENTRY}.{key}.")
     return state
-
-
-def _parts(state: Any) -> Iterator[ShardedBase]:
-    if isinstance(state, ShardedBase):
-        yield state
-    elif isinstance(state, dict | list):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from _parts(value)
 
 
 def _restore(model: Any, optimizer: DelayedOptimizer, found: dict[str, Any]) -> None:

@@ -89,6 +89,12 @@ def check_batches(
         raise ArgumentError(str(error)) from error
     name, stages = canonical_name(args.pipeline_schedule), args.pipeline_model_parallel_size
     ends = [*(phase.first_batch for phase in phases[1:]), math.inf]
+    most, last = args.pipeline_delayed_microbatches or 0, phases[-1].microbatches
+    if most > last:  # In phases of fewer, all are delayed.
+        raise ArgumentError(
+            f"--pipeline-delayed-microbatches {most} is more than the {last} of a batch: give fewer, or leave the flag "
+            "out, which delays all"
+        )
     delayed = [(phase, end) for phase, end in zip(phases, ends, strict=True) if end > args.synchronous_warmup_iters]
     for phase, end in delayed[-1:] if only_last_phase else delayed:
         remedy = "raise --global-batch-size to {enough} x --micro-batch-size x data-parallel size"
@@ -146,23 +152,26 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **op
     problem = refusal(name, **size)
     if problem is None:
         return
-    what = f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on {stages} stages: {problem}"
-    enough = enough_microbatches(name, **size)
-    if enough is None:
-        raise ArgumentError(f"{what}; or use --pipeline-schedule 1f1b-flush")
-    if (options["delayed_microbatches"] or enough) < enough:
-        what += (
-            f"; --pipeline-delayed-microbatches {options['delayed_microbatches']} is less than {enough}: give that, or "
-            "leave the flag out"
-        )
-        if microbatches >= enough:
-            raise ArgumentError(what)
-    if options["extra_in_flight"]:
-        remedy = f"lower --pipeline-extra-in-flight {options['extra_in_flight']}, {remedy}"
-    raise ArgumentError(
-        f"{what}; it needs at least {enough}: {remedy.format(enough=enough)}, lower --micro-batch-size, "
-        f"or use --pipeline-schedule 1f1b-flush"
+    what = (
+        f"--pipeline-schedule {name} cannot run {microbatches} microbatches per batch on "
+        f"--pipeline-model-parallel-size {stages}"
     )
+    enough, delayed = enough_microbatches(name, **size), options["delayed_microbatches"]
+    if enough is None:
+        raise ArgumentError(f"{what}: {problem}; or use --pipeline-schedule 1f1b-flush")
+    if (delayed or enough) < enough:
+        what += (
+            f"; --pipeline-delayed-microbatches {delayed} is less than {enough}: give {enough} or more, or leave the "
+            "flag out"
+        )
+    if microbatches < enough:
+        if options["extra_in_flight"]:
+            remedy = f"lower --pipeline-extra-in-flight {options['extra_in_flight']}, {remedy}"
+        what += (
+            f"; the next number that works is {enough}: {remedy.format(enough=enough)}, lower --micro-batch-size, or "
+            "use --pipeline-schedule 1f1b-flush"
+        )
+    raise ArgumentError(f"{what} ({problem})")
 
 
 def _automatic(args: Any) -> str:
@@ -204,7 +213,8 @@ def adapt(args: Any, schedule: str) -> list[str]:
 
 
 def _check_trace(args: Any) -> None:
-    if args.pipeline_trace is None:
+    rank = os.environ.get("RANK", "0")
+    if args.pipeline_trace is None or os.environ.get("LOCAL_RANK", rank) != rank:  # The first rank's node writes it.
         return
     file = Path(args.pipeline_trace)
     try:

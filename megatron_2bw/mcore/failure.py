@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 
@@ -65,7 +66,7 @@ def end_at_once_on_errors(where: Callable[[], str]) -> Callable[[], None]:
     return undo
 
 
-def end_at_once_where_nccl_fails(waiting: Callable[[dist.ProcessGroup], str]) -> Callable[[], None]:
+def end_at_once_where_nccl_fails(waiting: weakref.WeakMethod) -> Callable[[], None]:
     """Look after NCCL's groups, and fail with a `PeerLostError` when one of them does; returns what ends this.
 
     No wait raises there, as it is the device that waits. Torch's watchdog notes that a peer is gone or too late, gives
@@ -73,15 +74,15 @@ def end_at_once_where_nccl_fails(waiting: Callable[[dist.ProcessGroup], str]) ->
     That minute is not waited for.
 
     Args:
-        waiting: says what this rank waits for, by the group that has failed.
+        waiting: says what this rank waits for, by the group that has failed; when its object is gone, so is the watch.
     """
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(_POLL_S):
+        while not ended.wait(_POLL_S) and waiting() is not None:
             failure = nccl_failure()
-            if failure is not None and not ended.is_set():
-                error = PeerLostError(lost_in(waiting(failure[0]), failure[1]))
+            if failure is not None and not ended.is_set() and (says := waiting()) is not None:
+                error = PeerLostError(lost_in(says(failure[0]), failure[1]))
                 sys.excepthook(type(error), error, None)
                 os._exit(1)  # If another hook is in the place of ours.
 

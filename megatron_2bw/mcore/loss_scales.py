@@ -24,10 +24,14 @@ class LossScales:
 
     def __init__(self, scaler: Any, weights: WeightVersions) -> None:
         self._scaler, self._weights = scaler, weights
-        self.by_version = {} if scaler is None else {0: scaler.scale.clone()}
+        self.by_version: dict[int, torch.Tensor] = {}
         """Empty without loss scaling."""
         self._running: torch.Tensor | None = None
         """Of the batch whose forward or backward is running."""
+        self._on_host = torch.ones(1)
+        """That of the newest weights, once ``_there``."""
+        self._there: torch.cuda.Event | None = None
+        self.know()
 
     def of(self, batch: int) -> torch.Tensor | None:
         """That of ``batch``; None without loss scaling."""
@@ -49,10 +53,22 @@ class LossScales:
     def know(self) -> None:
         """The scaler's state is that of the newest weights: after loading, before the first batch."""
         if self._scaler is not None:
-            self.by_version[self._weights.newest] = self._scaler.scale.clone()
+            self.by_version[self._weights.newest] = self._present()
+
+    def newest_on_host(self) -> torch.Tensor:
+        """That of the newest weights, one element; 1 without loss scaling. Waits for their update at most."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._on_host
 
     def updated(self) -> None:
         """The newest weights have been made, and the scaler has seen their gradients; older scales are let go of."""
         newest = self._weights.newest
         if self._scaler is not None:
-            self.by_version = {newest - 1: self.by_version[newest - 1], newest: self._scaler.scale.clone()}
+            self.by_version = {newest - 1: self.by_version[newest - 1], newest: self._present()}
+
+    def _present(self) -> torch.Tensor:
+        scale = self._scaler.scale.clone()
+        self._on_host = scale.to("cpu", non_blocking=True)
+        self._there = torch.cuda.current_stream().record_event() if scale.is_cuda else None
+        return scale

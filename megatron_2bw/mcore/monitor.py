@@ -97,7 +97,7 @@ class PipelineMonitor:
         except RuntimeError as error:  # All stages have to meet all the same.
             logger.warning("--log-pipeline: this stage does not know what it did: %s", error)
         stages = [torch.empty_like(mine) for _ in range(schedule.stages)]
-        with needs_peers("gathering how busy the stages were"):
+        with needs_peers("gathering their times"):
             dist.all_gather(stages, mine, group=self._group)
         if not interrupted and all(stage[0] > 0 for stage in stages):
             self._newest = numbers([Busy(*stage.tolist()) for stage in stages], delayed=any(schedule.delay))

@@ -186,6 +186,13 @@ class DelayedOptimizer:
             return True, None, None
         return self.skipped == 0, outcomes[-1].grad_norm, outcomes[-1].num_zeros
 
+    def get_loss_scale(self) -> torch.Tensor:
+        """Of the newest weights, one element on the host.
+
+        Megatron's training loop reads it after every call, and from the device would have it when all is computed.
+        """
+        return self._inner.get_loss_scale() if self._is_released else self.scales.newest_on_host()
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale of the batch that is computed, or else of the weights in use."""
         is_ours = self.scales.by_version and not self._is_released
@@ -270,9 +277,13 @@ class DelayedOptimizer:
         self.weights.use_newest()
 
     def release(self) -> None:
-        """Give Megatron's optimizer and gradient buffers their own methods back, as after `settle`; the last call."""
+        """Give Megatron's optimizer and gradient buffers their own methods back, as after `settle`; the last call.
+
+        After an error, too, the model is left with the newest weights: those that all stages have, or one more.
+        """
         self._is_released = True
         self._taken_over.close()
+        self.weights.use_newest()
         self._routers.release()
         self.pending.close()
 

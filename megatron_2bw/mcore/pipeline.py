@@ -276,7 +276,7 @@ class Pipeline:
             device=next(call.model.parameters()).device,
             per_boundary=1 + self._options["extra_in_flight"],
         )
-        self._undo.callback(end_at_once_where_nccl_fails(self._waiting))
+        self._undo.callback(end_at_once_where_nccl_fails(weakref.WeakMethod(self._waiting)))
         if self._mirrored is not None:
             mirror = Mirror(self._model, self._mirrored, self._timeout)
             self._stage = MirroredStage(call, self.schedule_name, mirror)

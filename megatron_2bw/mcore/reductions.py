@@ -151,8 +151,8 @@ class GradientReductions:
                 self._sum_over_replicas(source, kept)
         self._captured.capture_shards()
         for operation, gradients in self._replicated.items():
+            flat = _flatten_dense_tensors(gradients)
             with needs_peers("the sum of gradients over tensor-parallel ranks"):
-                flat = _flatten_dense_tensors(gradients)
                 dist.all_reduce(flat, op=operation, group=self._groups.tensor)
             for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
                 gradient.copy_(reduced)

@@ -133,7 +133,7 @@ class MegatronStage:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.boundary.device)
 
     def end(self) -> None:
-        """Let go of the call's data: the process ends when its loader's workers have, and they when nobody reads."""
+        """Let go of the call's data: its loader's workers end when nobody holds it, and the process waits for them."""
         self.call = None
 
     def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
@@ -241,6 +241,10 @@ class FlushedStage(MegatronStage):
         self._no_sync = contextlib.ExitStack()
         if self.config.no_sync_func is not None:
             self._no_sync.enter_context(self.config.no_sync_func())
+
+    def end(self) -> None:
+        super().end()
+        self._no_sync.close()  # Still open where the batch failed.
 
     def use_weights(self, version: int) -> None:
         """There is one version."""

@@ -45,6 +45,7 @@ USED: tuple[Used, ...] = (
         parameters=("ranks", "timeout", "backend", "pg_options", "group_desc"),
     ),
     *_names("megatron.core.process_groups_config", "ProcessGroupCollection"),
+    *_names(f"{_CHECKPOINTS}.dict_utils", "nested_values"),
     *_names("megatron.core.utils", "get_attr_wrapped_model", "get_model_config", "unwrap_model"),
     # The stage's boundary.
     Used(module=_SCHEDULES, name="forward_step", parameters=("current_microbatch", "is_last_stage", "cp_group_size")),
@@ -147,7 +148,7 @@ USED: tuple[Used, ...] = (
         ),
     ),
     # Checkpoints.
-    *_names(f"{_CHECKPOINTS}.mapping", "ShardedBase", "ShardedTensor", "ShardedTensorFactory"),
+    *_names(f"{_CHECKPOINTS}.mapping", "ShardedTensor", "ShardedTensorFactory"),
     *_names(f"{_CHECKPOINTS}.utils", "add_prefix_for_sharding"),
     Used(
         module=f"{_CHECKPOINTS}.gpt_checkpoint_interop",

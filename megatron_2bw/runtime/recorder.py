@@ -143,6 +143,6 @@ class Recorder:
 
     @staticmethod
     def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # Who waits gives its core away.
         event.record()
         return event

@@ -155,6 +155,42 @@ def _stage(case: Case, config: dict[str, Any], ddp: dict[str, Any]) -> tuple[Any
 
 def failed(case: Case, rank: int, port: int, folder: Path) -> None:
     """Write what every batch says where one cannot be read, and the loop leaves it out and goes on."""
+
+    def reading(forwards: int, output: tuple[torch.Tensor, Any]) -> None:
+        if forwards == case.microbatches - 1:
+            raise ValueError("an unreadable sample")
+
+    answers, _ = _after_errors(case, rank, port, reading)
+    torch.save(answers, folder / f"rank{rank}.pt")
+
+
+def forgotten(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Write what a pipeline leaves behind where the first stage runs out of memory in the middle of the second batch.
+
+    That is: what the batches said, and whether the model shows its newest weights.
+    """
+
+    def fail(grad: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("out of memory in a backward")
+
+    def reading(forwards: int, output: tuple[torch.Tensor, Any]) -> None:
+        # A forward of the next batch has run by then, and shows newer weights than backwards of this one.
+        if rank == 0 and forwards == 2 * case.microbatches - 1:
+            output[0].register_hook(fail)
+
+    answers, pipeline = _after_errors(case, rank, port, reading)
+    shown = [weight.detach().clone() for weight in pipeline._model.parameters()]
+    pipeline.optimizer.weights.use_newest()
+    is_newest = all(map(torch.equal, shown, pipeline._model.parameters()))
+    torch.save((answers, is_newest), folder / f"rank{rank}.pt")
+
+
+def _after_errors(case: Case, rank: int, port: int, reading: Any) -> tuple[list[str], Any]:
+    """(what every batch said, pipeline) of a loop that goes on after errors and forgets the pipeline in the end.
+
+    Args:
+        reading: called with how many forwards have run and the output of the last one.
+    """
     initialize(replace(case, schedule="megatron"), rank, case.ranks, port)
     from megatron.core import parallel_state
 
@@ -162,14 +198,14 @@ def failed(case: Case, rank: int, port: int, folder: Path) -> None:
 
     from .record import RankRecord
 
-    model, optimizer = _stage(case, {}, {})
-    pipeline = megatron_2bw.Pipeline(case.schedule, model, optimizer, timeout=timedelta(seconds=10))
+    model, inner = _stage(case, {}, {"overlap_grad_reduce": case.schedule != "2bw"})
+    model.config.no_sync_func = model.no_sync
+    pipeline = megatron_2bw.Pipeline(case.schedule, model, inner, timeout=timedelta(seconds=10))
     step, forwards, answers = partial(forward_step, case.kind, RankRecord()), itertools.count(), []
 
-    def reading(data: Any, of_model: Any) -> Any:
+    def forward(data: Any, of_model: Any) -> Any:
         output = step(data, of_model)
-        if next(forwards) == case.microbatches - 1:
-            raise ValueError("an unreadable sample")
+        reading(next(forwards), output)
         return output
 
     data = _microbatches(case, parallel_state.get_data_parallel_rank())
@@ -177,7 +213,7 @@ def failed(case: Case, rank: int, port: int, folder: Path) -> None:
         model.zero_grad_buffer()
         try:
             pipeline.forward_backward(
-                forward_step_func=reading,
+                forward_step_func=forward,
                 data_iterator=data,
                 model=model,
                 num_microbatches=case.microbatches,
@@ -185,8 +221,10 @@ def failed(case: Case, rank: int, port: int, folder: Path) -> None:
                 micro_batch_size=MICRO_BATCH_SIZE,
                 left=3 - batch,
             )
+            pipeline.optimizer.step()
             answers.append("")
         except (ValueError, RuntimeError, KeyError) as error:
             answers.append(repr(error))
+        assert all(group.is_last_microbatch for group in model.bucket_groups), "gradients would not be reduced"
     pipeline.forget()
-    torch.save(answers, folder / f"rank{rank}.pt")
+    return answers, pipeline

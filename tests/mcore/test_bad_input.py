@@ -24,14 +24,25 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         replace(TWO_BW, schedule="3bw"),
         ["--pipeline-schedule", "'3bw'", "'2bw'", "'1f1b-flush'", "'gpipe'", "'megatron'"],
     ),
-    "too few microbatches": (replace(TWO_BW, stages=4, microbatches=2), ["2 microbatches", "4 stages", "at least 3"]),
+    "too few microbatches": (
+        replace(TWO_BW, stages=4, microbatches=2),
+        ["2 microbatches", "--pipeline-model-parallel-size 4", "that works is 3"],
+    ),
     "too few delayed microbatches": (
         replace(TWO_BW, stages=4, microbatches=8, delayed=2),
-        ["--pipeline-delayed-microbatches 2 is less than 3: give that, or leave the flag out"],
+        ["--pipeline-delayed-microbatches 2 is less than 3: give 3 or more, or leave the flag out"],
     ),
     "too few delayed microbatches, of too few": (
         replace(TWO_BW, stages=4, microbatches=4, delayed=2, flags=("--pipeline-extra-in-flight", "1")),
-        ["--pipeline-delayed-microbatches 2 is less than 6", "at least 6", "lower --pipeline-extra-in-flight 1"],
+        [
+            "--pipeline-delayed-microbatches 2 is less than 6",
+            "that works is 6",
+            "lower --pipeline-extra-in-flight 1",
+        ],
+    ),
+    "more delayed microbatches than there are": (
+        replace(TWO_BW, stages=4, microbatches=4, delayed=6),
+        ["--pipeline-delayed-microbatches 6 is more than the 4 of a batch: give fewer"],
     ),
     "one stage": (replace(TWO_BW, stages=1), ["--pipeline-model-parallel-size", "at least 2"]),
     "virtual stages by layers": (

@@ -102,6 +102,15 @@ def test_no_batch_follows_one_that_failed(schedule: str) -> None:
         assert ["the call before failed at stage" in answer for answer in of_rank] == [False, True, True, True], of_rank
 
 
+def test_a_failed_pipeline_leaves_the_newest_weights() -> None:
+    """On all stages, for a save in an emergency."""
+    case = replace(CASES[0], schedule="2bw", microbatches=4)
+    for answers, is_newest in collect(custom_loop.forgotten, case, case.ranks):
+        assert "" in answers
+        assert "the call before failed at stage" in answers[-1]
+        assert is_newest
+
+
 def looped(case: Case, then: str | None = None) -> object:
     """What ``case`` computes; the second half of its batches by the schedule ``then``."""
     return merge(collect(partial(custom_loop.main, then=then), case, case.ranks), case.stages, case.microbatches)

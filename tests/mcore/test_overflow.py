@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,27 @@ def test_loss_scale_of_each_batch() -> None:
     found = run(_injected(CASE, 0, (3,)))
     changes = [1] * 5 + [1 / 2] * 5 + [1] * 4
     assert _loss_scales(found) == [LOSS_SCALE * change for change in changes]
+
+
+def test_the_log_has_the_loss_scale_of_the_newest_weights() -> None:
+    """That of the next batch; read on the host, where it is without waiting for the device."""
+    found = run(replace(_injected(CASE, 0, (3,)), flags=("--log-interval", "1")))
+    logged = [float(scale) for scale in re.findall(r"loss scale: +([\d.]+)", found.outputs[-1])]
+    assert logged[: CASE.batches - 1] == _loss_scales(found)[1:]
+
+
+def test_the_loss_scale_of_the_newest_weights_is_on_the_host() -> None:
+    from megatron_2bw.mcore.loss_scales import LossScales
+    from megatron_2bw.runtime.weights import WeightVersions
+
+    weights, scaler = WeightVersions([torch.nn.Parameter(torch.zeros(2))]), SimpleNamespace(scale=torch.tensor([8.0]))
+    scales = LossScales(scaler, weights)
+    assert scales.newest_on_host().item() == 8
+    with weights.update():
+        scaler.scale = torch.tensor([4.0])
+    scales.updated()
+    assert scales.newest_on_host().item() == 4
+    assert LossScales(None, weights).newest_on_host().item() == 1
 
 
 @pytest.mark.parametrize("batches", [(3, 4), (FIRST, LAST - 1, LAST)], ids=str)
