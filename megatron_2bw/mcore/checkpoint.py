@@ -61,7 +61,7 @@ class Checkpoints:
         """The older versions that the checkpoint has, in memory of their own."""
         entry = {}
         for distance in _distances(args, self._found):
-            # What a GPT's checkpoint lacks of a hybrid model is as new in the older version.
+            # A hybrid model's weights that a GPT's checkpoint lacks keep their present values, in this version too.
             entry[_key(distance)] = _sharded(model, _key(distance), keywords, torch.clone)
             if self.layers_of_gpt is not None:
                 from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop  # Since 0.19.

@@ -14,7 +14,7 @@ from megatron_2bw.runtime.finite import FiniteCheck, NotFiniteError
 
 
 class GradientCheck:
-    """Looks at the norm of a batch, or at this stage's gradients where there is no norm, and answers a batch later.
+    """Looks at the norm of a batch; or at this stage's gradients where there is no norm, and answers a batch later.
 
     What it finds goes to ``--result-rejected-tracker-filename``, too, as what Megatron finds before its reductions.
     """

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_2bw.runtime.links import Way, backend_of
+from megatron_2bw.runtime.links import Lane, backend_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +21,12 @@ class TransferGroups:
 
     ranks: list[int]
     """Global rank of each stage."""
-    ways: Mapping[Way, dist.ProcessGroup]
+    lanes: Mapping[Lane, dist.ProcessGroup]
 
     @property
     def forward(self) -> dist.ProcessGroup:
         """That of activations on their way to higher ranks; every schedule has it."""
-        return self.ways[Way(True, True)]
+        return self.lanes[Lane(True, True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +67,20 @@ class UpdateGroups:
         return self.on_host[_ranks(group)]
 
 
-def create_transfer_groups(timeout: timedelta, ways: Iterable[Way]) -> TransferGroups:
+def create_transfer_groups(timeout: timedelta, lanes: Iterable[Lane]) -> TransferGroups:
     """Collective over all ranks; afterwards, neighbours are connected both ways."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     names = {
-        way: f"2bw {'activations' if way.activations else 'gradients'} {'down' if way.to_higher_rank else 'up'}"
-        for way in ways
+        lane: f"2bw {'activations' if lane.activations else 'gradients'} {'down' if lane.to_higher_rank else 'up'}"
+        for lane in lanes
     }
     with _bound_to_no_device():
         created = TransferGroups(
             ranks=dist.get_process_group_ranks(pipeline),
-            ways={way: _clone(pipeline, timeout, name) for way, name in names.items()},
+            lanes={lane: _clone(pipeline, timeout, name) for lane, name in names.items()},
         )
-    for way, group in created.ways.items():
-        _connect_neighbours(created.ranks, group, way)
+    for lane, group in created.lanes.items():
+        _connect_neighbours(created.ranks, group, lane)
     return created
 
 
@@ -100,7 +100,7 @@ def _bound_to_no_device() -> Iterator[None]:
         world.bound_device_id = bound
 
 
-def _connect_neighbours(ranks: list[int], group: dist.ProcessGroup, way: Way) -> None:
+def _connect_neighbours(ranks: list[int], group: dist.ProcessGroup, lane: Lane) -> None:
     """Transfer one element over every boundary: every other one at a time, then those between.
 
     NCCL connects two ranks in their first transfer, and blocks both until they are in it. Left to the schedule,
@@ -110,7 +110,7 @@ def _connect_neighbours(ranks: list[int], group: dist.ProcessGroup, way: Way) ->
     element = torch.zeros(1, device=device_of(group))
     boundaries = list(itertools.pairwise(ranks))
     for lower, higher in boundaries[::2] + boundaries[1::2]:
-        source, destination = (lower, higher) if way.to_higher_rank else (higher, lower)
+        source, destination = (lower, higher) if lane.to_higher_rank else (higher, lower)
         if here == source:
             dist.send(element, destination, group=group)
         elif here == destination:

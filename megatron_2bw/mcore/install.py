@@ -112,14 +112,14 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         module=_TRAINING,
         name="logical_and_across_model_parallel_group",
-        wrapper=wrappers.locally,
+        wrapper=wrappers.answer_locally,
         parameters=("input",),
         why="asks all stages after every batch whether the update succeeded",
     ),
     Hook(
         module=_TRAINING,
         name="reduce_max_stat_across_model_parallel_group",
-        wrapper=wrappers.rounded,
+        wrapper=wrappers.answer_locally_in_fp32,
         parameters=("stat",),
         why="asks all stages after every batch for gradient norm and learning rate",
     ),
@@ -146,7 +146,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         module=_TRAINING,
         name="save_checkpoint_and_time",
-        wrapper=wrappers.settled,
+        wrapper=wrappers.settle_first,
         parameters=("model", "optimizer"),
         why="a checkpoint holds the newest weights and a finished optimizer state",
     ),
@@ -201,7 +201,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         module=_TRAINING,
         name="check_param_hashes_across_dp_replicas",
-        wrapper=wrappers.settled,
+        wrapper=wrappers.settle_first,
         parameters=("model",),
         why="compares the newest weights of the replicas",
     ),

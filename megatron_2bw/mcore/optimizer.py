@@ -23,10 +23,10 @@ from megatron_2bw.mcore.stock_optimizer import (
     accumulated,
     forget_shards_of_weights,
     hyperparameters_of,
+    is_layer_wise,
+    leaf_optimizers,
     scaler_of,
-    shards_by_layers,
     statistics_group,
-    undivided,
     versions_of,
 )
 from megatron_2bw.mcore.symbols import replace
@@ -98,7 +98,7 @@ class DelayedOptimizer:
         check_for_nan: bool,
         correction: Correction | None = None,
     ) -> None:
-        updating = [part for part in undivided(inner) if not part.is_stub_optimizer]
+        updating = [part for part in leaf_optimizers(inner) if not part.is_stub_optimizer]
         for part in updating if correction is not None else ():
             _check_correction(correction, part)
         self._inner = inner
@@ -114,7 +114,7 @@ class DelayedOptimizer:
         self.weights = versions_of(inner, model, self._routers, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         parts = list(map(self._part, inner.chained_optimizers, accumulated(inner, model)))
-        config, by_layers = get_model_config(model), any(map(shards_by_layers, inner.chained_optimizers))
+        config, by_layers = get_model_config(model), any(map(is_layer_wise, inner.chained_optimizers))
         groups = create_update_groups(
             timeout,
             tied_embeddings=tied_embeddings,
@@ -155,7 +155,7 @@ class DelayedOptimizer:
         self.skipped = 0
         """Of the updates that ``step`` reported last: how many were skipped. After a drain it reports two."""
         self.reported: int | None = None
-        """The newest batch whose update ``step`` reported last; what was settled since then, it has yet to report."""
+        """The newest of the batches whose updates ``step`` reported in its last call; None if it reported none."""
         self._is_released = False
         self._taken_over = ExitStack()
         self._take_over()
@@ -356,7 +356,7 @@ def _device_of(model: torch.nn.Module) -> torch.device:
     return weight.device
 
 
-def megatrons(optimizer: Any) -> Any:
+def unwrapped_optimizer(optimizer: Any) -> Any:
     """Megatron's optimizer, also where a loop goes on with that of a pipeline that it has closed.
 
     Raises:

@@ -21,14 +21,14 @@ from megatron_2bw.mcore.failure import end_at_once_on_errors, end_at_once_where_
 from megatron_2bw.mcore.mirror import Mirror
 from megatron_2bw.mcore.mirrored_stage import MirroredStage
 from megatron_2bw.mcore.moe_metrics import MoEMetrics
-from megatron_2bw.mcore.optimizer import DelayedOptimizer, megatrons
+from megatron_2bw.mcore.optimizer import DelayedOptimizer, unwrapped_optimizer
 from megatron_2bw.mcore.random_state import RandomState
 from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.corrections import Correction
 from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.executor import Executor
-from megatron_2bw.runtime.links import ONE_WAY, TWO_WAYS, Links
+from megatron_2bw.runtime.links import ALL_LANES, LANES, Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.feasible import chain_of, lowered_as, refusal
@@ -87,7 +87,7 @@ class Pipeline:
         timeout: timedelta = timedelta(minutes=10),
         logs_this_batch: Callable[[], bool] = lambda: True,
     ) -> None:
-        optimizer = megatrons(optimizer)
+        optimizer = unwrapped_optimizer(optimizer)
         self.schedule_name = canonical_name(name)
         self.is_delayed = self.schedule_name in DELAYED
         """Whether updates come after the call of their batch."""
@@ -269,9 +269,9 @@ class Pipeline:
     def start(self, call: Call) -> None:
         """Before the first batch, whose arguments ``call`` holds."""
         self._check_functions()
-        self.transfers = groups.create_transfer_groups(self._timeout, ONE_WAY if self._mirrored is None else TWO_WAYS)
+        self.transfers = groups.create_transfer_groups(self._timeout, LANES if self._mirrored is None else ALL_LANES)
         self._links = Links(
-            groups=self.transfers.ways,
+            groups=self.transfers.lanes,
             ranks=self.transfers.ranks,
             device=next(call.model.parameters()).device,
             per_boundary=1 + self._options["extra_in_flight"],

@@ -253,7 +253,7 @@ def _zeros_among(gradients: list[torch.Tensor]) -> torch.Tensor:
 def _replicated_gradients(
     model: torch.nn.Module, captured: CapturedGradients
 ) -> dict[dist.ReduceOp.RedOpType, list[torch.Tensor]]:
-    """Gradients that tensor-parallel ranks hold parts of, by how these are combined.
+    """Gradients of weights that all tensor-parallel ranks hold whole, each with its part of the sum, by how to combine.
 
     The rule is that of Megatron's ``_allreduce_non_tensor_model_parallel_grads``.
     """

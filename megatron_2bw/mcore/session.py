@@ -70,7 +70,7 @@ class Session:
         self._clock: SharedClock | None = None
         """Where a trace is to be written."""
         self._foreseen = 0
-        """Of the newest batch: an update to be skipped that the log counts already."""
+        """1 if the log has counted the newest batch's update as skipped already, because its loss is not finite."""
 
     @property
     def is_delayed(self) -> bool:

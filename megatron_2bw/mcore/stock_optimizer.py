@@ -23,25 +23,25 @@ def versions_of(inner: Any, model: torch.nn.Module, routers: Routers, versions: 
     buffers = [buffer for buffer in [*model.buffers, *model.expert_parallel_buffers] if buffer.param_data is not None]
     views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
     for optimizer in inner.chained_optimizers if buffers else ():
-        if not shards_by_layers(optimizer):
+        if not is_layer_wise(optimizer):
             views += chain.from_iterable([*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups])
     return WeightVersions(parameters, versions, buffers=[buffer.param_data for buffer in buffers], views=views)
 
 
-def undivided(inner: Any) -> list[Any]:
-    """Megatron's optimizers with one of torch's each."""
-    nested = (part.chained_optimizers if shards_by_layers(part) else [part] for part in inner.chained_optimizers)
+def leaf_optimizers(inner: Any) -> list[Any]:
+    """Of Megatron's chain, however deep: those that wrap one optimizer of torch's each."""
+    nested = (part.chained_optimizers if is_layer_wise(part) else [part] for part in inner.chained_optimizers)
     return list(chain.from_iterable(nested))
 
 
-def shards_by_layers(optimizer: Any) -> bool:
+def is_layer_wise(optimizer: Any) -> bool:
     """Whether each replica updates whole matrices, which need no shards of weights."""
     return isinstance(optimizer, LayerWiseDistributedOptimizer)
 
 
 def let_state_be_loaded(optimizer: Any) -> None:
     """Give SGD's momentum a place in a torch_dist checkpoint that is being loaded; Megatron has none for it."""
-    for part in undivided(optimizer):
+    for part in leaf_optimizers(optimizer):
         if not part.is_stub_optimizer and part.init_state_fn is None:
             part.init_state_fn = _with_momentum
 
@@ -54,7 +54,7 @@ def _with_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None
 
 def statistics_group(optimizer: Any) -> dist.ProcessGroup:
     """Over which Megatron sums the squares of its gradients."""
-    return dist.group.WORLD if shards_by_layers(optimizer) else optimizer.get_grad_stats_parallel_group()
+    return dist.group.WORLD if is_layer_wise(optimizer) else optimizer.get_grad_stats_parallel_group()
 
 
 def forget_shards_of_weights(model: torch.nn.Module) -> None:

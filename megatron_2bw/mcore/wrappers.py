@@ -85,7 +85,7 @@ def get_forward_backward(original: Any, *args: Any, **keywords: Any) -> Any:
     return stock if session is None else functools.partial(session.forward_backward, stock)
 
 
-def locally(original: Any, value: Any, *rest: Any, **keywords: Any) -> Any:
+def answer_locally(original: Any, value: Any, *rest: Any, **keywords: Any) -> Any:
     # Under a delay every rank already knows the outcome; asking all stages would stop the pipeline.
     session = active.session
     if session is not None and session.is_delayed:
@@ -93,13 +93,13 @@ def locally(original: Any, value: Any, *rest: Any, **keywords: Any) -> Any:
     return original(value, *rest, **keywords)
 
 
-def rounded(original: Any, stat: Any, *rest: Any, **keywords: Any) -> Any:
-    value = locally(original, stat, *rest, **keywords)
+def answer_locally_in_fp32(original: Any, stat: Any, *rest: Any, **keywords: Any) -> Any:
+    value = answer_locally(original, stat, *rest, **keywords)
     # Megatron asks all stages by way of fp32, which its log shows.
     return None if value is None else torch.tensor(value, dtype=torch.float32).item()
 
 
-def settled(original: Any, *args: Any, **keywords: Any) -> Any:
+def settle_first(original: Any, *args: Any, **keywords: Any) -> Any:
     session = active.session
     if session is not None:
         session.interrupt()

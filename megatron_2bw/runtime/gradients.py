@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -94,8 +94,3 @@ class CapturedGradients:
             if region.is_sharded is sharded:
                 kept.copy_(region.part)
                 region.whole.zero_()
-
-
-def whole_regions(buffers: Sequence[torch.Tensor]) -> list[Region]:
-    """Regions of buffers that are kept as they are, without shards."""
-    return [Region(buffer, buffer) for buffer in buffers]

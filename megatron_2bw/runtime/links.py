@@ -16,17 +16,17 @@ from megatron_2bw.schedule.action import ACTIVATIONS, Action, ActionType
 _enable_record_function = getattr(torch._C._autograd, "_enable_record_function", None)
 
 
-class Way(NamedTuple):
-    """A kind of transfers, and a direction of theirs."""
+class Lane(NamedTuple):
+    """Transfers of one kind in one direction, which have a process group of their own."""
 
     activations: bool
     """Otherwise their gradients."""
     to_higher_rank: bool
 
 
-ONE_WAY = (Way(True, True), Way(False, False))
+LANES = (Lane(True, True), Lane(False, False))
 """Of a pipeline whose stages are in the order of its ranks."""
-TWO_WAYS = (*ONE_WAY, Way(True, False), Way(False, True))
+ALL_LANES = (*LANES, Lane(True, False), Lane(False, True))
 """Of two pipelines in opposite directions."""
 
 
@@ -88,7 +88,7 @@ class Links:
     depend on what this rank has yet to send.
 
     Args:
-        groups: of the pipeline's ranks, by `Way`.
+        groups: of the pipeline's ranks, by `Lane`.
         ranks: global rank of each rank of the pipeline.
         device: of what is transferred.
         per_boundary: tensors that may lie between two stages when a call ends.
@@ -97,14 +97,14 @@ class Links:
     def __init__(
         self,
         *,
-        groups: Mapping[Way, dist.ProcessGroup],
+        groups: Mapping[Lane, dist.ProcessGroup],
         ranks: list[int],
         device: torch.device,
         per_boundary: int = 1,
     ) -> None:
         self._most_sends = per_boundary + 1
         self._groups = groups
-        self._backends = {way: backend_of(group, device.type) for way, group in groups.items()}
+        self._backends = {lane: backend_of(group, device.type) for lane, group in groups.items()}
         self._ranks = ranks
         self._rank = ranks.index(dist.get_rank())
         self._receives: dict[Action, _Transfer] = {}
@@ -115,8 +115,8 @@ class Links:
     def post_receive(self, action: Action, peer: int, boundary: Boundary) -> None:
         """Start receiving into a fresh tensor; ``take`` waits for it."""
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
-        way = Way(action.type in ACTIVATIONS, peer < self._rank)
-        self._receives[action] = self._started(dist.irecv, tensor, action, peer, way)
+        lane = Lane(action.type in ACTIVATIONS, peer < self._rank)
+        self._receives[action] = self._started(dist.irecv, tensor, action, peer, lane)
 
     def take(self, receive: Action) -> torch.Tensor:
         """What ``receive`` has brought, once it is here."""
@@ -140,12 +140,12 @@ class Links:
         sends = self._sends.setdefault((action.type, peer), deque())
         while sends and sends[0].work.is_completed():
             sends.popleft()
-        way = Way(action.type in ACTIVATIONS, self._rank < peer)
-        if self._backends[way] == "gloo":
+        lane = Lane(action.type in ACTIVATIONS, self._rank < peer)
+        if self._backends[lane] == "gloo":
             # It reports a send complete only to a caller that waits for it.
             while len(sends) >= self._most_sends:
                 sends.popleft().wait()
-        sends.append(self._started(dist.isend, tensor.detach().contiguous(), action, peer, way))
+        sends.append(self._started(dist.isend, tensor.detach().contiguous(), action, peer, lane))
 
     def flush(self) -> None:
         """Wait for every transfer under way and forget what was received but not used."""
@@ -157,12 +157,12 @@ class Links:
                 sends.popleft().wait()
 
     def _started(
-        self, start: Callable[..., dist.Work], tensor: torch.Tensor, action: Action, peer: int, way: Way
+        self, start: Callable[..., dist.Work], tensor: torch.Tensor, action: Action, peer: int, lane: Lane
     ) -> _Transfer:
-        group, crossing = self._groups[way], _Crossing(action, self._ranks[peer])
+        group, crossing = self._groups[lane], _Crossing(action, self._ranks[peer])
         with needs_peers(crossing):
             work = _unseen_by_profiler(start, tensor, crossing.peer, group)
-        return _Transfer(work, tensor, crossing, group, self._backends[way])
+        return _Transfer(work, tensor, crossing, group, self._backends[lane])
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:

@@ -49,7 +49,7 @@ class WeightVersions:
         self.newest = 0
         """Number of updates so far: the newest version is ``W(newest)``."""
         self.first = 0
-        """No batch computes with an older version: one that would, computes with this one."""
+        """The oldest version in use: a batch that would compute with an older one computes with this one."""
 
     @property
     def slots(self) -> int:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_2bw.runtime.executor import Executor
-from megatron_2bw.runtime.gradients import CapturedGradients, whole_regions
-from megatron_2bw.runtime.links import TWO_WAYS, Boundary, Links
+from megatron_2bw.runtime.gradients import CapturedGradients, Region
+from megatron_2bw.runtime.links import ALL_LANES, Boundary, Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
@@ -69,7 +69,7 @@ class TimedStage:
         self.ends_s: list[float] = []
         """When the backward of each microbatch ended."""
         self._versions = WeightVersions([self._weight], max(schedule.weight_versions[rank], 2))
-        self._captured = captured = CapturedGradients(whole_regions([buffer]))
+        self._captured = captured = CapturedGradients([Region(buffer, buffer)])
         members = groups(schedule)
         # Every rank makes all groups, in the same order.
         made = {ranks: dist.new_group(ranks) for ranks in sorted(set(members.values())) if len(ranks) > 1}
@@ -169,7 +169,7 @@ def _rank(rank: int, run: Run, folder: str) -> None:
     schedule = build(run.schedule, **size)
     stage = TimedStage(schedule, rank, run.forward_s, run.backward_s)
     ranks = list(range(run.stages))
-    links = Links(groups={way: dist.new_group(ranks) for way in TWO_WAYS}, ranks=ranks, device=stage.boundary.device)
+    links = Links(groups={lane: dist.new_group(ranks) for lane in ALL_LANES}, ranks=ranks, device=stage.boundary.device)
     recorder = Recorder(stage.boundary.device)
     recorders = [recorder if arm.recorded else None for arm in run.arms]
     lowered = [

@@ -26,7 +26,7 @@ def _rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(MACHINES))
     from megatron_2bw.mcore import clock
     from megatron_2bw.mcore.groups import TransferGroups
-    from megatron_2bw.runtime.links import ONE_WAY
+    from megatron_2bw.runtime.links import LANES
 
     machine = MACHINES[rank]
     boot_id = Path(folder) / f"boot{rank}"
@@ -34,7 +34,7 @@ def _rank(rank: int, folder: str) -> None:
     clock._BOOT_ID = boot_id
     clock.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + AHEAD_S[machine])
     ranks = list(range(len(MACHINES)))
-    shared = clock.SharedClock(TransferGroups(ranks=ranks, ways={way: dist.new_group(ranks) for way in ONE_WAY}))
+    shared = clock.SharedClock(TransferGroups(ranks=ranks, lanes={lane: dist.new_group(ranks) for lane in LANES}))
     now_s = time.perf_counter()
     to_first = shared.conversion()
     (Path(folder) / f"off{rank}").write_text(repr(to_first(now_s + AHEAD_S[machine]) - now_s))

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -259,3 +261,23 @@ def test_a_failure_ends_the_processes_that_were_started_to_save() -> None:
     """One that is left would hold the output open, for which `run` waits."""
     started = "import multiprocessing, time\nmultiprocessing.get_context('fork').Process(target=time.sleep, args=(90,))"
     assert _ended(started + ".start()\nraise SystemError").returncode == 1
+
+
+def test_the_watch_over_nccl_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a pipeline that a loop has let go of, with its model, nor itself."""
+    from megatron_2bw.mcore import failure
+
+    class Waiting:
+        def says(self, group: object) -> str:
+            return ""
+
+    monkeypatch.setattr(failure, "has_nccl", lambda: True)
+    monkeypatch.setattr(failure, "_POLL_S", 0.01)
+    waiting = Waiting()
+    gone = weakref.ref(waiting)
+    failure.end_at_once_where_nccl_fails(weakref.WeakMethod(waiting.says))
+    (watch,) = (thread for thread in threading.enumerate() if thread.name == "2bw failures")
+    del waiting
+    assert gone() is None
+    watch.join(timeout=10)
+    assert not watch.is_alive()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_2bw.runtime.links import ONE_WAY
+from megatron_2bw.runtime.links import LANES
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_pairs_have_channels_of_their_own(
     from megatron_2bw.mcore import groups
 
     monkeypatch.setattr(groups.parallel_state, "get_pipeline_model_parallel_group", lambda: world)
-    groups.create_transfer_groups(timedelta(seconds=10), ONE_WAY)
+    groups.create_transfer_groups(timedelta(seconds=10), LANES)
     assert bound == [None, None]
 
 
@@ -70,7 +70,7 @@ def test_a_group_has_the_options_of_megatrons(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: SimpleNamespace(options=given))
         monkeypatch.setattr(groups.parallel_state, "get_pipeline_model_parallel_group", lambda: dist.group.WORLD)
         monkeypatch.setattr(groups.parallel_state, "create_group", lambda ranks, **keywords: made.append(keywords))
-        groups.create_transfer_groups(timedelta(seconds=10), ONE_WAY)
+        groups.create_transfer_groups(timedelta(seconds=10), LANES)
         groups.create_host_group(dist.group.WORLD, timedelta(seconds=10), "of the host")
     finally:
         monkeypatch.undo()

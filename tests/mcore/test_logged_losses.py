@@ -206,5 +206,5 @@ def test_statistics_are_rounded_as_megatrons_are(
 ) -> None:
     """Megatron takes the largest of all stages in an fp32 tensor; under a delay no stage is asked."""
     monkeypatch.setattr(wrappers.active, "session", SimpleNamespace(is_delayed=True))
-    value = wrappers.rounded(None, stat)
+    value = wrappers.answer_locally_in_fp32(None, stat)
     assert (value, type(value)) == (logged, type(logged))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_2bw.runtime.background import Background
 from megatron_2bw.runtime.errors import PeerLostError, needs_peers, place_of
-from megatron_2bw.runtime.gradients import CapturedGradients, Region, whole_regions
-from megatron_2bw.runtime.links import ONE_WAY, Boundary, Links
+from megatron_2bw.runtime.gradients import CapturedGradients, Region
+from megatron_2bw.runtime.links import LANES, Boundary, Links
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Action, Reduction
@@ -97,7 +97,7 @@ def test_backward_after_an_update_uses_the_version_of_its_forward():
 def test_captured_gradients_mirror_shape_and_place():
     buffer = torch.ones(6)
     first, second = buffer[:2], buffer[2:].view(2, 2)
-    captured = CapturedGradients(whole_regions([buffer]))
+    captured = CapturedGradients([Region(buffer, buffer)])
     assert buffer.tolist() == [0.0] * 6, "of a batch before"
     buffer.copy_(torch.arange(6.0))
     captured.capture()
@@ -123,7 +123,7 @@ def test_of_a_shard_only_what_lies_in_it_is_kept():
 
 def test_without_a_second_buffer_gradients_stay_in_place_until_released():
     buffer = torch.arange(3.0)
-    captured = CapturedGradients(whole_regions([buffer]), second_buffer=False)
+    captured = CapturedGradients([Region(buffer, buffer)], second_buffer=False)
     captured.capture()
     assert captured.view_of(buffer).data_ptr() == buffer.data_ptr()
     captured.release()
@@ -205,7 +205,7 @@ def test_an_error_of_this_ranks_own_device_stays_what_it_is(error: type[RuntimeE
 
 
 def _pending(weight):
-    captured = CapturedGradients(whole_regions([weight.main_grad]))
+    captured = CapturedGradients([Region(weight.main_grad, weight.main_grad)])
     return PendingUpdate(WeightVersions([weight]), captured, {Reduction.GRADIENTS: lambda: None})
 
 
@@ -239,27 +239,27 @@ def test_the_oldest_receive_that_the_device_waits_for(monkeypatch):
         return SimpleNamespace(query=lambda: number in done)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(record_event=record_event))
-    links = Links(groups={way: str(way) for way in ONE_WAY}, ranks=[0, 1], device=CPU)
-    assert links.waiting(str(ONE_WAY[0])) is None
+    links = Links(groups={lane: str(lane) for lane in LANES}, ranks=[0, 1], device=CPU)
+    assert links.waiting(str(LANES[0])) is None
     receives = [Action.parse(f"0RECV_B{microbatch}") for microbatch in range(3)]
     for receive in receives:
         links.post_receive(receive, 1, Boundary(shape=(1,), dtype=torch.float32, device=CPU))
-    assert links.waiting(str(ONE_WAY[0])) is None
+    assert links.waiting(str(LANES[0])) is None
     for receive in receives:
         links.take(receive)
-    assert links.waiting(str(ONE_WAY[0])).startswith("stage 0: 0RECV_B0 ")
+    assert links.waiting(str(LANES[0])).startswith("stage 0: 0RECV_B0 ")
     assert links.waiting("another") is None
     done.add(0)
-    assert links.waiting(str(ONE_WAY[0])).startswith("stage 0: 0RECV_B1 ")
+    assert links.waiting(str(LANES[0])).startswith("stage 0: 0RECV_B1 ")
     done.update((1, 2))
-    assert links.waiting(str(ONE_WAY[0])) is None
+    assert links.waiting(str(LANES[0])) is None
 
 
 def test_sends_are_let_go_where_torch_chose_the_backend(monkeypatch):
     """As by ``init_process_group()``, after which a group's backend is "undefined"."""
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
-        links = Links(groups=dict.fromkeys(ONE_WAY, dist.group.WORLD), ranks=[0, 1], device=CPU)
+        links = Links(groups=dict.fromkeys(LANES, dist.group.WORLD), ranks=[0, 1], device=CPU)
         sent = [MagicMock(**{"is_completed.return_value": False}) for _ in range(5)]
         works = iter(sent)
         monkeypatch.setattr(dist, "isend", lambda tensor, peer, group: next(works))

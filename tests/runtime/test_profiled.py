@@ -11,12 +11,12 @@ RANK = """
 import sys
 import torch
 import torch.distributed as dist
-from megatron_2bw.runtime.links import ONE_WAY, Boundary, Links
+from megatron_2bw.runtime.links import LANES, Boundary, Links
 from megatron_2bw.schedule.action import Action
 
 rank, store, calls, ends = int(sys.argv[1]), sys.argv[2], 12, 5
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-links = Links(groups={way: dist.new_group([0, 1]) for way in ONE_WAY}, ranks=[0, 1], device=torch.device("cpu"))
+links = Links(groups={lane: dist.new_group([0, 1]) for lane in LANES}, ranks=[0, 1], device=torch.device("cpu"))
 boundary = Boundary(shape=(4,), dtype=torch.float32, device=torch.device("cpu"))
 schedule = torch.profiler.schedule(wait=2, warmup=1, active=2, repeat=1)
 profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=lambda trace: trace.key_averages())

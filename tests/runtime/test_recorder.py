@@ -20,7 +20,7 @@ class Event:
     alive: ClassVar[weakref.WeakSet[Event]] = weakref.WeakSet()
     now_ms = 0
 
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self, enable_timing: bool, blocking: bool) -> None:
         assert enable_timing
         self.alive.add(self)
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_2bw.runtime.executor import Executor
-from megatron_2bw.runtime.gradients import CapturedGradients, whole_regions
-from megatron_2bw.runtime.links import TWO_WAYS, Boundary, Links
+from megatron_2bw.runtime.gradients import CapturedGradients, Region
+from megatron_2bw.runtime.links import ALL_LANES, Boundary, Links
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Action, Reduction
@@ -89,7 +89,7 @@ class ToyStage:
         made = {ranks: dist.new_group(ranks) for ranks in sorted(set(members.values()))}
         of_stage, everyone = made[members[Reduction.GRADIENTS, rank]], made[members[Reduction.NORM, rank]]
         self.versions = WeightVersions(self._parameters, slots=schedule.weight_versions[rank])
-        captured = CapturedGradients(whole_regions([buffer]))
+        captured = CapturedGradients([Region(buffer, buffer)])
 
         def sum_gradients() -> None:
             self._wait()
@@ -186,7 +186,7 @@ def run_rank(
     """Train in this process, one of the group's; the pipeline drains after the batches in ``drains`` and the last."""
     stage = ToyStage(schedule, rank, jitter_s)
     ranks = list(range(schedule.stages))
-    links = Links(groups={way: dist.new_group(ranks) for way in TWO_WAYS}, ranks=ranks, device=stage.boundary.device)
+    links = Links(groups={lane: dist.new_group(ranks) for lane in ALL_LANES}, ranks=ranks, device=stage.boundary.device)
     executor = Executor(schedule, rank, stage, links)
     for batch in range(batches):
         executor.run(batch, left=min(last for last in (*drains, batches - 1) if last >= batch) - batch)
