@@ -115,26 +115,28 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         return ""
 
     mean_in_fp32 = {"reduce_scatter_with_fp32_accumulation": True, "average_in_collective": True}
-    answers = [
-        answer("2bw", {}, {"overlap_grad_reduce": True}),
-        answer("2bw", {"qk_clip": True}, {}),
-        answer("gpipe", {"delay_wgrad_compute": True}, {}),
-        answer("2bw", {"qk_clip": True, "delay_wgrad_compute": True}, {"overlap_grad_reduce": True}),
-        answer("unheard", {}, {}),
-        answer("2bw", {}, {}, correction=MomentLead(20.0)),
-        answer("gpipe", {}, {}, correction=MomentLead(2.0)),
-        answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(forward_only=True)),
-        answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
-        answer("gpipe", {}, {}, lambda pipeline: pipeline.forward_backward(synchronous=True)),
-        answer("2bw", {"bf16": True}, {"use_distributed_optimizer": True} | mean_in_fp32),
-        answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(left=-1)),
-        answer("2bw", {}, {}, lambda pipeline: (pipeline.forget(), pipeline.forward_backward(left=0))),
-        answer("2bw", {}, {}, lambda pipeline: pipeline.optimizer._inner.step()),
-        answer("2bw", {}, {}, lambda pipeline: megatron_2bw.Pipeline("gpipe", pipeline._model, pipeline.optimizer)),
-        answer("2bw", {}, {}, correction="lead"),
-        answer("2bw", {}, {}, lambda pipeline: None),
-        answer("chimera", {}, {}),
-    ]
+    answers = {
+        "overlap": answer("2bw", {}, {"overlap_grad_reduce": True}),
+        "clipped attention": answer("2bw", {"qk_clip": True}, {}),
+        "delayed weight gradients": answer("gpipe", {"delay_wgrad_compute": True}, {}),
+        "three": answer("2bw", {"qk_clip": True, "delay_wgrad_compute": True}, {"overlap_grad_reduce": True}),
+        "name": answer("unheard", {}, {}),
+        "long lead": answer("2bw", {}, {}, correction=MomentLead(20.0)),
+        "lead without a delay": answer("gpipe", {}, {}, correction=MomentLead(2.0)),
+        "lead by name": answer("2bw", {}, {}, correction="lead"),
+        "evaluation": answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(forward_only=True)),
+        "scheduler": answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
+        "synchronous": answer("gpipe", {}, {}, lambda pipeline: pipeline.forward_backward(synchronous=True)),
+        "sums in fp32": answer("2bw", {"bf16": True}, {"use_distributed_optimizer": True} | mean_in_fp32),
+        "left": answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(left=-1)),
+        "closed": answer("2bw", {}, {}, lambda pipeline: (pipeline.forget(), pipeline.forward_backward(left=0))),
+        "step": answer("2bw", {}, {}, lambda pipeline: pipeline.optimizer._inner.step()),
+        "two": answer(
+            "2bw", {}, {}, lambda used: megatron_2bw.Pipeline("gpipe", used._model, used.optimizer)
+        ),
+        "mirror": answer("chimera", {}, {}),
+        "nothing": answer("2bw", {}, {}, lambda pipeline: None),
+    }
     torch.save(answers, folder / f"rank{rank}.pt")
 
 

@@ -62,35 +62,37 @@ def test_a_delay_can_begin_later() -> None:
 
 def test_what_does_not_work_is_refused() -> None:
     answers = collect(custom_loop.refused, CASES[0], CASES[0].ranks)[0]
-    expected = [
-        "--overlap-grad-reduce sets must be off with 2bw",
-        "--qk-clip / --log-max-attention-logit sets does not work with 2bw: it changes or reads weights between",
-        "--delay-wgrad-compute sets does not work with gpipe",
-        "--delay-wgrad-compute sets does not work with 2bw",
-        "unknown schedule 'unheard'; choose one of 2bw",
-        "a lead of 20 needs a decay of the first moment above 0.952381, got 0.9",
-        "gpipe has no delay of one batch to correct",
-        "forward_only is set: evaluate with Megatron-Core's get_forward_backward_func(), after settle()",
-        "moves the learning-rate schedule by 1, and a batch has 0 samples",
-        "gpipe has no delay of one batch to leave out",
-        "--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective sets does not work with 2bw",
-    ]
-    expected += [
-        "left -1: the batch before this one was announced as the last; give 0 or more, or None",
-        "the pipeline is closed: make another one",
-        "a pipeline updates with this optimizer by itself: call step() of pipeline.optimizer",
-        "the optimizer belongs to a pipeline that is in use: close() that one first",
-        "correction 'lead': give MomentLead(steps), or UpdateLead, of megatron_2bw.runtime.corrections",
-    ]
-    assert "bf16 is set in the config of the model and not in that of the optimizer" in answers[10]
-    assert [part for part, answer in zip(expected, answers, strict=False) if part not in answer] == []
-    assert answers[len(expected)] == ""
-    assert sorted(line.split(" sets ")[0] for line in answers[3].split("\n")) == [
+    expected = {
+        "overlap": "--overlap-grad-reduce sets must be off with 2bw",
+        "clipped attention": "--qk-clip / --log-max-attention-logit sets does not work with 2bw: it changes or reads "
+        "weights between",
+        "delayed weight gradients": "--delay-wgrad-compute sets does not work with gpipe",
+        "three": "--delay-wgrad-compute sets does not work with 2bw",
+        "name": "unknown schedule 'unheard'; choose one of 2bw",
+        "long lead": "a lead of 20 needs a decay of the first moment above 0.952381, got 0.9",
+        "lead without a delay": "gpipe has no delay of one batch to correct",
+        "lead by name": "correction 'lead': give MomentLead(steps), or UpdateLead, of megatron_2bw.runtime.corrections",
+        "evaluation": "forward_only is set: evaluate with Megatron-Core's get_forward_backward_func(), after settle()",
+        "scheduler": "moves the learning-rate schedule by 1, and a batch has 0 samples",
+        "synchronous": "gpipe has no delay of one batch to leave out",
+        "sums in fp32": "--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective sets does not "
+        "work with 2bw",
+        "left": "left -1: the batch before this one was announced as the last; give 0 or more, or None",
+        "closed": "the pipeline is closed: make another one",
+        "step": "a pipeline updates with this optimizer by itself: call step() of pipeline.optimizer",
+        "two": "the optimizer belongs to a pipeline that is in use: close() that one first",
+        "mirror": "chimera needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)",
+        "nothing": "",
+    }
+    assert answers.keys() == expected.keys()
+    assert {name: answers[name] for name, part in expected.items() if part not in answers[name]} == {}
+    assert answers["nothing"] == ""
+    assert "bf16 is set in the config of the model and not in that of the optimizer" in answers["sums in fp32"]
+    assert sorted(line.split(" sets ")[0] for line in answers["three"].split("\n")) == [
         "what --overlap-grad-reduce",
         "what --overlap-moe-expert-parallel-comm / --delay-wgrad-compute",
         "what --qk-clip / --log-max-attention-logit",
     ]
-    assert answers[-1] == "chimera needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)"
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
