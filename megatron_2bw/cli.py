@@ -11,11 +11,12 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_2bw import __version__
 from megatron_2bw.planner.commands import add_commands as add_planner_commands
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.spelling import misspelled
 from megatron_2bw.schedule.commands import add_commands as add_schedule_commands
 from megatron_2bw.schedule.errors import ScheduleError
 
@@ -62,9 +63,19 @@ _IN_OUR_WORDS = {
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as the commands do."""
 
+    words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As the base class does."""
+        self.words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         for theirs, ours in _IN_OUR_WORDS.items():
             message = re.sub(theirs, ours, message)
+        for word in self.words:  # A flag that is missing may be there, misspelled.
+            if meant := misspelled(word, [missing for missing in message.split() if missing.startswith("--")]):
+                message += f"; did you mean {meant} by {word}?"
         self.exit(2, f"megatron-2bw: error: {message}\n")
 
 

@@ -198,7 +198,7 @@ class Candidates:
         count, microbatches = layout.delayed_microbatches, layout.microbatches
         if layout.schedule not in TWO_BW:
             return None
-        if count >= microbatches > 1:
+        if count == microbatches > 1:  # The same as all of them.
             return Problem(f"delayed_microbatches {count}: a batch has {microbatches} microbatches", "leave it out")
         if self.delayed == 1:
             return None

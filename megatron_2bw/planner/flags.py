@@ -21,7 +21,7 @@ from megatron_2bw.planner.accepted import (
 from megatron_2bw.planner.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.cluster import Gpu
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.inputs import misspelled, modules_of
+from megatron_2bw.planner.inputs import modules_of
 from megatron_2bw.planner.kernels import fuses_attention, gpu_problem
 from megatron_2bw.planner.layout import (
     Dispatcher,
@@ -40,6 +40,7 @@ from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.options import Options
 from megatron_2bw.planner.pipeline_layout import COUNTED, counted_layout
 from megatron_2bw.planner.rules import MEGATRON, problem
+from megatron_2bw.planner.spelling import misspelled
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.planner.unpriced import (
     CHECKED,
@@ -204,7 +205,7 @@ def _layout(
     numbers.setdefault("tensor", 1)
     numbers.setdefault("context", 1)
     if "microbatch" not in numbers:
-        raise PlanError("--micro-batch-size is missing: Megatron has no default; give --micro-batch-size N")
+        raise options.missing("--micro-batch-size", "Megatron has no default")
     for name in ("pipeline", "tensor", "context", "expert", "expert_tensor", "microbatch", "delayed_microbatches"):
         if numbers.get(name, 1) < 1:
             raise PlanError(f"{name} {numbers[name]}: give a whole number of at least 1")
@@ -399,17 +400,19 @@ def in_flags(message: str) -> str:
 def layout_flags(model: Model, layout: Layout) -> list[str]:
     """Flags of ``layout``; the data-parallel size follows from the number of processes.
 
+    The sizes that every script sets are among them whatever they are, to win over those before them.
+
     >>> model = Model(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=50257)
-    >>> print(*layout_flags(model, Layout(schedule="2bw", pipeline=4, data=2, microbatch=2, global_batch=32)))
-    --pipeline-schedule 2bw --pipeline-model-parallel-size 4 --micro-batch-size 2 --global-batch-size 32 --bf16
+    >>> print(*layout_flags(model, Layout(schedule="2bw", pipeline=4, data=2, microbatch=2, global_batch=32))[2:])
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --micro-batch-size 2 --global-batch-size 32 --bf16
     """
     words = [] if layout.schedule == MEGATRON else ["--pipeline-schedule", layout.schedule]
     counts = {
-        "--tensor-model-parallel-size": (layout.tensor, 1),
+        "--tensor-model-parallel-size": (layout.tensor, 0),
         "--context-parallel-size": (layout.context, 1),
         "--expert-model-parallel-size": (layout.expert, 1),
         "--expert-tensor-parallel-size": (layout.expert_tensor, layout.tensor),
-        "--pipeline-model-parallel-size": (layout.pipeline, 1),
+        "--pipeline-model-parallel-size": (layout.pipeline, 0),
         "--decoder-first-pipeline-num-layers": (layout.first_stage_layers, 0),
         "--decoder-last-pipeline-num-layers": (layout.last_stage_layers, 0),
         "--pipeline-extra-in-flight": (layout.extra_in_flight, 0),

@@ -18,8 +18,6 @@ from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.models import MODELS
 from megatron_2bw.planner.multiples import nearest_multiple
 
-_ALIKE = 0.88
-"""From which ratio of difflib on a word looks misspelled: as low as no other flag of Megatron looks like one read."""
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 
 
@@ -173,16 +171,6 @@ def modules_of(words: Collection[str], where: str) -> tuple[RecomputeModule, ...
     """
     modules = {checked(word, RecomputeModule, where) for word in words}
     return tuple(module for module in RecomputeModule if module in modules)
-
-
-def misspelled(word: str, known: Collection[str]) -> str | None:
-    """The one of ``known`` that ``word`` seems to mean; None where it is one of them, or like none.
-
-    >>> misspelled("tensors", ("tensor", "data")), misspelled("data", ("data",)), misspelled("id", ("data",))
-    ('tensor', None, None)
-    """
-    found = [] if word in known else difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)
-    return found[0] if found else None
 
 
 @cache

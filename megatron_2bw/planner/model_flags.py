@@ -102,7 +102,7 @@ def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
         numbers["seq_length"] = options.number("--encoder-seq-length")
     missing = [flag for flag in REQUIRED if MODEL_NUMBERS[flag] not in numbers]
     if missing:
-        raise PlanError(f"{missing[0]} is missing: the costs depend on it; give {missing[0]} N")
+        raise options.missing(missing[0], "the costs depend on it")
     if "--group-query-attention" in options:
         numbers.setdefault("num_query_groups", 1)
     else:

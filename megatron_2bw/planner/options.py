@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.spelling import misspelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,12 @@ class Options:
     def __contains__(self, flag: str) -> bool:
         return flag in self.values
 
+    def missing(self, flag: str, why: str) -> PlanError:
+        """That ``flag`` has to be given, and what looks like it in its place."""
+        spelled = next((given for given in self.values if misspelled(given, (flag,))), None)
+        hint = f", not {spelled}" if spelled else ""
+        return PlanError(f"{flag} is missing: {why}; give {flag} N{hint}")
+
     def text(self, flag: str, default: str = "") -> str:
         """The first word behind ``flag``.
 
@@ -68,8 +75,8 @@ class Options:
         for word in words:
             if not self.is_known(word):
                 raise PlanError(
-                    f"{flag} {self.explain(word)}: nothing sets it; set its variables in the environment, or give the "
-                    "arguments of the script with --script-args"
+                    f"{flag} {self.explain(word)}: nothing sets it, and commands in it are not run; set its variables "
+                    "in the environment, or give the arguments of the script with --script-args"
                 )
         return words
 

@@ -8,10 +8,10 @@ from typing import Any
 from megatron_2bw.planner.argument_flags import flag_of
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import SPELLED
-from megatron_2bw.planner.inputs import misspelled
 from megatron_2bw.planner.layout import Layout
 from megatron_2bw.planner.model import Kind
 from megatron_2bw.planner.row_arguments import KEYS, OF_PRECISION, OURS
+from megatron_2bw.planner.spelling import misspelled
 from megatron_2bw.schedule.registry import ALIASES, MEGATRON, SCHEDULES
 
 _SAME = {"microbatches": "num_microbatches"}

@@ -377,6 +377,11 @@ def microbatch_problem(layout: Layout, needed: int) -> Problem | None:
             f"microbatches {count}: {layout.schedule} needs at least {needed} on {layout.pipeline} stages",
             f"raise global_batch to {needed * unit}",
         )
+    if layout.delayed_microbatches > count:
+        return Problem(
+            f"delayed_microbatches {layout.delayed_microbatches}: a batch has {count} microbatches",
+            "use fewer, or leave it out",
+        )
     if 0 < layout.delayed_microbatches < count:
         ahead = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
         if layout.delayed_microbatches < ahead:

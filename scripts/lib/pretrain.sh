@@ -16,7 +16,7 @@ value_of() {
 pretrain() {
     local kind="$1"
     shift
-    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus replica
+    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus replica stages length
     local data="${DATA:-$ROOT/quickstart/data}" nodes="${NUM_NODES:-1}" output="${OUTPUT:-}"
     if [ -z "$output" ]; then
         output="${DATA:+$DATA/$kind}" output="${output:-$ROOT/runs/$kind}"
@@ -37,19 +37,30 @@ pretrain() {
     fi
     keep_vocabulary "$data/$kind.model" "$output"
 
-    if [ -z "$(value_of --num-layers "")" ]; then
-        defaults+=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128)
+    # Of flags that are given twice, the last one counts.
+    length="$(value_of --seq-length 128)"
+    defaults+=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length "$length" --max-position-embeddings "$length")
+    gpus="$(count_gpus)" stages="$(value_of --pipeline-model-parallel-size "")"
+    # Of a layout with Megatron's own schedule, the planner does not print the schedule.
+    if [ -z "$stages" ] || [ -z "$(value_of --micro-batch-size "")" ] || [ -z "$(value_of --global-batch-size "")" ]; then
+        defaults+=(--pipeline-schedule 2bw)
     fi
-    gpus="$(count_gpus)"
-    if [ -z "$(value_of --global-batch-size "")" ]; then
-        if [ $((gpus % 2)) -ne 0 ]; then
-            echo "warning: the default layout has two stages, for an even number of GPUs, not $gpus: training on the CPU." \
-                "Give --global-batch-size and a layout to use them." >&2
-            gpus=0
-        fi
-        defaults+=(--pipeline-schedule 2bw --pipeline-model-parallel-size 2 --micro-batch-size 4)
-        defaults+=(--global-batch-size $((8 * nodes * (gpus > 0 ? gpus / 2 : 1))))
+    if [ -z "$stages" ] && [ $((gpus % 2)) -ne 0 ]; then
+        echo "warning: the default layout has two stages, for an even number of GPUs, not $gpus: training on the CPU." \
+            "Give --pipeline-model-parallel-size to use them." >&2
+        gpus=0
     fi
+    stages="${stages:-2}"
+    replica=$((stages * $(value_of --tensor-model-parallel-size 1) * $(value_of --context-parallel-size 1)))
+    ranks="${RANKS:-$gpus}"
+    if [ "$gpus" -eq 0 ]; then
+        use_cpu
+        defaults+=(--num-workers 0) # Loading beside training would take a core from it.
+        ranks="${RANKS:-$replica}"
+    fi
+    # As many microbatches as stages.
+    defaults+=(--pipeline-model-parallel-size "$stages" --micro-batch-size 4)
+    defaults+=(--global-batch-size $((stages * $(value_of --micro-batch-size 4) * (nodes * ranks / replica))))
     if [ -z "$(value_of --train-iters "$(value_of --train-samples "")")" ]; then
         defaults+=(--train-iters 1000)
     fi
@@ -60,20 +71,14 @@ pretrain() {
         defaults+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion)
     fi
     flags=("${defaults[@]}" "${flags[@]}")
-    replica=$(($(value_of --tensor-model-parallel-size 1) * $(value_of --pipeline-model-parallel-size 1)))
-    ranks="${RANKS:-$gpus}"
-    if [ "$gpus" -eq 0 ]; then
-        use_cpu
-        flags=(--num-workers 0 "${flags[@]}") # Loading beside training would take a core from it.
-        ranks="${RANKS:-$replica}"
-    fi
 
     launcher=(--nproc-per-node "$ranks" --standalone)
     if [ "$nodes" -gt 1 ]; then
         launcher=(--nproc-per-node "$ranks" --nnodes "$nodes" --node-rank "$NODE_RANK"
             --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-6000}")
     fi
-    echo "training on $nodes x $ranks processes; checkpoints and full log in $output"
+    echo "training on $nodes x $ranks processes, $stages stages by $(value_of --pipeline-schedule megatron); checkpoints" \
+        "and full log in $output"
     train "$output/train-${NODE_RANK:-0}.log" "${launcher[@]}" -- "$ROOT/examples/pretrain_$kind.py" \
         --data-path "$tokens" --split 95,5,0 --data-cache-path "$data/cache" \
         --tokenizer-type "$tokenizer" --tokenizer-model "$data/$kind.model" \

@@ -110,13 +110,32 @@ def pretrain(root: Path, folder: Path, flags: str, **environment: str) -> list[s
     return done.stdout.splitlines()
 
 
+def values(words: list[str]) -> dict[str, str]:
+    """What follows each flag, the last time."""
+    return {word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")}
+
+
 def test_what_a_user_gives_wins_over_the_defaults(root, tmp_path):
-    words = pretrain(root, tmp_path, "--lr 3e-4 --global-batch-size 64 --lr-warmup-iters=7")
-    last = {word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")}
-    assert (last["--lr"], last["--global-batch-size"], last["--num-layers"]) == ("3e-4", "64", "4")
-    assert "--pipeline-schedule" not in words, "the layout is the user's"
+    """And nothing else changes."""
+    words = pretrain(
+        root, tmp_path, "--lr 3e-4 --global-batch-size 64 --lr-warmup-iters=7 --num-layers 8 --seq-length 256"
+    )
+    last = values(words)
+    assert (last["--lr"], last["--global-batch-size"], last["--num-layers"]) == ("3e-4", "64", "8")
+    assert (last["--hidden-size"], last["--max-position-embeddings"], last["--micro-batch-size"]) == ("128", "256", "4")
+    assert (last["--pipeline-schedule"], last["--pipeline-model-parallel-size"]) == ("2bw", "2")
     assert "--lr-warmup-fraction" not in words
     assert last["--save"] == last["--load"] == str(tmp_path / "out/checkpoint")
+
+
+def test_a_whole_layout_without_a_schedule_has_megatrons(root, tmp_path):
+    """As the planner prints it; part of one does not."""
+    part = "--micro-batch-size 2 --pipeline-model-parallel-size 4"
+    last = values(pretrain(root, tmp_path, part))
+    assert (last["--pipeline-schedule"], last["--global-batch-size"]) == ("2bw", "8")
+    words = pretrain(root, tmp_path, f"{part} --global-batch-size 16 --tensor-model-parallel-size 1")
+    assert "--pipeline-schedule" not in words
+    assert "training on 1 x 4 processes, 4 stages by megatron; " in words[0]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +156,7 @@ def test_what_a_user_gives_wins_over_the_defaults(root, tmp_path):
 def test_how_many_processes(root, tmp_path, flags, environment, launcher):
     words = pretrain(root, tmp_path, flags, **environment)
     assert launcher in " ".join(words)
-    last = {word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")}
+    last = values(words)
     if not flags and "RANKS" not in environment:
         replicas = int(last["--nproc-per-node"]) * int(environment.get("NUM_NODES", 1)) // 2
         assert int(last["--global-batch-size"]) == 2 * 4 * replicas

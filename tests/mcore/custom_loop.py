@@ -131,9 +131,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         "left": answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(left=-1)),
         "closed": answer("2bw", {}, {}, lambda pipeline: (pipeline.forget(), pipeline.forward_backward(left=0))),
         "step": answer("2bw", {}, {}, lambda pipeline: pipeline.optimizer._inner.step()),
-        "two": answer(
-            "2bw", {}, {}, lambda used: megatron_2bw.Pipeline("gpipe", used._model, used.optimizer)
-        ),
+        "two": answer("2bw", {}, {}, lambda used: megatron_2bw.Pipeline("gpipe", used._model, used.optimizer)),
         "mirror": answer("chimera", {}, {}),
         "nothing": answer("2bw", {}, {}, lambda pipeline: None),
     }

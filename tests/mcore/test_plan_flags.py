@@ -412,7 +412,7 @@ WRONG: dict[str, tuple[Model, dict[str, Any], str, str]] = {
         SMALL,
         {"schedule": "2bw", "pipeline": 4, "global_batch": 2},
         "2bw needs at least 3",
-        "2 microbatches per batch on 4 stages",
+        "2 microbatches per batch on --pipeline-model-parallel-size 4",
     ),
     "chunks of 2bw": (
         SMALL,

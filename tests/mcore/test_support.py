@@ -187,6 +187,7 @@ NOTICED: dict[str, dict[str, object]] = {
     "--check-weight-hash-across-dp-replicas-interval": {"check_weight_hash_across_dp_replicas_interval": 5},
     "--gpu-sniff-test-interval": {"gpu_sniff_test_interval": 5},
     "--no-barrier-with-level-1-timing": {"timing_log_level": 1},
+    "--rampup-batch-size": {"rampup_batch_size": ["4", "4", "16"]},
     "--log-params-norm": {"log_params_norm": True},
     "--sft / --dataloader-inter-document-masking": {"sft": True},
     "--timing-log-level above 0": {"timing_log_level": 1},

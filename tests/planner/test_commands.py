@@ -319,7 +319,8 @@ def test_the_papers_own_planners(capsys: pytest.CaptureFixture[str]):
     _, flags, _ = run(capsys, f"{small} --cost-model paper --flags-only")
     _, text, _ = run(capsys, f"{small} --cost-model paper --json")
     best = json.loads(text)["choices"][0]
-    assert flags.startswith(f"--pipeline-schedule 2bw --pipeline-model-parallel-size {best['depth']} ")
+    assert flags.startswith("--pipeline-schedule 2bw --tensor-model-parallel-size 1 ")
+    assert f" --pipeline-model-parallel-size {best['depth']} " in flags
     both = "plan --model bert-355m --cluster p3.16xlarge --nodes 2 --global-batch-size 64 --cost-model mixpipe"
     code, out, _ = run(capsys, both)
     assert (code, "injected" in out, "flags of mixpipe:d8," in out) == (0, True, True)

@@ -99,7 +99,7 @@ REFUSED: tuple[Refused, ...] = (
         is_set=leads_too_far,
         schedules=TWO_BW,
         reason="at this decay of the first moment, the corrected average would no longer contain the old one",
-        remedy="raise --adam-beta1 (--sgd-momentum, --muon-momentum) above C/(1+C), or lower --delay-lead C",
+        remedy="raise --adam-beta1 (--sgd-momentum, --muon-momentum) above C/(1+C), 0.67 for C = 2, or lower --delay-lead C",
     ),
     Refused(
         flag="--delay-correction lead with lion",
@@ -248,7 +248,7 @@ REFUSED: tuple[Refused, ...] = (
         is_set=lambda args: args.optimizer not in ("adam", "sgd", "muon", "dist_muon", "lion"),
         schedules=DELAYED,
         reason="delayed updates are proven for adam, sgd, muon and lion",
-        remedy="use one of these, or --pipeline-schedule 1f1b-flush",
+        remedy="use adam, sgd, muon or lion, or --pipeline-schedule 1f1b-flush",
     ),
     Refused(
         flag="--no-use-layer-wise-param-layout",

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_2bw.planner.flag_table.refused import REFUSED
 from megatron_2bw.planner.flag_table.rows import (
+    OURS,
     Mapped,
     Slowed,
     above,
@@ -90,6 +91,13 @@ MAPPED: tuple[Mapped, ...] = (
         becomes="on",
         reason="Megatron's default makes all ranks meet around every level-1 timer",
         change=set_to("barrier_with_L1_time", False),
+    ),
+    Mapped(
+        flag="--rampup-batch-size",
+        schedules=OURS,
+        becomes="ignored",
+        reason="Megatron's training loop no longer reads it; --step-batch-size-schedule does what it did",
+        change=set_to("rampup_batch_size", None),
     ),
 )
 

@@ -84,6 +84,8 @@ def add(commands: Any) -> None:
 def _show(args: argparse.Namespace) -> int:
     if args.measured is not None:
         return _show_measured(args)
+    for name in args.schedules:
+        canonical_name(name)
     for name in ("schedules", "stages", "microbatches"):
         if not getattr(args, name) and not (name == "schedules" and args.compare):
             what = "a SCHEDULE, --compare" if name == "schedules" else f"--{name}"
