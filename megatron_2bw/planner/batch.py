@@ -115,8 +115,8 @@ def least_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.least_interleaved_s(pipeline)
     if layout.schedule == "2bw":
         return periods.two_bw_s(pipeline, **_of_two_bw(layout))
-    if layout.schedule in ("1f1b-flush", "megatron") and not pipeline.each:
-        return periods.one_f_one_b_s(pipeline)
+    if layout.schedule in ("1f1b-flush", "megatron"):
+        return (periods.least_uneven_s if pipeline.each else periods.one_f_one_b_s)(pipeline)
     if layout.schedule not in BIDIRECTIONAL:
         return batch_s(layout, pipeline)
     m, half = layout.microbatches, layout.pipeline // 2
@@ -125,10 +125,10 @@ def least_s(layout: Layout, pipeline: Pipeline) -> float:
     return max(ends_s, middle_s, pipeline.turn_s(0, layout.pipeline - 1)) + periods.flush_s(pipeline)
 
 
-def is_followed(layout: Layout) -> bool:
-    """Whether ``batch_s`` may take much longer than ``least_s``, as far as flags tell."""
+def is_bound_quicker(layout: Layout) -> bool:
+    """Whether ``least_s`` is usually much quicker to find than ``batch_s``, as far as flags tell."""
     is_2bw = layout.schedule == "2bw"
-    return layout.chunks > 1 or (is_2bw and (layout.distributed_optimizer or bool(layout.pipeline_layout)))
+    return layout.chunks > 1 or bool(layout.pipeline_layout) or (is_2bw and layout.distributed_optimizer)
 
 
 def _of_two_bw(layout: Layout) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
         backward_s=tuple(stage.backward_s for stage in stages),
         # Of a rank's two stages, one is updated there.
         update_s=pipeline.update_s / len(programs.stages_of(0)),
-        send_s=pipeline.send_s,
+        send_s=pipeline.sends_s or pipeline.send_s,
         gradients_s=pipeline.gradients_s,
         norm_s=pipeline.norm_s,
     )

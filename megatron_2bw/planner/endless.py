@@ -7,17 +7,19 @@ stage behind. So once everything is equally much later than some steps or batche
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_2bw.planner import periods
 from megatron_2bw.planner.followed import shift_of
-from megatron_2bw.planner.periods import ROUNDING, Pipeline, Stage
+from megatron_2bw.planner.periods import Pipeline, Stage
 from megatron_2bw.schedule.program import GradientCopy
 
-_TURNS = 5
-"""So often all that is in flight changes before what is found is good enough."""
+_MOST_BATCHES = 200
+_MOST_FORWARDS = 500_000
+_NEAR = 1e-4
+"""Of the time of a batch, that need not be known better; see ``two_bw_s``."""
 
 
 def two_bw_s(
@@ -27,11 +29,12 @@ def two_bw_s(
     delayed: int | None = None,
     copy: GradientCopy = GradientCopy.WHOLE,
 ) -> float:
-    """What ``periods.two_bw_s`` is for some pipelines, and for the others at least; exact for all.
+    """What ``periods.two_bw_s`` is for some pipelines, and for the others at least: exact once everything repeats.
 
-    While faster stages still catch up with slower ones, no later batch takes longer than what is latest is later than a
-    batch before. Once that is no more than the least, or everything repeats, it is known. Where stages take so nearly
-    the same that this needs very many batches, what is found after some is never too short.
+    However much later than some batches before it is: a batch takes no longer than what became later by most, and no
+    less than what did by least. Where stages and links take so nearly the same that they fall into step only after very
+    many batches, the lower of both is taken once they differ by 1e-4 of it, or after 200 batches or half a
+    million forwards.
 
     Args:
         pipeline: to run.
@@ -42,28 +45,27 @@ def two_bw_s(
     >>> even = Stage(1, 2)
     >>> pipeline = Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even, gradients_s=3, update_s=1)
     >>> two_bw_s(pipeline, copy=GradientCopy.WHOLE), two_bw_s(pipeline, copy=GradientCopy.SHARD)
-    (25.0, 27.0)
+    (25, 27)
     """
     least_s = periods.two_bw_s(pipeline, extra_in_flight=extra_in_flight, delayed=delayed, copy=copy)
     m, per_boundary = pipeline.microbatches, 1 + extra_in_flight
     run = _Run.of(pipeline, per_boundary, m if delayed is None else min(delayed, m), copy)
     turn = per_boundary * (pipeline.stages - 1) + 1
-    earlier = deque[list[float]](maxlen=turn + 1)
-    for _ in range(_TURNS * (turn + 4)):
+    earlier, most_s = deque[list[float]](maxlen=turn + 1), math.inf
+    for _ in range(_MOST_BATCHES):
         run.follow()
         now_s = [*run.moving_s(), *run.reduced_s()]
         for batches, before_s in enumerate(earlier, 1):
             shift_s = shift_of(before_s, now_s)
             if shift_s is not None:
-                return shift_s / batches
-        if earlier and _most_s(earlier[0], now_s) <= least_s * (1 + ROUNDING):
-            return least_s
+                return max(least_s, shift_s / batches)
+        for batches in {1, len(earlier)} if earlier else ():
+            shifts_s = [now - before for now, before in zip(now_s, earlier[batches - 1], strict=True)]
+            least_s, most_s = max(least_s, min(shifts_s) / batches), min(most_s, max(shifts_s) / batches)
+        if most_s <= least_s * (1 + _NEAR) or run.forwards > _MOST_FORWARDS:
+            break
         earlier.appendleft(now_s)
-    return min(_most_s(before_s, earlier[0]) / batches for batches, before_s in enumerate(earlier) if batches)
-
-
-def _most_s(before_s: Iterable[float], now_s: Iterable[float]) -> float:
-    return max(now - before for before, now in zip(before_s, now_s, strict=True))
+    return least_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,6 +143,8 @@ class _Run:
     """Steps of the slowest turns."""
     norm_s: float = 0
     """End of the sum of the norm over stages, of the last batch with which all have begun."""
+    forwards: int = 0
+    """That were followed."""
 
     @classmethod
     def of(cls, p: Pipeline, per_boundary: int, delayed: int, copy: GradientCopy) -> _Run:
@@ -201,6 +205,7 @@ class _Run:
 
     def _step(self, step: int) -> None:
         is_last, following = step == self.pipeline.microbatches - 1, None
+        self.forwards += len(self.stages)
         for stage in reversed(self.stages):
             if step == stage.update_step and not stage.updates_early:
                 self._update(stage)

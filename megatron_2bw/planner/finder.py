@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.batch import is_followed
+from megatron_2bw.planner.batch import is_bound_quicker
 from megatron_2bw.planner.candidates import ROUNDING, Candidates
 from megatron_2bw.planner.cluster import Cluster
 from megatron_2bw.planner.efficiency import EXACT, Progress
@@ -144,7 +144,11 @@ class Finder:
             needed, layout = self._first_that_fits(saving)
             if needed <= candidates.cluster.memory_bytes:
                 nothing_fits = False
-                if is_beaten and is_followed(layout) and is_beaten(base.schedule, self._bound_s(costs.least_s, layout)):
+                if (
+                    is_beaten
+                    and is_bound_quicker(layout)
+                    and is_beaten(base.schedule, self._bound_s(costs.least_s, layout))
+                ):
                     continue
                 yield price(candidates.model, layout, candidates.cluster, progress=self.progress)
                 if layout == base:

@@ -30,7 +30,7 @@ def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
     ends_s, inputs_s = _first_forwards_s(p, stages)
     outputs_s: list[float] = [0] * p.stages  # When the last gradient that a stage has sent is there.
     steps = [[*ends_s, *inputs_s[1:], *outputs_s[1:]]]
-    turns = {1, *range(1 if p.each else max(p.stages - 2, 1), p.stages + 1)}
+    turns = sorted({1, *range(1 if p.each else max(p.stages - 2, 1), p.stages + 1)})
     while left:
         arrival_s = 0
         for stage in range(p.stages - 1, -1, -1):
@@ -54,7 +54,10 @@ def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
 
 def shift_of(before_s: Sequence[float], now_s: Sequence[float]) -> float | None:
     """How much later all of these are than before; None if not equally much."""
-    shift_s, rounding_s = now_s[0] - before_s[0], ROUNDING * now_s[0]
+    shift_s = now_s[0] - before_s[0]
+    rounding_s = ROUNDING * now_s[0]
+    if abs(now_s[-1] - before_s[-1] - shift_s) > rounding_s:  # Mostly, this is enough to tell.
+        return None
     shifts_s = (now - before for before, now in zip(before_s, now_s, strict=True))
     return shift_s if all(abs(one_s - shift_s) <= rounding_s for one_s in shifts_s) else None
 

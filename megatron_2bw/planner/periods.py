@@ -138,6 +138,18 @@ def one_f_one_b_s(pipeline: Pipeline) -> float:
     return pipeline.turn_s(0, pipeline.stages - 1) + _other_turns_s(pipeline) + flush_s(pipeline)
 
 
+def least_uneven_s(pipeline: Pipeline) -> float:
+    """What ``followed.uneven_one_f_one_b_s`` finds, without waits: nowhere too long.
+
+    The first microbatch passes the stages before any one of them, which all microbatches then pass.
+    """
+    p, way_s, longest_s = pipeline, 0.0, 0.0
+    for stage, link_s in zip(p.kinds, (*p.links_s, 0), strict=True):
+        longest_s = max(longest_s, way_s + p.microbatches * stage.pair_s)
+        way_s += stage.pair_s + 2 * link_s
+    return max(longest_s, way_s) + flush_s(p)
+
+
 def _other_turns_s(p: Pipeline) -> float:
     """The slowest turns of all microbatches but one: over as many stages as there are, or over the slowest stage.
 

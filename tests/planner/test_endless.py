@@ -140,24 +140,54 @@ def test_what_two_updates_on_one_path_take():
     assert periods.two_bw_s(p, **options) < endless.two_bw_s(p, **options)
 
 
-def test_long_batches_are_not_followed_to_their_end(monkeypatch: pytest.MonkeyPatch):
+LONG = {
+    "long sums": {"last": Stage(1.5, 3.0), "gradients_s": 70.0},
+    "slow links": {"last": Stage(1.5, 3.0), "send_s": 2.5},
+    "stages that differ": {"each": (*[Stage(1.0, 2.0)] * 3, Stage(1.25, 2.5), *[Stage(1.0, 2.0)] * 4)},
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_long_batches_are_not_followed_to_their_end(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Nor many of them."""
     steps = []
     step = endless._Run._step
     monkeypatch.setattr(endless._Run, "_step", lambda self, index: (steps.append(index), step(self, index)))
-    even = Stage(1.0, 2.0)
-    p = Pipeline(
-        stages=8, microbatches=10**6, first=even, middle=even, last=Stage(1.5, 3.0), gradients_s=70.0, update_s=1.0
-    )
-    options = {"copy": GradientCopy.SHARD}
-    assert endless.two_bw_s(p, **options) == periods.two_bw_s(p, **options) == 10**6 * 4.5 + 70.0 - 1.5 + 1.0
-    assert len(steps) < 100
+    even, copy = Stage(1.0, 2.0), GradientCopy.SHARD
+    more = {"last": even, "update_s": 1.0} | LONG[kind]
+    found_s = []
+    for microbatches in (1000, 10**6):
+        p = Pipeline(stages=8, microbatches=microbatches, first=even, middle=even, **more)
+        assert not periods.two_bw_is_exact(p, copy)
+        found_s.append(endless.two_bw_s(p, copy=copy))
+        assert len(steps) < 250
+        steps.clear()
+    per_microbatch_s = {"long sums": 4.5, "slow links": (8 * 3 + 1.5 + 14 * 2.5) / 8, "stages that differ": 3.75}[kind]
+    assert found_s[1] - found_s[0] == pytest.approx(999_000 * per_microbatch_s, rel=1e-9)
 
 
-def test_stages_that_take_nearly_the_same():
-    """The others would catch up with the slowest one for thousands of batches; none takes longer meanwhile."""
+def test_a_slowest_stage_with_which_others_never_catch_up_in_time():
+    """For thousands of batches they would; none takes longer meanwhile."""
     even = Stage(1.0, 2.0)
     p = Pipeline(
         stages=4, microbatches=8, first=even, middle=even, last=Stage(1.0, 2.000001), gradients_s=5.0, update_s=1.0
     )
     assert endless.two_bw_s(p, copy=GradientCopy.SHARD) == pytest.approx(8 * 3.000001 + 1 + 4, rel=1e-12)
+
+
+def test_links_that_take_nearly_as_long_as_stages():
+    """It takes very long until everything repeats; the exact time is the slowest cycle of the graph of all actions."""
+    even = Stage(0.5591959804035296, 1.0772588729981258)
+    p = Pipeline(
+        stages=32,
+        microbatches=33,
+        first=even,
+        middle=even,
+        last=Stage(0.5349404660449538, 0.9840618007717357),
+        send_s=0.8182269892397609,
+        update_s=0.013942957043800087,
+        gradients_s=0.5591962717204153,
+    )
+    options = {"delayed": 32, "copy": GradientCopy.WHOLE}
+    assert not periods.two_bw_is_exact(p, GradientCopy.WHOLE)
+    assert endless.two_bw_s(p, **options) == pytest.approx(106.26440957038432, rel=1e-10)

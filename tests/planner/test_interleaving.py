@@ -167,7 +167,7 @@ def test_memory_of_chunks_that_differ():
     assert costs.iteration(model, uneven, cluster).time_s > costs.iteration(model, even, cluster).time_s
 
 
-def test_2bw_with_stages_that_differ_is_simulated():
+def test_2bw_with_stages_that_differ_is_followed():
     """Its closed form knows turns over equal stages alone, and is a sixth too short here."""
     each = (Stage(5, 0), Stage(5, 8), Stage(5, 8), Stage(0, 0), Stage(5, 0))
     planned = layout(schedule="2bw", pipeline=5, global_batch=9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from fractions import Fraction
 
@@ -15,6 +16,7 @@ from megatron_2bw.planner.periods import (
     Stage,
     gpipe_s,
     inter_layer_s,
+    least_uneven_s,
     one_f_one_b_s,
 )
 from megatron_2bw.schedule.durations import Durations
@@ -50,7 +52,11 @@ def test_uneven_stages_with_a_flush():
     for p in uneven(sizes, (4, 7, 8, 10), (0, Fraction(1, 2), 30), update_s=2, gradients_s=1, norm_s=1):
         program = build("1f1b-flush", stages=p.stages, microbatches=p.microbatches)
         assert uneven_one_f_one_b_s(p) == simulate(program, durations(p), 1).makespan_s, p
-        assert one_f_one_b_s(p) <= uneven_one_f_one_b_s(p), p
+        stages = tuple(stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count))
+        least_s = least_uneven_s(dataclasses.replace(p, each=stages))
+        assert max(one_f_one_b_s(p), least_s) <= uneven_one_f_one_b_s(p), p
+        if p.first == p.middle == p.last and not p.send_s:
+            assert least_s == uneven_one_f_one_b_s(p), p
 
 
 def test_1f1b_with_a_much_longer_first_stage_and_few_microbatches():
