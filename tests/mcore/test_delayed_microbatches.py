@@ -38,7 +38,7 @@ EXACT = {
         SHARDED, correction="update-lead", lead=1.0, flags=("--pipeline-gradient-buffers", "1")
     ),
     "muon, lead": replace(CASE, optimizer="muon", lead=1.0),
-    "more than there are": replace(CASE, microbatches=2, delayed=3, clip=1.0),
+    "as many as there are": replace(CASE, microbatches=2, delayed=2, clip=1.0),
 }
 
 
