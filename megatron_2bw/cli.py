@@ -71,11 +71,12 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        required = re.fullmatch(r"the following arguments are required: (.*)", message)
         for theirs, ours in _IN_OUR_WORDS.items():
             message = re.sub(theirs, ours, message)
-        for word in self.words:  # A flag that is missing may be there, misspelled.
-            if meant := misspelled(word, [missing for missing in message.split() if missing.startswith("--")]):
-                message += f"; did you mean {meant} by {word}?"
+        for flag in (word.partition("=")[0] for word in self.words if required):
+            if meant := misspelled(flag, required[1].split(", ")):
+                message += f"; did you mean {meant} by {flag}?"
         self.exit(2, f"megatron-2bw: error: {message}\n")
 
 

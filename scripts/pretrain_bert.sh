@@ -5,6 +5,9 @@
 #   scripts/pretrain_bert.sh $(.venv/bin/megatron-2bw plan ... --flags-only)   what the planner found
 #   scripts/pretrain_bert.sh --train-iters 2000 --lr 3e-4                      flags given here win over those below
 #
+# Without --pipeline-schedule it is 2bw; but Megatron's where the pipeline, micro-batch and global batch size are all
+# given, as the planner prints a layout with that.
+#
 # From the environment:
 #   DATA     folder written by examples/prepare_data.py --model bert (default: made of Python's standard library)
 #   OUTPUT   folder for checkpoints and log (default: $DATA/bert, or runs/bert)

@@ -159,6 +159,7 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **op
     enough, delayed = enough_microbatches(name, **size), options["delayed_microbatches"]
     if enough is None:
         raise ArgumentError(f"{what}: {problem}; or use --pipeline-schedule 1f1b-flush")
+    what += f": its first stage runs {enough} ahead" if name in TWO_BW else f": {problem}"
     if (delayed or enough) < enough:
         what += (
             f"; --pipeline-delayed-microbatches {delayed} is less than {enough}: give {enough} or more, or leave the "
@@ -168,10 +169,10 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **op
         if options["extra_in_flight"]:
             remedy = f"lower --pipeline-extra-in-flight {options['extra_in_flight']}, {remedy}"
         what += (
-            f"; the next number that works is {enough}: {remedy.format(enough=enough)}, lower --micro-batch-size, or "
-            "use --pipeline-schedule 1f1b-flush"
+            f"; {enough} microbatches work: {remedy.format(enough=enough)}, lower --micro-batch-size, or use "
+            "--pipeline-schedule 1f1b-flush"
         )
-    raise ArgumentError(f"{what} ({problem})")
+    raise ArgumentError(what)
 
 
 def _automatic(args: Any) -> str:

@@ -87,14 +87,14 @@ def processor_share(cluster: Cluster) -> float:
 def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run, as ``simulated_s`` would find.
 
-    By closed form; where none is exact, microbatches are followed. PipeDream and what runs in both directions have
-    neither and are simulated.
+    By closed form; where none is exact, microbatches are followed, of 2bw until it is known to 1e-4 where that takes
+    long. PipeDream and what runs in both directions have neither and are simulated.
     """
     if layout.chunks > 1:
         return interleaved_s(pipeline)
     if layout.schedule == "2bw":
         options = _of_two_bw(layout)
-        is_closed = periods.two_bw_is_exact(pipeline, options["copy"])
+        is_closed = periods.two_bw_is_exact(pipeline, **options)
         return (periods.two_bw_s if is_closed else endless.two_bw_s)(pipeline, **options)
     if layout.schedule == "gpipe":
         return periods.gpipe_s(pipeline)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from megatron_2bw.planner import periods
 from megatron_2bw.planner.followed import shift_of
-from megatron_2bw.planner.periods import Pipeline, Stage
+from megatron_2bw.planner.periods import ROUNDING, Pipeline, Stage
 from megatron_2bw.schedule.program import GradientCopy
 
 _MOST_BATCHES = 200
-_MOST_FORWARDS = 500_000
+_MANY_FORWARDS, _MOST_FORWARDS = 20_000, 500_000
 _NEAR = 1e-4
 """Of the time of a batch, that need not be known better; see ``two_bw_s``."""
 
@@ -33,8 +33,8 @@ def two_bw_s(
 
     However much later than some batches before it is: a batch takes no longer than what became later by most, and no
     less than what did by least. Where stages and links take so nearly the same that they fall into step only after very
-    many batches, the lower of both is taken once they differ by 1e-4 of it, or after 200 batches or half a
-    million forwards.
+    many batches, the lower of both is taken once they differ by 1e-4 of it and 20,000 forwards have been
+    followed, or after 200 batches or half a million forwards.
 
     Args:
         pipeline: to run.
@@ -62,7 +62,8 @@ def two_bw_s(
         for batches in {1, len(earlier)} if earlier else ():
             shifts_s = [now - before for now, before in zip(now_s, earlier[batches - 1], strict=True)]
             least_s, most_s = max(least_s, min(shifts_s) / batches), min(most_s, max(shifts_s) / batches)
-        if most_s <= least_s * (1 + _NEAR) or run.forwards > _MOST_FORWARDS:
+        near = _NEAR if run.forwards > _MANY_FORWARDS else ROUNDING
+        if most_s <= least_s * (1 + near) or run.forwards > _MOST_FORWARDS:
             break
         earlier.appendleft(now_s)
     return least_s

@@ -400,7 +400,7 @@ def in_flags(message: str) -> str:
 def layout_flags(model: Model, layout: Layout) -> list[str]:
     """Flags of ``layout``; the data-parallel size follows from the number of processes.
 
-    The sizes that every script sets are among them whatever they are, to win over those before them.
+    The tensor and the pipeline size are among them also where they are 1, to win over those of a script before them.
 
     >>> model = Model(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=50257)
     >>> print(*layout_flags(model, Layout(schedule="2bw", pipeline=4, data=2, microbatch=2, global_batch=32))[2:])

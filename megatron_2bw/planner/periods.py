@@ -279,17 +279,26 @@ def least_interleaved_s(pipeline: Pipeline) -> float:
     return max(ranks_s) + flush_s(p)
 
 
-def two_bw_is_exact(pipeline: Pipeline, copy: GradientCopy) -> bool:
+def two_bw_is_exact(
+    pipeline: Pipeline,
+    *,
+    extra_in_flight: int = 0,
+    delayed: int | None = None,
+    copy: GradientCopy = GradientCopy.WHOLE,
+) -> bool:
     """Whether ``two_bw_s`` is exact, not only the least.
 
-    Where more than the ends differ, paths turn in more ways than it knows; where a transfer there and back takes longer
-    than a stage's forward and backward, one path may take the updates of several stages; and where a shard is kept and
-    its sum takes longer than the one forward that hides it, the sums of several.
+    Where more than the ends differ, paths turn in more ways than it knows. One path may take the updates of several
+    stages where a transfer there and back takes longer than a stage's forward and backward, or any time where no more
+    microbatches are delayed than the first stage runs ahead; and the sums of several where a shard is kept and its sum
+    takes longer than the one forward that hides it.
     """
-    stages = pipeline.kinds
-    has_slow_links = pipeline.stages > 1 and 2 * pipeline.send_s > min(stage.pair_s for stage in stages)
-    has_long_sums = copy is GradientCopy.SHARD and pipeline.gradients_s > min(stage.forward_s for stage in stages)
-    return not (pipeline.each or (has_slow_links and pipeline.update_s) or has_long_sums)
+    p, last, kinds = pipeline, pipeline.stages - 1, pipeline.kinds
+    has_slow_links = 2 * p.send_s > min(stage.pair_s for stage in kinds)
+    has_fewest = p.send_s > 0 and min(delayed or p.microbatches, p.microbatches) == (1 + extra_in_flight) * last
+    takes_updates = last > 0 and p.update_s > 0 and (has_slow_links or has_fewest)
+    has_long_sums = copy is GradientCopy.SHARD and p.gradients_s > min(stage.forward_s for stage in kinds)
+    return not (p.each or takes_updates or has_long_sums)
 
 
 def two_bw_s(

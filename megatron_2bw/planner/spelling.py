@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Collection
 
 _ALIKE = 0.88
-"""From which ratio of difflib on a word looks misspelled: as low as no other flag of Megatron looks like one read."""
+"""From which ratio of difflib on a word looks misspelled: just above what those flags of Megatron have that
+``estimate`` reads and those that it does not."""
 
 
 def misspelled(word: str, known: Collection[str]) -> str | None:

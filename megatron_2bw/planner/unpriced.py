@@ -176,7 +176,7 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--deterministic-mode": (_given, "priced with Megatron's usual kernels, which take less time"),
     "--spec": (_given, "priced with the layers that other flags describe"),
     "--sft": (_given, "priced with sequences of --seq-length tokens"),
-    "--rampup-batch-size": (_given, "priced at the final batch size"),
+    "--rampup-batch-size": (_given, "not priced, as Megatron no longer reads it"),
     STEPS: (_given, "priced at its last batch size"),
     "--expert-model-parallel-size": (
         _dispatches_otherwise,

@@ -12,11 +12,22 @@ value_of() {
     echo "$value"
 }
 
+# The same of a flag with a number of at least 1.
+number_of() {
+    local value
+    value="$(value_of "$1" "$2")"
+    if [[ ! "$value" =~ ^[1-9][0-9]*$ ]]; then
+        echo "error: $1 ${value:-has no value}: give a whole number of at least 1" >&2
+        return 1
+    fi
+    echo "$value"
+}
+
 # pretrain KIND FLAG...: train a model of that kind on this node's share of the ranks; see the scripts.
 pretrain() {
     local kind="$1"
     shift
-    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus replica stages length
+    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus stages microbatch tensor context replica length
     local data="${DATA:-$ROOT/quickstart/data}" nodes="${NUM_NODES:-1}" output="${OUTPUT:-}"
     if [ -z "$output" ]; then
         output="${DATA:+$DATA/$kind}" output="${output:-$ROOT/runs/$kind}"
@@ -40,27 +51,36 @@ pretrain() {
     # Of flags that are given twice, the last one counts.
     length="$(value_of --seq-length 128)"
     defaults+=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length "$length" --max-position-embeddings "$length")
-    gpus="$(count_gpus)" stages="$(value_of --pipeline-model-parallel-size "")"
-    # Of a layout with Megatron's own schedule, the planner does not print the schedule.
-    if [ -z "$stages" ] || [ -z "$(value_of --micro-batch-size "")" ] || [ -z "$(value_of --global-batch-size "")" ]; then
+    gpus="$(count_gpus)"
+    stages="$(number_of --pipeline-model-parallel-size 2)"
+    microbatch="$(number_of --micro-batch-size 4)"
+    tensor="$(number_of --tensor-model-parallel-size 1)"
+    context="$(number_of --context-parallel-size 1)"
+    # Of a layout with Megatron's own schedule, the planner prints all sizes and no schedule.
+    if [ -z "$(value_of --pipeline-model-parallel-size "")" ] || { [ "$stages" -gt 1 ] &&
+        { [ -z "$(value_of --micro-batch-size "")" ] || [ -z "$(value_of --global-batch-size "")" ]; }; }; then
         defaults+=(--pipeline-schedule 2bw)
     fi
-    if [ -z "$stages" ] && [ $((gpus % 2)) -ne 0 ]; then
+    if [ -z "$(value_of --pipeline-model-parallel-size "")" ] && [ $((gpus % 2)) -ne 0 ]; then
         echo "warning: the default layout has two stages, for an even number of GPUs, not $gpus: training on the CPU." \
             "Give --pipeline-model-parallel-size to use them." >&2
         gpus=0
     fi
-    stages="${stages:-2}"
-    replica=$((stages * $(value_of --tensor-model-parallel-size 1) * $(value_of --context-parallel-size 1)))
+    replica=$((stages * tensor * context))
     ranks="${RANKS:-$gpus}"
     if [ "$gpus" -eq 0 ]; then
         use_cpu
         defaults+=(--num-workers 0) # Loading beside training would take a core from it.
         ranks="${RANKS:-$replica}"
     fi
+    if [ $((nodes * ranks % replica)) -ne 0 ]; then
+        echo "error: $((nodes * ranks)) processes are no multiple of $stages stages x $tensor tensor x $context context" \
+            "parallel; change these, or set RANKS, the processes on each node" >&2
+        return 1
+    fi
     # As many microbatches as stages.
-    defaults+=(--pipeline-model-parallel-size "$stages" --micro-batch-size 4)
-    defaults+=(--global-batch-size $((stages * $(value_of --micro-batch-size 4) * (nodes * ranks / replica))))
+    defaults+=(--pipeline-model-parallel-size "$stages" --micro-batch-size "$microbatch")
+    defaults+=(--global-batch-size $((stages * microbatch * nodes * ranks / replica)))
     if [ -z "$(value_of --train-iters "$(value_of --train-samples "")")" ]; then
         defaults+=(--train-iters 1000)
     fi
@@ -77,8 +97,8 @@ pretrain() {
         launcher=(--nproc-per-node "$ranks" --nnodes "$nodes" --node-rank "$NODE_RANK"
             --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-6000}")
     fi
-    echo "training on $nodes x $ranks processes, $stages stages by $(value_of --pipeline-schedule megatron); checkpoints" \
-        "and full log in $output"
+    echo "training on $nodes x $ranks processes by --pipeline-schedule $(value_of --pipeline-schedule megatron) with" \
+        "--pipeline-model-parallel-size $stages; checkpoints and full log in $output"
     train "$output/train-${NODE_RANK:-0}.log" "${launcher[@]}" -- "$ROOT/examples/pretrain_$kind.py" \
         --data-path "$tokens" --split 95,5,0 --data-cache-path "$data/cache" \
         --tokenizer-type "$tokenizer" --tokenizer-model "$data/$kind.model" \

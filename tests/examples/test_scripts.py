@@ -135,7 +135,28 @@ def test_a_whole_layout_without_a_schedule_has_megatrons(root, tmp_path):
     assert (last["--pipeline-schedule"], last["--global-batch-size"]) == ("2bw", "8")
     words = pretrain(root, tmp_path, f"{part} --global-batch-size 16 --tensor-model-parallel-size 1")
     assert "--pipeline-schedule" not in words
-    assert "training on 1 x 4 processes, 4 stages by megatron; " in words[0]
+    assert "by --pipeline-schedule megatron with --pipeline-model-parallel-size 4; " in words[0]
+
+
+def test_one_gpu_is_used_by_one_stage(root, tmp_path):
+    """As the warning says: with Megatron's schedule, as 2BW needs two."""
+    words = pretrain(root, tmp_path, "--pipeline-model-parallel-size 1", GPUS="1")
+    assert "--pipeline-schedule" not in words
+    assert (values(words)["--nproc-per-node"], values(words)["--global-batch-size"]) == ("1", "4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-model-parallel-size 2", "error: 2 processes are no multiple of 2 stages x 2 tensor x 1 context"),
+        ("--micro-batch-size", "error: --micro-batch-size has no value: give a whole number of at least 1"),
+        ("--pipeline-model-parallel-size=auto", "error: --pipeline-model-parallel-size auto: give a whole number"),
+    ],
+)
+def test_what_does_not_fit_is_said(root, tmp_path, flags, message):
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        pretrain(root, tmp_path, flags, GPUS="2")
+    assert message in failed.value.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
     ),
     "too few microbatches": (
         replace(TWO_BW, stages=4, microbatches=2),
-        ["2 microbatches", "--pipeline-model-parallel-size 4", "that works is 3"],
+        ["2 microbatches", "--pipeline-model-parallel-size 4", "3 microbatches work"],
     ),
     "too few delayed microbatches": (
         replace(TWO_BW, stages=4, microbatches=8, delayed=2),
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         replace(TWO_BW, stages=4, microbatches=4, delayed=2, flags=("--pipeline-extra-in-flight", "1")),
         [
             "--pipeline-delayed-microbatches 2 is less than 6",
-            "that works is 6",
+            "6 microbatches work",
             "lower --pipeline-extra-in-flight 1",
         ],
     ),

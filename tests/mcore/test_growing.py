@@ -98,7 +98,13 @@ def test_a_checkpoint_is_saved_where_the_size_changes(tmp_path: Path) -> None:
 def test_too_few_microbatches_in_one_phase_are_refused_before_training(tmp_path: Path) -> None:
     case = GrowingCase(schedule="2bw", stages=4, steps=((2, 1), (2, 3)))
     message = _refusal(case, tmp_path)
-    start = ["--step-batch-size-schedule", "1 microbatches", "parallel-size 4", "that works is 3", "from sample 0 on"]
+    start = [
+        "--step-batch-size-schedule",
+        "1 microbatches",
+        "parallel-size 4",
+        "3 microbatches work",
+        "from sample 0 on",
+    ]
     assert [fragment for fragment in [*start, "1f1b-flush"] if fragment not in message] == [], message
     case = replace(case, steps=((2, 3), (2, 4)), schedule="1f1b-flush", flags=("--micro-batch-size", "4"))
     message = _refusal(case, tmp_path)

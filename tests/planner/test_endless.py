@@ -38,7 +38,7 @@ def check(p: Pipeline, times: Durations | None = None, **options: Any) -> None:
     """What is followed is the simulator's time, and so is the closed form where it says so; else it is not longer."""
     found_s, exact_s = periods.two_bw_s(p, **options), simulated_s(p, times or durations(p), **options)
     assert endless.two_bw_s(p, **options) == pytest.approx(exact_s, rel=1e-12), (p, options)
-    if periods.two_bw_is_exact(p, options["copy"]):
+    if periods.two_bw_is_exact(p, **options):
         assert found_s == pytest.approx(exact_s, rel=1e-12), (p, options)
     assert found_s <= exact_s * (1 + 1e-12), (p, options)
 
@@ -129,6 +129,27 @@ def test_stages_and_links_that_all_differ(copy: GradientCopy, seed: int):
         check(p, times, extra_in_flight=extra, delayed=delayed, copy=copy)
 
 
+@pytest.mark.parametrize("copy", GradientCopy)
+def test_no_more_delayed_than_the_first_stage_runs_ahead(copy: GradientCopy):
+    """With forwards that take most of the time, one path may take the updates of several stages."""
+    for (stages, microbatches), forward_s, send_s, update_s in itertools.product(
+        [(2, 1), (2, 3), (3, 4), (3, 5), (4, 5)], (4, 8), (Fraction(1, 2), Fraction(9, 4), Fraction(15, 4)), (5, 9)
+    ):
+        even = Stage(forward_s, 1)
+        p = Pipeline(
+            stages=stages,
+            microbatches=microbatches,
+            first=even,
+            middle=even,
+            last=even,
+            send_s=send_s,
+            update_s=update_s,
+            gradients_s=1,
+        )
+        for delayed in {stages - 1, microbatches}:
+            check(p, delayed=delayed, copy=copy)
+
+
 def test_what_two_updates_on_one_path_take():
     """Over slow links; the closed form counts one."""
     slower, faster = Stage(7, 8), Stage(8, 4)
@@ -158,7 +179,7 @@ def test_long_batches_are_not_followed_to_their_end(kind: str, monkeypatch: pyte
     found_s = []
     for microbatches in (1000, 10**6):
         p = Pipeline(stages=8, microbatches=microbatches, first=even, middle=even, **more)
-        assert not periods.two_bw_is_exact(p, copy)
+        assert not periods.two_bw_is_exact(p, copy=copy)
         found_s.append(endless.two_bw_s(p, copy=copy))
         assert len(steps) < 250
         steps.clear()
@@ -189,5 +210,5 @@ def test_links_that_take_nearly_as_long_as_stages():
         gradients_s=0.5591962717204153,
     )
     options = {"delayed": 32, "copy": GradientCopy.WHOLE}
-    assert not periods.two_bw_is_exact(p, GradientCopy.WHOLE)
+    assert not periods.two_bw_is_exact(p, **options)
     assert endless.two_bw_s(p, **options) == pytest.approx(106.26440957038432, rel=1e-10)

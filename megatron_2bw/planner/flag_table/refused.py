@@ -99,7 +99,8 @@ REFUSED: tuple[Refused, ...] = (
         is_set=leads_too_far,
         schedules=TWO_BW,
         reason="at this decay of the first moment, the corrected average would no longer contain the old one",
-        remedy="raise --adam-beta1 (--sgd-momentum, --muon-momentum) above C/(1+C), 0.67 at 2, or lower --delay-lead C",
+        remedy="raise --adam-beta1 (--sgd-momentum, --muon-momentum) above C/(1+C), which is 0.67 for C = 2, or lower "
+        "--delay-lead C",
     ),
     Refused(
         flag="--delay-correction lead with lion",

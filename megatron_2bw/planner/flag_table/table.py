@@ -169,7 +169,7 @@ def table() -> str:
     """Every row as a Markdown table."""
     lines = ["| flag | schedules | what happens | why |", "|---|---|---|---|"]
     for row in MAPPED:
-        lines.append(f"| `{row.flag}` | {_names(row.schedules)} | set to {row.becomes}, with a notice | {row.reason} |")
+        lines.append(f"| `{row.flag}` | {_names(row.schedules)} | {row.becomes}, with a notice | {row.reason} |")
     for row in SLOWED:
         lines.append(f"| `{row.flag}` | {_names(row.schedules)} | works, costs speed | {row.reason} |")
     for row in REFUSED:
