@@ -128,7 +128,8 @@ def test_only_training_is_priced(tmp_path: Path):
 
 
 def test_what_is_noted():
-    assert configuration(SCRIPTS / "arrays.sh").notes == ("--rampup-batch-size: not priced, as Megatron no longer reads it",)
+    (note,) = configuration(SCRIPTS / "arrays.sh").notes
+    assert note == "--rampup-batch-size: not priced, as Megatron no longer reads it"
 
 
 TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
