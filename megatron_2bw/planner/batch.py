@@ -164,7 +164,7 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
     if layout.chunks > 1:
         raise PlanError(f"chunks {layout.chunks}: the executor has no interleaved schedule; use 1")
     programs = programs_of(layout)
-    stages = [stage for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True) for _ in range(count)]
+    stages = pipeline.in_order
     durations = Durations(
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),

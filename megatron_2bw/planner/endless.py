@@ -149,16 +149,14 @@ class _Run:
 
     @classmethod
     def of(cls, p: Pipeline, per_boundary: int, delayed: int, copy: GradientCopy) -> _Run:
-        works = [work for work, count in zip(p.kinds, p.counts, strict=True) for _ in range(count)]
-        widths = {1, *range(1 if p.each else max(p.stages - 2, 1), p.stages + 1)}
         stages = [
             _Stage.of(work, send_s, per_boundary * (p.stages - 1 - stage), delayed, p.microbatches, copy)
-            for stage, (work, send_s) in enumerate(zip(works, (*p.links_s, 0), strict=True))
+            for stage, (work, send_s) in enumerate(zip(p.in_order, (*p.links_s, 0), strict=True))
         ]
         for stage, following in zip(stages, [*stages[1:], None], strict=True):
             for _ in range(stage.ahead):
                 stage.forward(following)
-        return cls(pipeline=p, stages=stages, turns=sorted(per_boundary * (width - 1) + 1 for width in widths))
+        return cls(pipeline=p, stages=stages, turns=[per_boundary * (width - 1) + 1 for width in p.widths])
 
     def follow(self) -> None:
         """Run the steps of a batch, but for those in which all becomes equally much later than in steps before."""

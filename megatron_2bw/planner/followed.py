@@ -18,19 +18,18 @@ def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
     """What ``periods.one_f_one_b_s`` is for some stages; exact for all.
 
     In step i, stage s runs backward i and then forward ``i + d - s``. As many microbatches pass in the slowest turn as
-    it has stages. Where only the ends differ, it is over one stage or over all, with or without the ends.
+    it has stages.
 
     >>> lighter, even = Stage(1, 1), Stage(2, 2)
     >>> uneven_one_f_one_b_s(Pipeline(stages=4, microbatches=100, first=lighter, middle=even, last=lighter))
     406
     """
-    p, left, later_s = pipeline, pipeline.microbatches, 0
-    stages = [stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count)]
+    p, left, later_s, widths = pipeline, pipeline.microbatches, 0, pipeline.widths
+    stages = p.in_order
     sends_s = (0, *p.links_s)
     ends_s, inputs_s = _first_forwards_s(p, stages)
     outputs_s: list[float] = [0] * p.stages  # When the last gradient that a stage has sent is there.
     steps = [[*ends_s, *inputs_s[1:], *outputs_s[1:]]]
-    turns = sorted({1, *range(1 if p.each else max(p.stages - 2, 1), p.stages + 1)})
     while left:
         arrival_s = 0
         for stage in range(p.stages - 1, -1, -1):
@@ -43,7 +42,7 @@ def uneven_one_f_one_b_s(pipeline: Pipeline) -> float:
             ends_s[stage] = end_s
         left -= 1
         steps.append([*ends_s, *inputs_s[1:], *outputs_s[1:]])
-        for period in turns:
+        for period in widths:
             repeats = (left - p.stages) // period
             if repeats > 0 and len(steps) > period:
                 shift_s = shift_of(steps[-1 - period], steps[-1])

@@ -78,6 +78,16 @@ class Pipeline:
         return (1,) * self.stages if self.each else ((1,), (1, 1), (1, self.stages - 2, 1))[min(self.stages, 3) - 1]
 
     @property
+    def in_order(self) -> list[Stage]:
+        """Every stage, from the first to the last."""
+        return [stage for stage, count in zip(self.kinds, self.counts, strict=True) for _ in range(count)]
+
+    @property
+    def widths(self) -> list[int]:
+        """Over how many stages the slowest turn may go: one, or all with or without the ends, where only those differ."""
+        return sorted({1, *range(1 if self.each else max(self.stages - 2, 1), self.stages + 1)})
+
+    @property
     def links_s(self) -> tuple[float, ...]:
         """Transfers from every chunk to the next."""
         return self.sends_s or (self.send_s,) * (max(len(self.each), self.stages) - 1)

@@ -41,7 +41,7 @@ def pipelines(
 
 
 def durations(p: Pipeline) -> Durations:
-    stages = [stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count)]
+    stages = p.in_order
     return Durations(
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),

@@ -52,8 +52,7 @@ def test_uneven_stages_with_a_flush():
     for p in uneven(sizes, (4, 7, 8, 10), (0, Fraction(1, 2), 30), update_s=2, gradients_s=1, norm_s=1):
         program = build("1f1b-flush", stages=p.stages, microbatches=p.microbatches)
         assert uneven_one_f_one_b_s(p) == simulate(program, durations(p), 1).makespan_s, p
-        stages = tuple(stage for stage, count in zip(p.kinds, p.counts, strict=True) for _ in range(count))
-        least_s = least_uneven_s(dataclasses.replace(p, each=stages))
+        least_s = least_uneven_s(dataclasses.replace(p, each=tuple(p.in_order)))
         assert max(one_f_one_b_s(p), least_s) <= uneven_one_f_one_b_s(p), p
         if p.first == p.middle == p.last and not p.send_s:
             assert least_s == uneven_one_f_one_b_s(p), p
