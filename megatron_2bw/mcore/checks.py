@@ -17,6 +17,7 @@ from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.placement import place
 from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
+from megatron_2bw.planner.rules import least_microbatches
 from megatron_2bw.schedule.feasible import chain_of, enough_microbatches, refusal
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON, PER_MICROBATCH, TWO_BW, canonical_name
@@ -159,7 +160,8 @@ def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **op
     enough, delayed = enough_microbatches(name, **size), options["delayed_microbatches"]
     if enough is None:
         raise ArgumentError(f"{what}: {problem}; or use --pipeline-schedule 1f1b-flush")
-    what += f": its first stage runs {enough} ahead" if name in TWO_BW else f": {problem}"
+    ahead = least_microbatches(name, stages, options["extra_in_flight"] or 0)
+    what += f": its first stage runs {ahead} ahead" if min(delayed or ahead, microbatches) < ahead else f": {problem}"
     if (delayed or enough) < enough:
         what += (
             f"; --pipeline-delayed-microbatches {delayed} is less than {enough}: give {enough} or more, or leave the "

@@ -84,7 +84,7 @@ class Pipeline:
 
     @property
     def widths(self) -> list[int]:
-        """Over how many stages the slowest turn may go: one, or all with or without the ends, where only those differ."""
+        """Over how many stages the slowest turn may go: one, or all with or without the ends if only those differ."""
         return sorted({1, *range(1 if self.each else max(self.stages - 2, 1), self.stages + 1)})
 
     @property

@@ -12,7 +12,11 @@ value_of() {
     echo "$value"
 }
 
-# The same of a flag with a number of at least 1.
+is_given() {
+    [ -n "$(value_of "$1" "")" ]
+}
+
+# value_of a flag with a number of at least 1.
 number_of() {
     local value
     value="$(value_of "$1" "$2")"
@@ -56,12 +60,12 @@ pretrain() {
     microbatch="$(number_of --micro-batch-size 4)"
     tensor="$(number_of --tensor-model-parallel-size 1)"
     context="$(number_of --context-parallel-size 1)"
-    # Of a layout with Megatron's own schedule, the planner prints all sizes and no schedule.
-    if [ -z "$(value_of --pipeline-model-parallel-size "")" ] || { [ "$stages" -gt 1 ] &&
-        { [ -z "$(value_of --micro-batch-size "")" ] || [ -z "$(value_of --global-batch-size "")" ]; }; }; then
+    if ! is_given --pipeline-model-parallel-size; then
         defaults+=(--pipeline-schedule 2bw)
+    elif [ "$stages" -gt 1 ] && ! { is_given --micro-batch-size && is_given --global-batch-size; }; then
+        defaults+=(--pipeline-schedule 2bw) # With all three, the planner means Megatron's where it prints no schedule.
     fi
-    if [ -z "$(value_of --pipeline-model-parallel-size "")" ] && [ $((gpus % 2)) -ne 0 ]; then
+    if ! is_given --pipeline-model-parallel-size && [ $((gpus % 2)) -ne 0 ]; then
         echo "warning: the default layout has two stages, for an even number of GPUs, not $gpus: training on the CPU." \
             "Give --pipeline-model-parallel-size to use them." >&2
         gpus=0
