@@ -16,7 +16,7 @@ import pytest
 import report
 import schedules
 
-from megatron_2bw.planner.layout import Layout
+from megatron_2bw.planner.specs.layout import Layout
 
 
 @pytest.fixture

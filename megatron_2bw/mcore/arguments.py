@@ -6,8 +6,8 @@ import argparse
 import math
 from typing import Any
 
-from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.planner.flag_table.conditions import CORRECTIONS, LEAD
+from megatron_2bw.planner.papers.automatic import AUTO
 from megatron_2bw.schedule.commands.arguments import count, natural
 from megatron_2bw.schedule.registry import ALIASES, MEGATRON, SCHEDULES
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT

@@ -1,4 +1,4 @@
-"""``--mixpipe-k auto`` on the machine at hand: see `planner.automatic`."""
+"""``--mixpipe-k auto`` on the machine at hand: see `planner.papers.automatic`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_2bw.planner import automatic
-from megatron_2bw.planner.flags import read
-from megatron_2bw.planner.memory import largest
-from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.flags.flags import read
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.memory.memory import largest
+from megatron_2bw.planner.papers import automatic
 from megatron_2bw.planner.table import GIB
 
 

@@ -15,8 +15,8 @@ from megatron_2bw.mcore import cpu_backend
 from megatron_2bw.mcore.arguments import options_of
 from megatron_2bw.mcore.batches import BatchSizes
 from megatron_2bw.mcore.placement import place
-from megatron_2bw.planner.automatic import AUTO
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
+from megatron_2bw.planner.papers.automatic import AUTO
 from megatron_2bw.planner.rules import least_microbatches
 from megatron_2bw.schedule.feasible import chain_of, enough_microbatches, refusal
 from megatron_2bw.schedule.program import GradientCopy

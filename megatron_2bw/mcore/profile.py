@@ -29,8 +29,8 @@ from megatron.training import get_args, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
 from megatron_2bw.mcore.timing import Took, processors, repeated, timed
-from megatron_2bw.planner.layout import Recompute
-from megatron_2bw.planner.profile import DONE, LAYERS, AllReduce, Block, Pass, Profile, Update
+from megatron_2bw.planner.measure.profile import DONE, LAYERS, AllReduce, Block, Pass, Profile, Update
+from megatron_2bw.planner.specs.layout import Recompute
 
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**24
 """Of the sums that measure links."""

@@ -7,11 +7,11 @@ import re
 from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.inputs import modules_of
-from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod, RecomputeModule
-from megatron_2bw.planner.pipeline_layout import EMBEDDING
 from megatron_2bw.planner.rules import MEGATRON
-from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.specs.inputs import modules_of
+from megatron_2bw.planner.specs.layout import Layout, Recompute, RecomputeMethod, RecomputeModule
+from megatron_2bw.planner.specs.pipeline_layout import EMBEDDING
+from megatron_2bw.planner.specs.space import Space
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.registry import canonical_name
 

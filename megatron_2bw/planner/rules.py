@@ -7,13 +7,21 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_2bw.planner.errors import Problem
-from megatron_2bw.planner.kernels import fp8_problem, fp8_size_problem, optimizer_problem
-from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Precision, Recompute, RecomputeMethod, RecomputeModule
-from megatron_2bw.planner.model import Kind, Model
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
-from megatron_2bw.planner.pipeline_layout import MTP, has_an_empty_stage, predicts_early, stages_of
-from megatron_2bw.planner.programs import refusal
-from megatron_2bw.planner.stages import layers_of_chunks, spread
+from megatron_2bw.planner.pipeline.programs import refusal
+from megatron_2bw.planner.pipeline.stages import layers_of_chunks, spread
+from megatron_2bw.planner.specs.kernels import fp8_problem, fp8_size_problem, optimizer_problem
+from megatron_2bw.planner.specs.layout import (
+    Dispatcher,
+    Fp8,
+    Layout,
+    Precision,
+    Recompute,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from megatron_2bw.planner.specs.model import Kind, Model
+from megatron_2bw.planner.specs.pipeline_layout import MTP, has_an_empty_stage, predicts_early, stages_of
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON, TWO_BW
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
 

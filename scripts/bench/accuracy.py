@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_2bw.planner.costs import model_flops
+from megatron_2bw.planner.cost.costs import model_flops
 from tests.planner.measured import Row
 
 Predict = Callable[[Row], float]

@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from planner_here import MODEL, SAMPLES_PER_RANK, profiled, report
 from report import heading, put
 
-from megatron_2bw.planner.finder import Choice
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.profile import Profile
-from megatron_2bw.planner.search import Plan, search
-from megatron_2bw.planner.space import Space
-from megatron_2bw.planner.verify import measured
+from megatron_2bw.planner.measure.profile import Profile
+from megatron_2bw.planner.measure.verify import measured
+from megatron_2bw.planner.search.finder import Choice
+from megatron_2bw.planner.search.search import Plan, search
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.space import Space
 
 RANKS = 2
 SCHEDULES = ("2bw", "1f1b-flush")

@@ -6,7 +6,7 @@ Each kernel runs alone and again and again, on random numbers, for long enough t
 the clock, that it does in training. Sizes are those of one tensor-parallel rank's share of a layer. Attention is
 Transformer Engine's, as Megatron's default layers have it, or torch's where that is not installed; attention to short
 sequences takes as long as the host needs to launch it. The first
-kernel of all finds the GPU cold, and is faster. ``planner/speeds.py`` has constants from here.
+kernel of all finds the GPU cold, and is faster. ``planner/cost/speeds.py`` has constants from here.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from planner_gpu import of_data_sheet
 from report import heading, is_installed, put_each
 from torch import Tensor
 
-from megatron_2bw.planner.attention import core_channels
-from megatron_2bw.planner.cluster import Gpu
-from megatron_2bw.planner.layout import Precision, Recompute
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.sizes import Sizes, Split
+from megatron_2bw.planner.cost.attention import core_channels
+from megatron_2bw.planner.cost.sizes import Sizes, Split
+from megatron_2bw.planner.specs.cluster import Gpu
+from megatron_2bw.planner.specs.layout import Precision, Recompute
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
 
 CASES = (("gpt3-175b", 8, 2), ("gpt3-175b", 4, 2), ("llama3-8b", 1, 1), ("llama3-70b", 4, 1))
 """Model, tensor-parallel size, microbatch size."""

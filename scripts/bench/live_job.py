@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from megatron_2bw.planner.torchrun import LOGGED
+from megatron_2bw.planner.measure.torchrun import LOGGED
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300.0

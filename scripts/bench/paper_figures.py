@@ -19,12 +19,12 @@ from fractions import Fraction
 
 from paper_speedups import INTER_LAYER, TENSOR, Choice, System
 
-from megatron_2bw.planner import mixpipe, paper
-from megatron_2bw.planner.blocks import Blocks, compute_s, estimate
-from megatron_2bw.planner.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.model import Kind, Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.papers import mixpipe, paper
+from megatron_2bw.planner.papers.blocks import Blocks, compute_s, estimate
+from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.specs.model import Kind, Model
+from megatron_2bw.planner.specs.models import MODELS
 from megatron_2bw.planner.table import GIB
 
 

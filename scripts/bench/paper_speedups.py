@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.cluster import Cluster
-from megatron_2bw.planner.layout import Layout, Precision, Recompute
-from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.memory import memory
+from megatron_2bw.planner.specs.cluster import Cluster
+from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.specs.model import Model
 
 INTER_LAYER, TENSOR = "inter-layer", "tensor"
 _MICROBATCHES = tuple(2**power for power in range(7))

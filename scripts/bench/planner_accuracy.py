@@ -21,13 +21,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from accuracy import HEADING, Accuracy, Predict, by_group, linear, naive
 
-from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost.layer import works_of
+from megatron_2bw.planner.cost.speeds import machine_of, speed_of
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layer import works_of
-from megatron_2bw.planner.layout import Layout, Recompute
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.speeds import machine_of, speed_of
+from megatron_2bw.planner.memory import memory
+from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.specs.layout import Layout, Recompute
+from megatron_2bw.planner.specs.model import Model
 from tests.planner import measured, measured_deepseek, measured_dgxc, measured_experts, measured_fp8
 from tests.planner.measured import Row
 

@@ -4,7 +4,7 @@
 
 Development rows: the layer times of Korthikanti et al., Table 4; vTrain's 18.4B model; vTrain's single-node rows on 8
 GPUs. Minimised is the sum over the three sets of the mean of ``|log(predicted/measured)|``, one constant at a time, in
-steps that shrink from 10% to 1%. The constants in ``planner/speeds.py`` are the result with two digits.
+steps that shrink from 10% to 1%. The constants in ``planner/cost/speeds.py`` are the result with two digits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from planner_accuracy import fitted_rows
 
-from megatron_2bw.planner import costs
-from megatron_2bw.planner.layer import works_of
-from megatron_2bw.planner.speeds import A100, Speed, machine_of
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost.layer import works_of
+from megatron_2bw.planner.cost.speeds import A100, Speed, machine_of
 from tests.planner import measured
 from tests.planner.measured import Row
 

@@ -26,18 +26,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from report import heading, is_installed, put_each
 
-from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
-from megatron_2bw.planner.finder import Choice, price
-from megatron_2bw.planner.layout import Layout, Precision, Recompute
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.measure.profile import Setting
+from megatron_2bw.planner.measure.profiling import Request, measure
+from megatron_2bw.planner.measure.torchrun import lines_of, random_data
+from megatron_2bw.planner.measure.verify import later_times_s
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.profile import Setting
-from megatron_2bw.planner.profiling import Request, measure
-from megatron_2bw.planner.report import flags_of
+from megatron_2bw.planner.report.report import flags_of
+from megatron_2bw.planner.search.finder import Choice, price
+from megatron_2bw.planner.specs.cluster import CLUSTERS, GPUS, Cluster
+from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
 from megatron_2bw.planner.table import gib, seconds
-from megatron_2bw.planner.torchrun import lines_of, random_data
-from megatron_2bw.planner.verify import later_times_s
 
 MODEL = Model(
     num_layers=16,

@@ -18,18 +18,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from report import heading
 
-from megatron_2bw.planner.advice import advice
-from megatron_2bw.planner.costs import SCHEDULES
-from megatron_2bw.planner.layout import Precision, Recompute
-from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.cost.costs import SCHEDULES
+from megatron_2bw.planner.measure.profile import Profile, Setting
+from megatron_2bw.planner.measure.profiling import Request, measure
+from megatron_2bw.planner.measure.verify import measured
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.profile import Profile, Setting
-from megatron_2bw.planner.profiling import Request, measure
-from megatron_2bw.planner.report import flags_of
-from megatron_2bw.planner.search import Plan, search
-from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.report.advice import advice
+from megatron_2bw.planner.report.report import flags_of
+from megatron_2bw.planner.search.search import Plan, search
+from megatron_2bw.planner.specs.layout import Precision, Recompute
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.space import Space
 from megatron_2bw.planner.table import seconds, table
-from megatron_2bw.planner.verify import measured
 
 MODEL = Model(
     num_layers=8,

@@ -34,7 +34,7 @@ from kept import Kept
 from language_models import PYTHON, texts
 from report import heading, put
 
-from megatron_2bw.planner.torchrun import LOGGED
+from megatron_2bw.planner.measure.torchrun import LOGGED
 
 ROOT = Path(__file__).resolve().parents[2]
 TRIALS = Path(__file__).parent / "results" / "time_to_loss_ranks.jsonl"

@@ -15,23 +15,23 @@ import pytest
 from megatron_2bw.mcore.arguments import add_arguments
 from megatron_2bw.mcore.checks import validated
 from megatron_2bw.mcore.symbols import megatron_version
-from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.costs import PRICED
+from megatron_2bw.planner.cost.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.finder import price
-from megatron_2bw.planner.flags import layout_flags, read
-from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.model_flags import MODEL_SWITCHES, model_flags, read_model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.flags.flags import layout_flags, read
+from megatron_2bw.planner.flags.model_flags import MODEL_SWITCHES, model_flags, read_model
+from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.report import prediction_json
-from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.report.report import prediction_json
+from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import needs_megatron_0_19, problem
-from megatron_2bw.planner.search import search
-from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.search.finder import price
+from megatron_2bw.planner.search.search import search
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.inputs import sized
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
+from megatron_2bw.planner.specs.space import Space
 
 TRAINING = (
     "--train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --rerun-mode disabled "

@@ -14,16 +14,16 @@ from unittest import mock
 
 import pytest
 
-from megatron_2bw.planner.costs import logged_flops, model_flops
-from megatron_2bw.planner.flags import layout_flags
-from megatron_2bw.planner.layout import Layout, Precision
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.model_flags import model_flags
-from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.pipeline_layout import counted_layout, stages_of
+from megatron_2bw.planner.cost.costs import logged_flops, model_flops
+from megatron_2bw.planner.flags.flags import layout_flags
+from megatron_2bw.planner.flags.model_flags import model_flags
+from megatron_2bw.planner.pipeline.stages import contents_of
+from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.stages import contents_of
-from megatron_2bw.planner.weights import weights_of
+from megatron_2bw.planner.specs.layout import Layout, Precision
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
+from megatron_2bw.planner.specs.pipeline_layout import counted_layout, stages_of
 
 TRAINING = (
     "--train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --no-rope-fusion "

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from megatron_2bw.cli import main
-from megatron_2bw.planner import profiling
-from megatron_2bw.planner.layout import Precision, Recompute
-from megatron_2bw.planner.model_flags import read_model
-from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.profile import Block, Profile, Setting, Update
-from megatron_2bw.planner.profiling import Request
+from megatron_2bw.planner.flags.model_flags import read_model
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.measure import profiling
+from megatron_2bw.planner.measure.profile import Block, Profile, Setting, Update
+from megatron_2bw.planner.measure.profiling import Request
+from megatron_2bw.planner.specs.layout import Precision, Recompute
 
 from .case import Case
 from .harness import launch

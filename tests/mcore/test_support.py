@@ -14,10 +14,10 @@ from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.flag_table.conditions import LEAD, leads_too_far
 from megatron_2bw.planner.flag_table.rows import OURS, STOCK
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
-from megatron_2bw.planner.layout import Layout
-from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.refusals import BY_FLAGS, DEFAULTS, refusal
-from megatron_2bw.planner.row_arguments import flags_of
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.flags.refusals import BY_FLAGS, DEFAULTS, refusal
+from megatron_2bw.planner.rows.arguments import flags_of
+from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.runtime.corrections import MomentLead
 from megatron_2bw.schedule.registry import SCHEDULES
 

@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from megatron_2bw.planner.cluster import CLUSTERS, Cluster
-from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod, RecomputeModule
-from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.rules import TWO_BW, problem
-from megatron_2bw.planner.space import Space
+from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.specs.inputs import sized
+from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeMethod, RecomputeModule
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.space import Space
 
 _DENSE_MODULES = (
     (RecomputeModule.CORE_ATTN,),

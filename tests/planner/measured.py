@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_2bw.planner.cluster import CLUSTERS, GPUS, Cluster
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeModule
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.sizes import Split
+from megatron_2bw.planner.cost.sizes import Split
+from megatron_2bw.planner.specs.cluster import CLUSTERS, GPUS, Cluster
+from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeModule
+from megatron_2bw.planner.specs.model import Model
 
 DATA = Path(__file__).parent / "data"
 

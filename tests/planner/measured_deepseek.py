@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.planner.cluster import CLUSTERS, Cluster
-from megatron_2bw.planner.layout import Dispatcher, Layout
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.specs.layout import Dispatcher, Layout
+from megatron_2bw.planner.specs.models import MODELS
 from tests.planner.measured import DATA, Row, read
 from tests.planner.measured_fp8 import GB200
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.ends import counted_ends
-from megatron_2bw.planner.layout import Fp8, Recompute
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.cost.ends import counted_ends
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.layout import Fp8, Recompute
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
 from tests.planner.measured import DATA, Row, read
 from tests.planner.measured_fp8 import NEMO_MODELS, SYSTEMS, row_of
 

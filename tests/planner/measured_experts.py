@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.inputs import modules_of
-from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Recompute
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.inputs import modules_of
+from megatron_2bw.planner.specs.layout import Dispatcher, Fp8, Layout, Recompute
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
 from tests.planner.measured import DATA, Row, read
 
 _QWEN3_235B = replace(

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.planner.cluster import CLUSTERS, Cluster, Gpu
-from megatron_2bw.planner.layout import Fp8, Layout
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster, Gpu
+from megatron_2bw.planner.specs.layout import Fp8, Layout
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
 from tests.planner.measured import DATA, Row, read
 
 _GPT3 = {"seq_length": 2048, "vocab_size": 50257}

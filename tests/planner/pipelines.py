@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from megatron_2bw.planner.periods import Pipeline, Stage
+from megatron_2bw.planner.pipeline.periods import Pipeline, Stage
 from megatron_2bw.schedule.durations import Durations
 
 EVEN = (0, 0), (0, 0)

@@ -10,29 +10,30 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import activations, costs, memory
-from megatron_2bw.planner.advice import advice
-from megatron_2bw.planner.candidates import Candidates
-from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost.layer import works_of
+from megatron_2bw.planner.cost.sizes import Sizes, Split
+from megatron_2bw.planner.cost.speeds import A100, machine_of
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import layout_flags
-from megatron_2bw.planner.flags import read as read_flags
-from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layer import works_of
-from megatron_2bw.planner.layout import Dispatcher, Layout, Recompute
-from megatron_2bw.planner.model import Kind, Model
-from megatron_2bw.planner.model_flags import read_model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.flags.flags import layout_flags
+from megatron_2bw.planner.flags.flags import read as read_flags
+from megatron_2bw.planner.flags.model_flags import read_model
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.memory import activations, memory
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.naming import chosen, name
-from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.pipeline.stages import Contents
+from megatron_2bw.planner.pipeline.weights import weights_of
+from megatron_2bw.planner.report.advice import advice
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.search import search
-from megatron_2bw.planner.sizes import Sizes, Split
-from megatron_2bw.planner.space import Space
-from megatron_2bw.planner.speeds import A100, machine_of
-from megatron_2bw.planner.stages import Contents
-from megatron_2bw.planner.weights import weights_of
+from megatron_2bw.planner.search.candidates import Candidates
+from megatron_2bw.planner.search.search import search
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.inputs import sized
+from megatron_2bw.planner.specs.layout import Dispatcher, Layout, Recompute
+from megatron_2bw.planner.specs.model import Kind, Model
+from megatron_2bw.planner.specs.models import MODELS
+from megatron_2bw.planner.specs.space import Space
 from tests.planner.every import equal
 
 GPT = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=16384, vocab_size=50257)

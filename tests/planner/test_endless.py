@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_2bw.planner import endless, periods
-from megatron_2bw.planner.periods import Pipeline, Stage
+from megatron_2bw.planner.pipeline import endless, periods
+from megatron_2bw.planner.pipeline.periods import Pipeline, Stage
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.lowering import with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy

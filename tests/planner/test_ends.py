@@ -8,19 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.cluster import CLUSTERS, Cluster
-from megatron_2bw.planner.ends import balanced_ends, shorter_ends
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost.ends import balanced_ends, shorter_ends
+from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.finder import price
-from megatron_2bw.planner.layout import Layout, Recompute
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import problem, recompute_problem
-from megatron_2bw.planner.search import search
-from megatron_2bw.planner.space import Space
-from megatron_2bw.planner.speeds import machine_of
+from megatron_2bw.planner.search.finder import price
+from megatron_2bw.planner.search.search import search
+from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster
+from megatron_2bw.planner.specs.layout import Layout, Recompute
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
+from megatron_2bw.planner.specs.space import Space
 from tests.planner.every import MODEL, cluster, every_layout, fastest_by_schedule
 
 

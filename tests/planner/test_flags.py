@@ -8,17 +8,17 @@ import re
 
 import pytest
 
-from megatron_2bw.planner import flags as module
-from megatron_2bw.planner.cluster import GPUS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import Configuration, layout_flags, read
-from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Kind, Model
-from megatron_2bw.planner.model_flags import model_flags, read_model
-from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.flags import flags as module
+from megatron_2bw.planner.flags.flags import Configuration, layout_flags, read
+from megatron_2bw.planner.flags.model_flags import model_flags, read_model
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.specs.cluster import GPUS
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.model import Kind, Model
+from megatron_2bw.planner.specs.models import MODELS
 
 SMALL = Model(num_layers=16, hidden_size=512, num_attention_heads=8, seq_length=128, vocab_size=1000)
 LAYOUTS = {

@@ -7,25 +7,26 @@ from dataclasses import replace
 import pytest
 from planner_accuracy import is_as_stated
 
-from megatron_2bw.planner import activations, costs, memory
-from megatron_2bw.planner.cluster import CLUSTERS, GPUS
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost.layer import works_of
+from megatron_2bw.planner.cost.sizes import Split
+from megatron_2bw.planner.cost.speeds import HOPPER_ATTENTION_EFFICIENCY, SUSTAINED, machine_of
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import read
-from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.kernels import gpu_problem
-from megatron_2bw.planner.layer import works_of
-from megatron_2bw.planner.layout import Fp8, Layout, Precision
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.flags.flags import read
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.memory import activations, memory
+from megatron_2bw.planner.pipeline.stages import Contents
+from megatron_2bw.planner.pipeline.weights import weights_of
+from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.search import search
-from megatron_2bw.planner.sizes import Split
-from megatron_2bw.planner.space import Space
-from megatron_2bw.planner.speeds import HOPPER_ATTENTION_EFFICIENCY, SUSTAINED, machine_of
-from megatron_2bw.planner.stages import Contents
-from megatron_2bw.planner.weights import weights_of
+from megatron_2bw.planner.search.search import search
+from megatron_2bw.planner.specs.cluster import CLUSTERS, GPUS
+from megatron_2bw.planner.specs.inputs import sized
+from megatron_2bw.planner.specs.kernels import gpu_problem
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Precision
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
+from megatron_2bw.planner.specs.space import Space
 from tests.planner import measured_fp8
 
 MODEL = Model(num_layers=24, hidden_size=4096, num_attention_heads=32, seq_length=2048, vocab_size=50257)

@@ -8,15 +8,17 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_2bw.planner import costs, interleaving, memory, periods
-from megatron_2bw.planner.activations import of_layer
-from megatron_2bw.planner.batch import batch_s, simulated_s
-from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.followed import interleaved_s, uneven_one_f_one_b_s
-from megatron_2bw.planner.layout import Layout
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.periods import Pipeline, Stage, gpipe_s, inter_layer_s, two_bw_s
-from megatron_2bw.planner.stages import chunks_in_flight
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.memory import memory
+from megatron_2bw.planner.memory.activations import of_layer
+from megatron_2bw.planner.pipeline import interleaving, periods
+from megatron_2bw.planner.pipeline.batch import batch_s, simulated_s
+from megatron_2bw.planner.pipeline.followed import interleaved_s, uneven_one_f_one_b_s
+from megatron_2bw.planner.pipeline.periods import Pipeline, Stage, gpipe_s, inter_layer_s, two_bw_s
+from megatron_2bw.planner.pipeline.stages import chunks_in_flight
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.layout import Layout
+from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate

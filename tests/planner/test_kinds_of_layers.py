@@ -6,24 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import activations, attention, batch, costs, memory, muon
-from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.cost import attention, costs, muon
+from megatron_2bw.planner.cost.layer import works_of
+from megatron_2bw.planner.cost.sizes import Split
+from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import read
-from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layer import works_of
-from megatron_2bw.planner.layout import Fp8, Layout, Optimizer, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.model_flags import model_flags, read_model
-from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.patterns import dense_first
-from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.flags.flags import read
+from megatron_2bw.planner.flags.model_flags import model_flags, read_model
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.memory import activations, memory
+from megatron_2bw.planner.pipeline import batch
+from megatron_2bw.planner.pipeline.stages import Contents, contents_of
+from megatron_2bw.planner.pipeline.weights import weights_of
+from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.sizes import Split
-from megatron_2bw.planner.speeds import machine_of
-from megatron_2bw.planner.stages import Contents, contents_of
-from megatron_2bw.planner.weights import weights_of
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.inputs import sized
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
+from megatron_2bw.planner.specs.patterns import dense_first
 from tests.planner import measured_deepseek
 
 V3 = MODELS["deepseek-v3"]
@@ -471,8 +473,8 @@ def test_rows_with_megatrons_arguments():
 
 def test_a_plan_of_deepseek_v3():
     """671B parameters on 1,024 GPUs, for which dense layers have to be in the first stage."""
-    from megatron_2bw.planner.search import search
-    from megatron_2bw.planner.space import Space
+    from megatron_2bw.planner.search.search import search
+    from megatron_2bw.planner.specs.space import Space
 
     space = Space(schedules=("2bw", "1f1b-flush"), pipelines=(16,), tensors=(1,), experts=(8,))
     plan = search(V3, sized(DGX, gpus=1024), 4096, space, keep=3)

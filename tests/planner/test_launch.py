@@ -17,12 +17,12 @@ from megatron_2bw.planner.bash.flow import Flow
 from megatron_2bw.planner.bash.scope import is_gone, is_known, settled, shown
 from megatron_2bw.planner.bash.script import commands
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import Configuration, read
-from megatron_2bw.planner.launch import agreed, read_script
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
-from megatron_2bw.planner.options import Options
+from megatron_2bw.planner.flags.flags import Configuration, read
+from megatron_2bw.planner.flags.launch import agreed, read_script
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

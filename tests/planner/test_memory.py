@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import activations, memory
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.memory import activations, memory
+from megatron_2bw.planner.pipeline.stages import chunks_in_flight, contents_of
+from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.stages import chunks_in_flight, contents_of
-from megatron_2bw.planner.weights import weights_of
+from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate

@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 from paper_figures import BERT_48, GPT_72, mixpipe_speedups, steps_of
 
-from megatron_2bw.planner import mixpipe
-from megatron_2bw.planner.blocks import Blocks, compute_s, estimate
-from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.papers import mixpipe
+from megatron_2bw.planner.papers.blocks import Blocks, compute_s, estimate
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.mixpipe import claimed_span
 from megatron_2bw.schedule.registry import build

@@ -6,21 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner import costs, memory
-from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost.muon import newton_schulz_s
+from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import layout_flags
-from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layout import Layout, Optimizer, Precision
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.muon import newton_schulz_s
-from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.flags.flags import layout_flags
+from megatron_2bw.planner.memory import memory
+from megatron_2bw.planner.pipeline.stages import Contents
+from megatron_2bw.planner.pipeline.weights import weights_of
+from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.search import search
-from megatron_2bw.planner.space import Space
-from megatron_2bw.planner.speeds import machine_of
-from megatron_2bw.planner.stages import Contents
-from megatron_2bw.planner.weights import weights_of
+from megatron_2bw.planner.search.search import search
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.inputs import sized
+from megatron_2bw.planner.specs.layout import Layout, Optimizer, Precision
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.space import Space
 
 DGX = CLUSTERS["dgx-h100"]
 MACHINE = machine_of(DGX)

@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 from paper_figures import GPT_1_3B, GPT_2_2B, GPT_3_8B, servers
 
-from megatron_2bw.planner import paper
-from megatron_2bw.planner.blocks import (
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.papers import paper
+from megatron_2bw.planner.papers.blocks import (
     Blocks,
     compute_s,
     depth_bytes_per_s,
@@ -18,10 +19,9 @@ from megatron_2bw.planner.blocks import (
     transfer_s,
     width_bytes_per_s,
 )
-from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
 
 GIB = 2**30
 WIDE = Model(num_layers=8, hidden_size=8192, num_attention_heads=64, seq_length=512, vocab_size=50257, name="wide")

@@ -20,11 +20,11 @@ from paper_figures import (
 )
 from paper_speedups import System
 
-from megatron_2bw.planner import paper
-from megatron_2bw.planner.blocks import estimate
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.papers import paper
+from megatron_2bw.planner.papers.blocks import estimate
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "paper_figures.py"
 GIB = 2**30

@@ -8,10 +8,9 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_2bw.planner.batch import batch_s
-from megatron_2bw.planner.followed import uneven_one_f_one_b_s
-from megatron_2bw.planner.layout import Layout
-from megatron_2bw.planner.periods import (
+from megatron_2bw.planner.pipeline.batch import batch_s
+from megatron_2bw.planner.pipeline.followed import uneven_one_f_one_b_s
+from megatron_2bw.planner.pipeline.periods import (
     Pipeline,
     Stage,
     gpipe_s,
@@ -19,6 +18,7 @@ from megatron_2bw.planner.periods import (
     least_uneven_s,
     one_f_one_b_s,
 )
+from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate, steady_state

@@ -11,20 +11,22 @@ from typing import Any
 import pytest
 
 from megatron_2bw.cli import main
-from megatron_2bw.planner import activations, batch, costs, memory
-from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.cost import costs
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import layout_flags, read
-from megatron_2bw.planner.layout import Layout, Optimizer, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.flags.flags import layout_flags, read
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.memory import activations, memory
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.pipeline_layout import chunks_of, layout_problem, stages_of
-from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.pipeline import batch
+from megatron_2bw.planner.pipeline.stages import contents_of, free_stages
+from megatron_2bw.planner.pipeline.weights import weights_of
+from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.stages import contents_of, free_stages
-from megatron_2bw.planner.weights import weights_of
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.layout import Layout, Optimizer, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
+from megatron_2bw.planner.specs.pipeline_layout import chunks_of, layout_problem, stages_of
 
 DGX = CLUSTERS["dgx-h100"]
 GPT = Model(num_layers=16, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=50257)

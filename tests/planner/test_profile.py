@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.cli import main
-from megatron_2bw.planner import costs, profiling
-from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.commands.arguments import check_size
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost.sizes import Split
+from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.layout import Fp8, Layout, Precision, Recompute
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.profile import AllReduce, Block, Profile, Setting, Update
-from megatron_2bw.planner.search import search
-from megatron_2bw.planner.sizes import Split
-from megatron_2bw.planner.space import Space
-from megatron_2bw.planner.speeds import machine_of
+from megatron_2bw.planner.measure import profiling
+from megatron_2bw.planner.measure.profile import AllReduce, Block, Profile, Setting, Update
+from megatron_2bw.planner.search.search import search
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Precision, Recompute
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.space import Space
 
 MODEL = Model(num_layers=8, hidden_size=256, num_attention_heads=4, seq_length=128, vocab_size=1000, dropout=False)
 LAYER_S, EMBEDDING_S, LOSS_S = (0.010, 0.020), (0.001, 0.002), (0.004, 0.006)

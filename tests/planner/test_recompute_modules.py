@@ -7,22 +7,23 @@ from typing import Any
 
 import pytest
 
-from megatron_2bw.planner import activations, costs, memory
-from megatron_2bw.planner.cluster import CLUSTERS
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost.layer import works_of
+from megatron_2bw.planner.cost.sizes import Split
+from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags import layout_flags, read
-from megatron_2bw.planner.layer import works_of
-from megatron_2bw.planner.layout import Dispatcher, Fp8, Layout, Recompute, RecomputeModule
-from megatron_2bw.planner.model_flags import model_flags
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.flags.flags import layout_flags, read
+from megatron_2bw.planner.flags.model_flags import model_flags
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.memory import activations, memory
 from megatron_2bw.planner.naming import chosen, name
-from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.search import search
-from megatron_2bw.planner.sizes import Split
-from megatron_2bw.planner.space import Space
-from megatron_2bw.planner.speeds import machine_of
+from megatron_2bw.planner.search.search import search
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.layout import Dispatcher, Fp8, Layout, Recompute, RecomputeModule
+from megatron_2bw.planner.specs.models import MODELS
+from megatron_2bw.planner.specs.space import Space
 
 DEEPSEEK, MIB = MODELS["deepseek-v3"], 2**20
 MODULES = tuple(RecomputeModule)

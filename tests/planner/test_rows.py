@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron_2bw.planner import flags as flags_module
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.finder import price
-from megatron_2bw.planner.inputs import load_cluster, model_of, sized
-from megatron_2bw.planner.options import Options
-from megatron_2bw.planner.report import prediction_json
-from megatron_2bw.planner.rows import predicted
+from megatron_2bw.planner.flags import flags as flags_module
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.report.report import prediction_json
+from megatron_2bw.planner.rows.rows import predicted
+from megatron_2bw.planner.search.finder import price
+from megatron_2bw.planner.specs.inputs import load_cluster, model_of, sized
 
 ROW = {"model": "llama3-70b", "cluster": "dgx-h100", "gpus": 64, "pipeline": 4, "tensor": 4, "global_batch": 128}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner.layout import Layout, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Model
 from megatron_2bw.planner.rules import (
     context_problem,
     delay_of,
@@ -18,6 +16,8 @@ from megatron_2bw.planner.rules import (
     problem,
     recompute_problem,
 )
+from megatron_2bw.planner.specs.layout import Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.model import Model
 
 MODEL = Model(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=50257)
 

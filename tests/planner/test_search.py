@@ -10,21 +10,23 @@ from typing import Any
 
 import pytest
 
-from megatron_2bw.planner import costs, memory, mixpipe
-from megatron_2bw.planner.candidates import Candidates
-from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.efficiency import Progress
+from megatron_2bw.planner.cost import costs
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.finder import first_of_kinds
-from megatron_2bw.planner.inputs import sized
-from megatron_2bw.planner.layout import Layout, Precision, Recompute, RecomputeMethod
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.models import MODELS
+from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.naming import chosen, name, within
-from megatron_2bw.planner.report import compared
+from megatron_2bw.planner.papers import mixpipe
+from megatron_2bw.planner.report.report import compared
 from megatron_2bw.planner.rules import TWO_BW, problem
-from megatron_2bw.planner.search import Plan, search
-from megatron_2bw.planner.space import Space, field_of
+from megatron_2bw.planner.search.candidates import Candidates
+from megatron_2bw.planner.search.efficiency import Progress
+from megatron_2bw.planner.search.finder import first_of_kinds
+from megatron_2bw.planner.search.search import Plan, search
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.inputs import sized
+from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
+from megatron_2bw.planner.specs.space import Space, field_of
 from tests.planner.every import MODEL, cluster, equal, every_layout, fastest_by_schedule
 
 CASES = {

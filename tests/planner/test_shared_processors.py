@@ -8,12 +8,12 @@ from statistics import fmean
 
 import pytest
 
-from megatron_2bw.planner.batch import shared_s
-from megatron_2bw.planner.cluster import CLUSTERS
-from megatron_2bw.planner.layout import Layout, Precision
-from megatron_2bw.planner.model import Model
-from megatron_2bw.planner.periods import Pipeline, Stage
-from megatron_2bw.planner.profile import Profile, Setting
+from megatron_2bw.planner.measure.profile import Profile, Setting
+from megatron_2bw.planner.pipeline.batch import shared_s
+from megatron_2bw.planner.pipeline.periods import Pipeline, Stage
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.layout import Layout, Precision
+from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build

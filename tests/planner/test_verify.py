@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_2bw.planner import verify
-from megatron_2bw.planner.advice import advice
-from megatron_2bw.planner.cluster import CLUSTERS
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.model import Model
+from megatron_2bw.planner.measure import verify
+from megatron_2bw.planner.measure.verify import LOG_INTERVAL, LOGS
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.search import Plan, search
-from megatron_2bw.planner.space import Space
-from megatron_2bw.planner.verify import LOG_INTERVAL, LOGS
+from megatron_2bw.planner.report.advice import advice
+from megatron_2bw.planner.search.search import Plan, search
+from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.space import Space
 
 MODEL = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=1024)
 SCHEDULES = "2bw", "1f1b-flush", "gpipe"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,26 @@ def test_a_layer_does_not_load_what_is_above_it(layer: str):
 
 def test_the_check_sees_what_is_loaded():
     assert loaded_by(["json", "xml"], ("json", "xml", "torch")) == ["json", "xml"]
+
+
+PLANNER_FOLDERS = (
+    *("bash", "specs", "flag_table", "pipeline", "cost", "memory", "papers"),
+    *("search", "flags", "report", "rows", "measure", "commands"),
+)
+
+
+def imported_folders(folder: str) -> set[str]:
+    """Which other folders of the planner the files of ``folder`` import from."""
+    trees = (ast.parse(file.read_text()) for file in (PACKAGE / "planner" / folder).rglob("*.py"))
+    names = (node.module or "" for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    parts = (name.removeprefix(f"{PLANNER}.").split(".")[0] for name in names if name.startswith(f"{PLANNER}."))
+    return set(parts) & set(PLANNER_FOLDERS) - {folder}
+
+
+@pytest.mark.parametrize("folder", PLANNER_FOLDERS)
+def test_a_folder_of_the_planner_imports_only_from_those_before_it(folder: str):
+    assert imported_folders(folder) <= set(PLANNER_FOLDERS[: PLANNER_FOLDERS.index(folder)])
+
+
+def test_these_are_the_folders_of_the_planner():
+    assert {file.parent.name for file in (PACKAGE / "planner").glob("*/__init__.py")} == set(PLANNER_FOLDERS)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
-    from megatron_2bw.planner.cluster import Cluster
-    from megatron_2bw.planner.model import Model
-    from megatron_2bw.planner.options import Options
+    from megatron_2bw.planner.flags.options import Options
+    from megatron_2bw.planner.specs.cluster import Cluster
+    from megatron_2bw.planner.specs.model import Model
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 ATTENTION = ("flash", "fused", "unfused")
@@ -78,9 +78,9 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
     Raises:
         PlanError: by both, or there are other words.
     """
-    from megatron_2bw.planner.model import Kind
-    from megatron_2bw.planner.model_flags import MODEL_FLAGS, MODEL_SWITCHES, read_model
-    from megatron_2bw.planner.options import Options
+    from megatron_2bw.planner.flags.model_flags import MODEL_FLAGS, MODEL_SWITCHES, read_model
+    from megatron_2bw.planner.flags.options import Options
+    from megatron_2bw.planner.specs.model import Kind
 
     options = Options.parse(words)
     loose = [word for word in words[:1] if not word.startswith("--")]
@@ -99,8 +99,8 @@ def named_model(args: argparse.Namespace, options: Options) -> Model | None:
     Raises:
         PlanError: ``options`` describe a model as well.
     """
-    from megatron_2bw.planner.inputs import load_model
-    from megatron_2bw.planner.model_flags import MODEL_FLAGS
+    from megatron_2bw.planner.flags.model_flags import MODEL_FLAGS
+    from megatron_2bw.planner.specs.inputs import load_model
 
     if args.model is None:
         return None
@@ -117,13 +117,13 @@ def described_cluster(args: argparse.Namespace) -> Cluster:
     Raises:
         PlanError: neither is given.
     """
-    from megatron_2bw.planner.inputs import load_cluster
+    from megatron_2bw.planner.specs.inputs import load_cluster
 
     if args.profile is None and args.cluster is None:
         raise PlanError("--cluster is missing: time and memory depend on it; give a name, a JSON file or --profile")
     if args.profile is None:
         return load_cluster(args.cluster)
-    from megatron_2bw.planner.profile import Profile
+    from megatron_2bw.planner.measure.profile import Profile
 
     profile = Profile.load(args.profile)
     return profile.cluster() if args.cluster is None else profile.on(load_cluster(args.cluster))

@@ -20,10 +20,10 @@ from megatron_2bw.planner.commands.arguments import (
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
-    from megatron_2bw.planner.cluster import Cluster
-    from megatron_2bw.planner.flags import Configuration
-    from megatron_2bw.planner.model import Kind
-    from megatron_2bw.planner.options import Options
+    from megatron_2bw.planner.flags.flags import Configuration
+    from megatron_2bw.planner.flags.options import Options
+    from megatron_2bw.planner.specs.cluster import Cluster
+    from megatron_2bw.planner.specs.model import Kind
 
 _ESTIMATE = """Predict time and memory of one configuration. All other flags are Megatron's, as in a launch script."""
 
@@ -49,7 +49,7 @@ def _estimate(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _estimate_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_2bw.planner.rows import predicted_rows
+    from megatron_2bw.planner.rows.rows import predicted_rows
 
     named = {"--from-script": args.from_script, "--model": args.model, "--model-kind": args.model_kind}
     named |= {"--script-args": args.script_args, "--json": args.json}
@@ -74,9 +74,9 @@ def _ignored(args: argparse.Namespace) -> set[str]:
 
 
 def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_2bw.planner.finder import price
-    from megatron_2bw.planner.inputs import sized
-    from megatron_2bw.planner.report import choice_json, estimate_lines
+    from megatron_2bw.planner.report.report import choice_json, estimate_lines
+    from megatron_2bw.planner.search.finder import price
+    from megatron_2bw.planner.specs.inputs import sized
 
     cluster = described_cluster(args)
     configuration, notes = _configured(args, words, cluster)
@@ -94,12 +94,12 @@ def _configured(
     args: argparse.Namespace, words: Sequence[str], cluster: Cluster
 ) -> tuple[Configuration, tuple[str, ...]]:
     """What the flags of the script, those of the command line behind them, describe; and notes."""
-    from megatron_2bw.planner.flags import SPELLED, in_flags, read
-    from megatron_2bw.planner.inputs import sized
-    from megatron_2bw.planner.launch import agreed
-    from megatron_2bw.planner.model import Kind
-    from megatron_2bw.planner.model_flags import model_flags
-    from megatron_2bw.planner.options import Options
+    from megatron_2bw.planner.flags.flags import SPELLED, in_flags, read
+    from megatron_2bw.planner.flags.launch import agreed
+    from megatron_2bw.planner.flags.model_flags import model_flags
+    from megatron_2bw.planner.flags.options import Options
+    from megatron_2bw.planner.specs.inputs import sized
+    from megatron_2bw.planner.specs.model import Kind
 
     if args.model and args.from_script:
         raise PlanError(f"--model {args.model} and --from-script both describe the model; give one of them")
@@ -128,14 +128,14 @@ def _configured(
 
 def _given(args: argparse.Namespace, words: Sequence[str]) -> list[tuple[Options, Kind, int | None]]:
     """Flags, kind of model and number of GPUs, per training command."""
-    from megatron_2bw.planner.model import Kind
-    from megatron_2bw.planner.options import Options
+    from megatron_2bw.planner.flags.options import Options
+    from megatron_2bw.planner.specs.model import Kind
 
     if args.from_script is None:
         given = [(Options.parse(words), Kind.GPT, None)]
     else:
         from megatron_2bw.planner.bash.scope import is_known, shown
-        from megatron_2bw.planner.launch import read_script
+        from megatron_2bw.planner.flags.launch import read_script
 
         launches = read_script(args.from_script, environment=os.environ, arguments=args.script_args.split())
         given = [

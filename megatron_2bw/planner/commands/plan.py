@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.planner.accepted import BACKEND, FLEX, MODULES, PIPELINE_LAYOUT
 from megatron_2bw.planner.commands.arguments import (
     add_cluster,
     add_formats,
@@ -24,13 +23,14 @@ from megatron_2bw.planner.commands.arguments import (
     listed,
 )
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags.accepted import BACKEND, FLEX, MODULES, PIPELINE_LAYOUT
 
 if TYPE_CHECKING:
-    from megatron_2bw.planner.cluster import Cluster
-    from megatron_2bw.planner.layout import Dispatcher
-    from megatron_2bw.planner.model import Model
-    from megatron_2bw.planner.search import Plan
-    from megatron_2bw.planner.space import Space
+    from megatron_2bw.planner.search.search import Plan
+    from megatron_2bw.planner.specs.cluster import Cluster
+    from megatron_2bw.planner.specs.layout import Dispatcher
+    from megatron_2bw.planner.specs.model import Model
+    from megatron_2bw.planner.specs.space import Space
 
 _PLAN = """Find the fastest layout of a model on a cluster. The model is --model, or Megatron's own flags: --num-layers,
 --hidden-size, --num-attention-heads, --seq-length, --vocab-size, and whatever else of them describes it."""
@@ -139,7 +139,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_2bw.planner.inputs import sized
+    from megatron_2bw.planner.specs.inputs import sized
 
     _check(args)
     model = described_model(args, words)
@@ -154,11 +154,11 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     keep = max(args.top, args.verify_top or 0, 100 if args.plot else 10)
     plan = _searched(args, model, cluster, space, keep)
     if args.verify_top:
-        from megatron_2bw.planner.verify import verified
+        from megatron_2bw.planner.measure.verify import verified
 
         plan = verified(plan, args.verify_top, args.script, args.run_args.split())
     if args.plot:
-        from megatron_2bw.planner.plot import plot
+        from megatron_2bw.planner.report.plot import plot
 
         args.plot.write_text(plot(plan), encoding="utf-8")
     _print(args, plan, space)
@@ -189,11 +189,11 @@ def _check(args: argparse.Namespace) -> None:
 
 def _print(args: argparse.Namespace, plan: Plan, space: Space) -> None:
     """In the form that was asked for."""
-    from megatron_2bw.planner.report import flags_of, plan_json, plan_lines
+    from megatron_2bw.planner.report.report import flags_of, plan_json, plan_lines
     from megatron_2bw.planner.rules import delay_of
 
     if args.explain is not None:
-        from megatron_2bw.planner.explain import explain
+        from megatron_2bw.planner.report.explain import explain
 
         print("\n".join(explain(plan, space, args.explain)))
     elif args.flags_only:
@@ -208,8 +208,8 @@ def _print(args: argparse.Namespace, plan: Plan, space: Space) -> None:
 
 def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: Space, keep: int) -> Plan:
     """By the progress that is given, or with the better of those that were measured."""
-    from megatron_2bw.planner.efficiency import AUTO, MEASURED, Progress, assumption
-    from megatron_2bw.planner.search import search
+    from megatron_2bw.planner.search.efficiency import AUTO, MEASURED, Progress, assumption
+    from megatron_2bw.planner.search.search import search
 
     shares = {
         "--synchronous-warmup-fraction": args.synchronous_warmup_fraction,
@@ -251,7 +251,7 @@ def _number(text: str) -> float:
 
 
 def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> int:
-    from megatron_2bw.planner.papers import paper_flags, paper_json, paper_lines
+    from megatron_2bw.planner.report.papers import paper_flags, paper_json, paper_lines
 
     given = {
         "--sample-efficiency": args.sample_efficiency,
@@ -296,9 +296,9 @@ def _check_writable(file: Path) -> None:
 
 
 def _space(args: argparse.Namespace, model: Model) -> Space:
-    from megatron_2bw.planner import layout
-    from megatron_2bw.planner.costs import SCHEDULES
-    from megatron_2bw.planner.space import Space
+    from megatron_2bw.planner.cost.costs import SCHEDULES
+    from megatron_2bw.planner.specs import layout
+    from megatron_2bw.planner.specs.space import Space
 
     limits: dict[str, Any] = {}
     for flag, (dimension, kind) in _LIMITS.items():
@@ -330,7 +330,7 @@ def _space(args: argparse.Namespace, model: Model) -> Space:
             raise PlanError(f"{PIPELINE_LAYOUT} is empty: leave it out, or give such as 'Et|tL'")
         limits["pipeline_layout"] = (args.pipeline_layout.replace(",", ""),)
     if args.recompute_modules is not None:
-        from megatron_2bw.planner.inputs import modules_of
+        from megatron_2bw.planner.specs.inputs import modules_of
 
         if layout.Recompute.SELECTIVE not in limits.get("recomputes", layout.Recompute):
             raise PlanError(f"{MODULES} is of --recompute-granularity selective; leave one out")
@@ -352,7 +352,7 @@ def _space(args: argparse.Namespace, model: Model) -> Space:
 
 
 def _dispatcher(args: argparse.Namespace, model: Model, limits: dict[str, Any]) -> Dispatcher:
-    from megatron_2bw.planner.layout import Dispatcher
+    from megatron_2bw.planner.specs.layout import Dispatcher
 
     if args.moe_token_dispatcher_type and not model.num_experts:
         raise PlanError(

@@ -33,9 +33,9 @@ def add(commands: Any) -> None:
 
 
 def _profile(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_2bw.planner.layout import Precision, Recompute
-    from megatron_2bw.planner.profile import Setting
-    from megatron_2bw.planner.profiling import Request, measure, summary
+    from megatron_2bw.planner.measure.profile import Setting
+    from megatron_2bw.planner.measure.profiling import Request, measure, summary
+    from megatron_2bw.planner.specs.layout import Precision, Recompute
 
     model = described_model(args, words)
     recomputes = listed("--recompute-granularity", args.recompute_granularity, Recompute)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flag_table.rows import above, given, sums_in_bf16
-from megatron_2bw.planner.pipeline_layout import (
+from megatron_2bw.planner.specs.pipeline_layout import (
     EMBEDDING,
     LAYER,
     LOSS,

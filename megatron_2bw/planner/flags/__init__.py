@@ -1,0 +1,1 @@
+"""Megatron's flags: read from a command line or a launch script, and written for a layout."""

@@ -1,0 +1,229 @@
+"""Which flags Megatron takes together: its ``validate_args`` and ``TransformerConfig``."""
+
+from __future__ import annotations
+
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.multiples import nearest_divisor
+from megatron_2bw.planner.specs.pipeline_layout import COUNTED, stages_of
+
+DIST_MUON = "dist_muon"
+"""Muon with the distributed optimizer, as it was called."""
+_OF_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+"""Two ways to interleave; the third is `PIPELINE_LAYOUT`."""
+PIPELINE_LAYOUT = "--pipeline-model-parallel-layout"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+FLEX = "flex"
+"""All dispatchers of tokens but two; which one, `BACKEND` says."""
+BACKEND = "--moe-flex-dispatcher-backend"
+MODULES = "--recompute-modules"
+STEPS = "--step-batch-size-schedule"
+GROUPED = "--moe-grouped-gemm"
+"""The experts of a rank in one matrix product; Megatron's default is one after the other."""
+_OF_FULL = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
+"""What full recomputation needs, and nothing else may have; with an example."""
+_FULL = " ".join(["--recompute-granularity full", *(f"{flag} {example}" for flag, example in _OF_FULL.items())])
+_REPLACED = {
+    "--checkpoint-activations": _FULL,
+    "--activations-checkpoint-method": _FULL,
+    "--activations-checkpoint-granularity": "--recompute-granularity",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--checkpoint-num-layers": "--recompute-num-layers",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--batch-size": "--micro-batch-size",
+    **dict.fromkeys(("--num-key-value-heads", "--n-head-kv"), "--group-query-attention --num-query-groups"),
+    "--attention-head-type": "--group-query-attention for multiquery",
+    "--ds-sequence-parallel-size": "--context-parallel-size",
+    "--glu-activation": "--swiglu",
+    "--geglu": "--quick-geglu",
+    **dict.fromkeys(("--intermediate-size", "--hidden-dim-multiplier"), "--ffn-hidden-size"),
+    "--pad-vocab-size-to": "--padded-vocab-size",
+    "--moe-num-experts": "--num-experts",
+    "--first-k-dense-replace": "--moe-layer-freq",
+    "--n-shared-experts": "--moe-shared-expert-intermediate-size",
+    **dict.fromkeys(("--moe-top-k", "--moe-topk", "--topk"), "--moe-router-topk"),
+    **dict.fromkeys(
+        ("--moe-expert-model-parallelism", "--moe-expert-parallel-size"),
+        "--expert-model-parallel-size",
+    ),
+    **dict.fromkeys(
+        ("--use-llama2-rotary-position-embeddings", "--use-mistral-rotary-position-embeddings"),
+        "--position-embedding-type rope",
+    ),
+    **dict.fromkeys(
+        ("--use-flash-attn-v1", "--use-flash-attn-v2", "--use-flash-attn-triton"),
+        "--use-flash-attn",
+    ),
+}
+"""Flags of earlier versions and of forks that change time or memory, and what says the same today."""
+_OF_SHARDS = ("--use-distributed-optimizer", "--overlap-grad-reduce")
+"""What gathering parameters during forwards needs."""
+_ACTIVATIONS = ("--swiglu", "--squared-relu", "--quick-geglu")
+"""Functions of the MLP, of which it has one."""
+_UNFUSED = ("--no-bias-gelu-fusion", "--disable-bias-linear")
+"""What keeps Megatron from its fused kernel of bias and GELU."""
+_OF_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+
+
+def stages(options: Options) -> int:
+    """Ranks of a pipeline."""
+    return options.number("--pipeline-model-parallel-size", 1)
+
+
+def counted(options: Options) -> tuple[bool, bool]:
+    """Whether the embedding, and whether the loss, is spread over the stages as if it were a layer."""
+    embedding, loss = COUNTED
+    return embedding in options, loss in options
+
+
+def interleaves(options: Options) -> bool:
+    """Whether stages have several chunks: one that holds all layers of its stage is none."""
+    per_chunk, chunks = _OF_CHUNKS
+    if PIPELINE_LAYOUT in options:
+        return len(stages_of(options.text(PIPELINE_LAYOUT))) > stages(options)
+    if per_chunk in options:
+        layers = options.number("--num-layers", 0) + sum(counted(options))
+        return options.number(per_chunk) * stages(options) != layers
+    return options.number(chunks, 1) > 1
+
+
+def check_accepted(options: Options) -> None:
+    """Whether Megatron takes these flags together: see its ``validate_args`` and ``TransformerConfig``.
+
+    Raises:
+        PlanError: it does not.
+    """
+    if "--bf16" in options and "--fp16" in options:
+        raise PlanError("--bf16 and --fp16 exclude each other; leave one out")
+    _check_chunks(options)
+    is_delayed = "--fp8-format" in options and options.text("--fp8-recipe", "delayed") == "delayed"
+    if "--first-last-layers-bf16" in options and is_delayed:
+        raise PlanError(
+            "--first-last-layers-bf16: delayed scaling is of all layers or none; give --fp8-recipe tensorwise"
+        )
+    if STEPS in options and "--global-batch-size" in options:
+        raise PlanError(f"{STEPS} and --global-batch-size exclude each other; leave one out")
+    for flag, new in _REPLACED.items():
+        if flag in options:
+            behind = f", or behind a script with --ignore {flag[2:]}"
+            raise PlanError(f"{flag}: no flag of today's Megatron; give {new} in its place{behind}")
+    granularity = options.text("--recompute-granularity", "none")
+    if "--recompute-activations" in options:
+        granularity = "selective"
+    modules = options.values.get(MODULES, ()) if granularity == "selective" else ()
+    if "moe_act" in modules and GROUPED not in options:
+        raise PlanError(f"{MODULES} moe_act needs {GROUPED}; give it")
+    shared = {"--moe-shared-expert-overlap", "--moe-shared-expert-intermediate-size"}
+    if "shared_experts" in modules and shared.issubset(options.values):
+        raise PlanError(f"{MODULES} shared_experts and --moe-shared-expert-overlap exclude each other; leave one out")
+    if "--moe-layer-recompute" in options and granularity == "full":
+        raise PlanError("--moe-layer-recompute and --recompute-granularity full exclude each other; leave one out")
+    for flag, example in _OF_FULL.items():
+        if granularity == "full" and flag not in options:
+            raise PlanError(f"--recompute-granularity full needs {flag}; give it, such as {flag} {example}")
+        if granularity == "selective" and flag in options:
+            raise PlanError(f"{flag} needs --recompute-granularity full; leave it out")
+    if "--overlap-param-gather" in options:
+        shards_by_itself = options.text("--optimizer", "adam") == DIST_MUON
+        for flag in _OF_SHARDS[shards_by_itself:]:
+            if flag not in options:
+                raise PlanError(f"--overlap-param-gather needs {flag}; give it, or leave the overlap out")
+
+
+def _check_chunks(options: Options) -> None:
+    """Whether one flag says how to spread layers, which goes with ends of their own, in groups as long as the pipeline.
+
+    Rules: ``validate_args``, "Uneven virtual pipeline parallelism"; ``TransformerConfig``, "PP layout".
+    """
+    for flag in (*_OF_CHUNKS, *_OF_ENDS, *COUNTED):
+        if PIPELINE_LAYOUT in options and flag in options:
+            raise PlanError(f"{PIPELINE_LAYOUT} and {flag} exclude each other: the layout says it; leave one out")
+    per_chunk, chunks = _OF_CHUNKS
+    if per_chunk in options and chunks in options:
+        raise PlanError(f"{per_chunk} and {chunks} exclude each other; leave one out")
+    for flag in _OF_ENDS:
+        if per_chunk in options and flag in options:
+            raise PlanError(f"{per_chunk} and {flag} exclude each other; give {chunks} in place of the first")
+        for counted in COUNTED:
+            if counted in options and flag in options:
+                raise PlanError(f"{counted} and {flag} exclude each other; leave one out")
+    count, group = stages(options), options.number(GROUP)
+    if group is not None and group < count and interleaves(options):
+        raise PlanError(
+            f"{GROUP} {group}: the {count} stages need at least one microbatch each; use {count}, or leave it out"
+        )
+
+
+def check_model(options: Options) -> None:
+    """Whether Megatron builds a model with these flags: see its ``validate_args`` and ``TransformerConfig``.
+
+    Raises:
+        PlanError: it does not.
+    """
+    if "--seq-length" in options and "--encoder-seq-length" in options:
+        raise PlanError("--seq-length and --encoder-seq-length exclude each other; leave out --encoder-seq-length")
+    chosen = [flag for flag in _ACTIVATIONS if flag in options]
+    if chosen[1:]:
+        raise PlanError(f"{chosen[0]} and {chosen[1]} exclude each other; leave one out")
+    if "--squared-relu" in options and not any(flag in options for flag in _UNFUSED):
+        raise PlanError(f"--squared-relu has no kernel that is fused with the bias; give {_UNFUSED[0]}")
+    if options.text("--position-embedding-type") == "mrope" and "--mrope-section" not in options:
+        raise PlanError("--position-embedding-type mrope needs --mrope-section; use --position-embedding-type rope")
+    _check_latents(options)
+    positions = options.text("--position-embedding-type", "learned_absolute")
+    if options.number("--mtp-num-layers", 0) and positions not in ("rope", "none"):
+        raise PlanError(
+            f"--mtp-num-layers goes with --position-embedding-type rope and none, not {positions}: Megatron predicts "
+            "no further tokens with others; use rope"
+        )
+    _check_groups(options)
+    _check_router(options)
+
+
+def _check_latents(options: Options) -> None:
+    """Whether attention to latent vectors goes with what else there is, and its positions with their kernel."""
+    has_latents, positions = "--multi-latent-attention" in options, options.text("--rope-type", "yarn")
+    if "--rope-type" in options and positions == "yarn" and not has_latents:
+        raise PlanError("--rope-type yarn needs --multi-latent-attention; use rope, or leave it out")
+    if not has_latents:
+        return
+    for flag in ("--group-query-attention", "--rotary-interleaved"):
+        if flag in options:
+            raise PlanError(f"--multi-latent-attention and {flag} exclude each other; leave one out")
+    if positions == "rope" and "--no-rope-fusion" not in options:
+        raise PlanError("--rope-type rope has no kernel that is fused with latent vectors; give --no-rope-fusion")
+
+
+def _check_groups(options: Options) -> None:
+    """Whether a router can choose groups of experts first, and be led by biases."""
+    groups, chosen, experts = (
+        options.number(flag, 0) for flag in ("--moe-router-num-groups", "--moe-router-group-topk", "--num-experts")
+    )
+    needed = {"--moe-router-num-groups": groups, "--num-experts": experts}
+    for flag in (flag for flag, count in needed.items() if chosen and not count):
+        raise PlanError(f"--moe-router-group-topk {chosen} needs {flag}; give it")
+    if chosen and experts % groups:
+        raise PlanError(
+            f"--moe-router-num-groups {groups} does not divide --num-experts {experts}; use "
+            f"{nearest_divisor(experts, groups)}"
+        )
+    if chosen > groups:
+        raise PlanError(f"--moe-router-group-topk {chosen}: there are {groups} groups; use {groups} or less")
+
+
+def _check_router(options: Options) -> None:
+    """Whether the router can learn which expert to take."""
+    score = options.text("--moe-router-score-function", "softmax")
+    if "--moe-router-enable-expert-bias" in options and score not in ("sigmoid", "sqrtsoftplus"):
+        raise PlanError(
+            f"--moe-router-enable-expert-bias: Megatron adds no biases to a {score}; give --moe-router-score-function "
+            "sigmoid"
+        )
+    if options.number("--moe-router-topk", 2) != 1:
+        return  # Megatron looks at it without experts, too.
+    is_softmax = score == "softmax"
+    is_sinkhorn = options.text("--moe-router-load-balancing-type", "aux_loss") == "sinkhorn"
+    if is_softmax and not is_sinkhorn and "--moe-router-pre-softmax" not in options:
+        raise PlanError(
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one expert has no gradient; give it"
+        )

@@ -1,0 +1,207 @@
+"""Megatron's flags and the number of GPUs out of a launch script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from textwrap import shorten
+
+from megatron_2bw.planner.bash.scope import is_known, may_be_words, settled, shown
+from megatron_2bw.planner.bash.script import commands
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags.flags import SWITCHES, Configuration
+from megatron_2bw.planner.specs.model import Kind
+
+_TELLING = frozenset({"--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length", "--num-attention-heads"})
+"""Flags that a training command has."""
+_SWITCHES = SWITCHES | {"--use-mcore-models"}
+"""Flags without a value."""
+_LISTS = {f"--{part}data-path" for part in ("", "train-", "valid-", "test-")}
+"""Flags with any number of values."""
+_OTHERS = re.compile(r"pretrain_(?:hybrid|ict|mamba|retro|t5|vision|vlm)\w*\.py")
+"""Megatron's scripts of models that are neither GPT nor BERT."""
+_TRAINER = re.compile(r"pretrain_(?:gpt|bert)\w*\.py")
+_NO_TRAINING = re.compile(
+    r"(?!(?:pre)?train|finetune)(?:\w*_)?"
+    r"(?:convert|eval|evaluat(?:e|ion)|export|generat(?:e|ion)|inference|preprocess|quantize)(?:_\w*)?\.py"
+)
+"""Scripts that take the model's flags and compute no gradients."""
+_QUOTED = re.compile(r"\s-[a-z]*c\s+'")
+"""The beginning of what a shell is to expand."""
+_EXIT = re.compile(r"^\s*(?:[^#'\"]*[\s;])?exit\b", re.MULTILINE)
+_SLURM = {"--nodes": "SLURM_NNODES", "--ntasks-per-node": "SLURM_NTASKS_PER_NODE", "--ntasks": "SLURM_NTASKS"}
+_ALIASES = {
+    "-N": "--nodes",
+    "-n": "--ntasks",
+    "-np": "--ntasks",
+    "--np": "--ntasks",
+    "--num-gpus": "--nproc-per-node",
+    "--num-nodes": "--nnodes",
+}
+"""Of srun, mpirun and deepspeed, for what srun and torchrun call so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A training command of a script."""
+
+    words: tuple[str, ...]
+    kind: Kind
+    gpus: int | None
+    """World size; None where the script does not tell."""
+
+
+def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[Launch]:
+    """The different training commands of the bash script ``file``; nothing is executed.
+
+    Args:
+        file: to read.
+        environment: values of variables that the script does not set.
+        arguments: of the script.
+
+    Raises:
+        PlanError: it cannot be read or followed, or has no training command, or one with flags that are not known.
+    """
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise PlanError(f"--from-script {file}: {error.strerror}; give a bash script") from error
+    slurm = _slurm(text)
+    try:
+        found = commands(text, file=file, environment={**slurm, **environment}, arguments=arguments)
+    except PlanError as error:
+        raise PlanError(f"--from-script {file}: {error}") from error
+    described = dict.fromkeys(tuple(words) for words in found if len(_TELLING.intersection(words)) > 1)
+    training = [words for words in described if _matching(_NO_TRAINING, words) is None]
+    if described and not training:
+        other = _matching(_NO_TRAINING, next(iter(described)))
+        raise PlanError(f"--from-script {file}: {other} trains nothing; give the script that trains the model")
+    if not training:
+        for words in found:
+            if (hidden := _hidden_from_trainer(words)) and not _matching(_NO_TRAINING, words):
+                raise PlanError(f"--from-script {file}: {_may_be_flags(hidden)}")
+        hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
+        hint += ", or write the flags with hyphens" if "--num_layers" in text else ""
+        hint += ", or the arguments and variables without which it exits" if _EXIT.search(text) else ""
+        raise PlanError(
+            f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"
+        )
+    for words in training:
+        if other := _matching(_OTHERS, words):
+            raise PlanError(
+                f"--from-script {file}: {other}: the cost model covers GPT and BERT alone; give the flags of one as "
+                "large"
+            )
+        if hidden := _hidden(words):
+            raise PlanError(f"--from-script {file}: {_may_be_flags(hidden)}")
+    return [Launch(words=words, kind=_kind(words), gpus=_gpus(words, slurm, environment)) for words in training]
+
+
+def agreed(configurations: Sequence[Configuration], *, file: Path) -> Configuration:
+    """What all training commands of the script ``file`` describe, which may differ in what costs nothing.
+
+    Raises:
+        PlanError: they differ in more.
+    """
+    first, *others = configurations
+    for part in ("model", "layout"):
+        for field in fields(getattr(first, part)):
+            values = dict.fromkeys(getattr(getattr(one, part), field.name) for one in (first, *others))
+            if len(values) > 1:
+                listed = " or ".join(str(getattr(value, "value", value)) for value in values)
+                raise PlanError(
+                    f"--from-script {file}: {len(configurations)} different training commands, {field.name} {listed}; "
+                    "leave one, or give its flags"
+                )
+    return first
+
+
+def _matching(names: re.Pattern[str], words: Sequence[str]) -> str | None:
+    """The first file among ``words`` whose name is one of ``names``."""
+    modules = {module: f"{module.rpartition('.')[2]}.py" for flag, module in pairwise(words) if flag == "-m"}
+    return next(filter(names.fullmatch, (modules.get(word, Path(word).name) for word in words)), None)
+
+
+def _kind(words: Sequence[str]) -> Kind:
+    is_bert = any("bert" in Path(word).name.lower() for word in words if word.endswith(".py"))
+    return Kind.BERT if is_bert else Kind.GPT
+
+
+def _hidden(words: Sequence[str]) -> str | None:
+    """A word that is no value of a flag and unknown, so that it may be any flags."""
+    starts = (index for index, word in enumerate(words, start=1) if word in _TELLING or word.endswith(".py"))
+    first = next(starts)
+    flag, values = words[first - 1], int(words[first - 1] not in _TELLING)
+    for word in words[first:]:
+        if may_be_words(word) and (values or flag in _SWITCHES) and flag not in _LISTS:
+            return word
+        flag, values = (word, "=" in word) if word.startswith("--") else (flag, values + 1)
+    return None
+
+
+def _hidden_from_trainer(words: Sequence[str]) -> str | None:
+    """The same of one of Megatron's scripts, with few flags or none beside it."""
+    is_trainer = any(_TRAINER.fullmatch(Path(word).name) for word in words)
+    return _hidden(words) if is_trainer else None
+
+
+def _may_be_flags(hidden: str) -> str:
+    return (
+        f"{shorten(shown(hidden), 80)} may hold flags that only running it would tell; write them instead, or give the "
+        "variables and arguments (--script-args) that decide"
+    )
+
+
+def _slurm(text: str) -> dict[str, str]:
+    """Variables that Slurm would set, from the ``#SBATCH`` lines."""
+    words = [word for line in re.findall(r"^#SBATCH\s+(.*)$", text, re.MULTILINE) for word in line.split()]
+    asked = _options(words)
+    variables = {name: asked[flag] for flag, name in _SLURM.items() if flag in asked}
+    if "SLURM_NNODES" in variables:
+        variables["SLURM_JOB_NUM_NODES"] = variables["SLURM_NNODES"]
+    nodes, per_node = (_count(variables.get(name)) for name in ("SLURM_NNODES", "SLURM_NTASKS_PER_NODE"))
+    if nodes is not None and per_node is not None:
+        variables.setdefault("SLURM_NTASKS", str(nodes * per_node))
+    gpus = asked.get("--gpus-per-node", asked.get("--gres", "").removeprefix("gpu")).rpartition(":")[2]
+    if gpus.isdecimal():
+        variables |= {"SLURM_GPUS_PER_NODE": gpus, "SLURM_GPUS_ON_NODE": gpus}
+    return variables
+
+
+def _options(words: list[str] | tuple[str, ...]) -> dict[str, str]:
+    """Options of a launcher: ``--nodes 4``, ``--nodes=4``, ``-N 4``, ``-N4``, ``-np 4``, ``--nproc_per_node 8``."""
+    found: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        if short := re.fullmatch(r"(-N|-np?)(\d*)", word):
+            found.setdefault(_ALIASES[short[1]], short[2] or following)
+        elif flag.startswith("--"):
+            flag = flag.replace("_", "-")
+            found.setdefault(_ALIASES.get(flag, flag), value if equals else following)
+    return found
+
+
+def _gpus(words: tuple[str, ...], slurm: Mapping[str, str], environment: Mapping[str, str]) -> int | None:
+    """World size, from torchrun's or deepspeed's options, else from srun's or mpirun's, else from Slurm's variables."""
+    launcher = _options(words)
+    if "--nproc-per-node" in launcher:
+        per_node, nodes = _count(launcher["--nproc-per-node"]), _count(launcher.get("--nnodes", "1"))
+        return None if per_node is None or nodes is None else nodes * per_node
+    variables = {**slurm, **environment}
+    asked = {flag: _count(launcher.get(flag, variables.get(name))) for flag, name in _SLURM.items()}
+    if asked["--ntasks"] is not None:
+        return asked["--ntasks"]
+    if None not in (asked["--nodes"], asked["--ntasks-per-node"]):
+        return asked["--nodes"] * asked["--ntasks-per-node"]
+    return _count(environment.get("WORLD_SIZE"))
+
+
+def _count(text: str | None) -> int | None:
+    """The number in ``text``; of torchrun's ``2:4`` the first."""
+    if text is None or not is_known(text):
+        return None
+    number = re.match(r"\d+", settled(text) or "")
+    return int(number[0]) if number else None

@@ -1,0 +1,1 @@
+"""What the machine at hand says: profiles of its kernels, and layouts run on it."""

@@ -1,0 +1,1 @@
+"""Bytes that every stage of a layout needs."""

@@ -1,0 +1,188 @@
+"""How long a batch of a pipeline takes: by a closed form, followed, simulated, or where ranks share processors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.pipeline import endless, periods
+from megatron_2bw.planner.pipeline.followed import interleaved_s, uneven_one_f_one_b_s
+from megatron_2bw.planner.pipeline.periods import Pipeline
+from megatron_2bw.planner.pipeline.programs import programs_of, shortened
+from megatron_2bw.planner.specs.cluster import Cluster
+from megatron_2bw.planner.specs.layout import Layout
+from megatron_2bw.schedule.action import COMPUTE
+from megatron_2bw.schedule.durations import Durations
+from megatron_2bw.schedule.program import GradientCopy
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED
+
+if TYPE_CHECKING:
+    from megatron_2bw.schedule.program import Schedule
+
+
+def shared_s(layout: Layout, pipeline: Pipeline, cluster: Cluster, work_s: float) -> float:
+    """Seconds per batch where ranks may have to share processors.
+
+    A profile times ranks that are all busy. While r of d stages run, each is d/r times as fast, up to a processor
+    of its own. With a flush, r goes up from 1 and down again, over m*v + d - 1 steps for v chunks; even stages of
+    2bw are all busy, without pipelining one is. Uneven stages leave the processors to the slowest, which is never
+    faster than on one of its own. Replicas lose some more; see `_turns_s`.
+    """
+    alone_s, share = batch_s(layout, pipeline), processor_share(cluster)
+    if share == 1:
+        return alone_s
+    stages, steps = pipeline.stages, layout.microbatches * layout.chunks
+    running = _running(layout, stages, steps)
+    stretch = sum(max(share * stages, count) for count in running) / sum(running)
+    boundaries = stages * layout.chunks - 1
+    links_s = 2 * layout.microbatches * boundaries * pipeline.send_s / stages
+    turns_s = _turns_s(layout, pipeline, share, max(running))
+    return max(share * alone_s, stretch * work_s / stages + turns_s + links_s + pipeline.gradients_s + pipeline.norm_s)
+
+
+def _turns_s(layout: Layout, pipeline: Pipeline, share: float, most_running: int) -> float:
+    """What processors idle in a batch of several replicas, because ranks take turns on them and not equal parts.
+
+    One of P processors that finds nothing more to run waits for the others, in whatever order they took what was
+    there: for (1 - 1/P) of the longest action at most where none depends on another (Graham, Bounds on Multiprocessing
+    Timing Anomalies, SIAM J. Appl. Math. 17, 1969). Those of pipelines do, which makes it about as much on average. At
+    the end of a batch only one stage of each replica has something left: no more processors than that can wait.
+    """
+    processors = share * layout.pipeline * layout.data
+    if layout.schedule in DELAYED or layout.data * most_running <= processors:
+        return 0.0
+    ending = max(1.0, min(processors, layout.data))
+    return (1 - 1 / ending) * share * pipeline.first.backward_s / layout.chunks
+
+
+def _running(layout: Layout, stages: int, steps: int) -> list[int]:
+    """How many of the ranks run, from step to step."""
+    if layout.schedule in DELAYED:
+        return [stages] * steps
+    if layout.schedule == "inter-layer":
+        return [1] * (steps * stages)
+    if layout.schedule in BIDIRECTIONAL:
+        return _running_both_ways(programs_of(layout))
+    return [min(step, stages, steps, steps + stages - step) for step in range(1, steps + stages)]
+
+
+def _running_both_ways(programs: Schedule) -> list[int]:
+    """The same, with a backward that takes two forwards."""
+    from megatron_2bw.schedule.simulate import simulate
+
+    timeline = simulate(programs, Durations(forward_s=1, backward_s=2), 1)
+    running = [0] * int(timeline.makespan_s)
+    for event in (event for events in timeline.events for event in events if event.action.type in COMPUTE):
+        for step in range(int(event.start_s), int(event.end_s)):
+            running[step] += 1
+    return running
+
+
+def processor_share(cluster: Cluster) -> float:
+    """Processors per rank, at most 1; below that, ranks share them."""
+    return 1.0 if cluster.profile is None else cluster.profile.processor_share
+
+
+def batch_s(layout: Layout, pipeline: Pipeline) -> float:
+    """Seconds per batch in an endless run, as ``simulated_s`` would find.
+
+    By closed form; where none is exact, microbatches are followed, of 2bw until it is known to 1e-4 where that takes
+    long. PipeDream and what runs in both directions have neither and are simulated.
+    """
+    if layout.chunks > 1:
+        return interleaved_s(pipeline)
+    if layout.schedule == "2bw":
+        options = _of_two_bw(layout)
+        is_closed = periods.two_bw_is_exact(pipeline, **options)
+        return (periods.two_bw_s if is_closed else endless.two_bw_s)(pipeline, **options)
+    if layout.schedule == "gpipe":
+        return periods.gpipe_s(pipeline)
+    if layout.schedule == "inter-layer":
+        return periods.inter_layer_s(pipeline)
+    if layout.schedule in (*BIDIRECTIONAL, "pipedream"):
+        return _repeated_s(layout, pipeline)
+    is_closed = periods.one_f_one_b_is_exact(pipeline)
+    return (periods.one_f_one_b_s if is_closed else uneven_one_f_one_b_s)(pipeline)
+
+
+def least_s(layout: Layout, pipeline: Pipeline) -> float:
+    """What ``batch_s`` is at least: the same, or less where that follows or simulates.
+
+    In both directions, the ranks in the middle have half of all stages' forwards before them and backwards behind them.
+    """
+    if layout.chunks > 1:
+        return periods.least_interleaved_s(pipeline)
+    if layout.schedule == "2bw":
+        return periods.two_bw_s(pipeline, **_of_two_bw(layout))
+    if layout.schedule in ("1f1b-flush", "megatron"):
+        return (periods.least_uneven_s if pipeline.each else periods.one_f_one_b_s)(pipeline)
+    if layout.schedule not in BIDIRECTIONAL:
+        return batch_s(layout, pipeline)
+    m, half = layout.microbatches, layout.pipeline // 2
+    ends_s = m * (pipeline.first.pair_s + pipeline.last.pair_s) / 2
+    middle_s = m * pipeline.middle.pair_s + pipeline.turn_s(0, half - 2) if half > 1 else 0.0
+    return max(ends_s, middle_s, pipeline.turn_s(0, layout.pipeline - 1)) + periods.flush_s(pipeline)
+
+
+def is_bound_quicker(layout: Layout) -> bool:
+    """Whether ``least_s`` is usually much quicker to find than ``batch_s``, as far as flags tell."""
+    is_2bw = layout.schedule == "2bw"
+    return layout.chunks > 1 or bool(layout.pipeline_layout) or (is_2bw and layout.distributed_optimizer)
+
+
+def _of_two_bw(layout: Layout) -> dict[str, Any]:
+    return {
+        "extra_in_flight": layout.extra_in_flight,
+        "delayed": layout.delayed_microbatches or None,
+        "copy": gradient_copy(layout),
+    }
+
+
+def _repeated_s(layout: Layout, pipeline: Pipeline) -> float:
+    """What ``simulated_s`` finds, with each unit of microbatches that is left out as long as the last one."""
+    fewer, lacks = shortened(layout)
+    time_s = simulated_s(fewer, replace(pipeline, microbatches=fewer.microbatches))
+    if not lacks:
+        return time_s
+    unit = (layout.microbatches - fewer.microbatches) // lacks
+    fewest = replace(fewer, global_batch=fewer.global_batch - unit * fewer.microbatch * fewer.data)
+    unit_s = time_s - simulated_s(fewest, replace(pipeline, microbatches=fewest.microbatches))
+    return time_s + lacks * unit_s
+
+
+def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
+    """Seconds per batch in an endless run of the Programs that the executor runs.
+
+    Raises:
+        PlanError: Megatron's interleaved schedule, which the executor does not run.
+    """
+    # A search does not need the simulator, and a tenth of a second to load it is long.
+    from megatron_2bw.schedule.lowering import with_gradient_copy
+    from megatron_2bw.schedule.simulate import simulate, steady_state
+
+    if layout.chunks > 1:
+        raise PlanError(f"chunks {layout.chunks}: the executor has no interleaved schedule; use 1")
+    programs = programs_of(layout)
+    stages = pipeline.in_order
+    durations = Durations(
+        forward_s=tuple(stage.forward_s for stage in stages),
+        backward_s=tuple(stage.backward_s for stage in stages),
+        # Of a rank's two stages, one is updated there.
+        update_s=pipeline.update_s / len(programs.stages_of(0)),
+        send_s=pipeline.sends_s or pipeline.send_s,
+        gradients_s=pipeline.gradients_s,
+        norm_s=pipeline.norm_s,
+    )
+    if not any(programs.delay):  # A flush leaves nothing to the next batch.
+        return float(simulate(programs, durations, 1).makespan_s)
+    if programs.name == "pipedream":
+        return float(steady_state(programs, durations).period_s)
+    return float(steady_state(with_gradient_copy(programs, gradient_copy(layout)), durations).period_s)
+
+
+def gradient_copy(layout: Layout) -> GradientCopy:
+    """What 2bw keeps of finished gradients with these flags."""
+    if layout.gradient_buffers == 1:
+        return GradientCopy.NONE
+    return GradientCopy.SHARD if layout.distributed_optimizer else GradientCopy.WHOLE

@@ -1,0 +1,1 @@
+"""Plans and estimates as people and programs read them."""

@@ -1,0 +1,141 @@
+"""What a plan means for the choice between delayed gradients and a flush."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.rules import needs_megatron_0_19
+from megatron_2bw.planner.search.efficiency import EXACT
+from megatron_2bw.planner.search.finder import Choice
+from megatron_2bw.planner.search.search import Plan
+from megatron_2bw.planner.table import percent
+
+MANY = 8
+"""Microbatches per stage from which a flush costs little: at m = 8d it idles (d-1)/m < 1/8 longer than it works."""
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """Sentences: the delay that 2bw trades, when a flush reaches the loss earlier, and when not to use 2bw."""
+    yield from _how_far_off(plan)
+    if needs_megatron_0_19(plan.best.layout):
+        yield (
+            f"{name(plan.best.layout)} needs megatron-core 0.19: 0.18 sums the gradients of experts that are not split "
+            "like other weights over the wrong ranks."
+        )
+    delayed, flushed = plan.best_of(delayed=True), plan.best_of(delayed=False)
+    if delayed is None:
+        return
+    layout = delayed.layout
+    count = layout.delayed_microbatches
+    what = f"the first {count} microbatches of every batch" if 0 < count < layout.microbatches else "every batch"
+    yield (
+        f"2bw computes {what} with weights that lack the update of the batch before (delay 1): "
+        f"m = {layout.microbatches} microbatches on d = {layout.pipeline} stages."
+    )
+    share = plan.progress.synchronous
+    if share:
+        yield (
+            f"The first {share:.0%} of the batches are priced without the delay, as a flush on the same stages: train "
+            "with as many --synchronous-warmup-iters."
+        )
+    if flushed is not None:
+        yield from _against_flush(plan, delayed, flushed)
+    if plan.assumption:
+        yield plan.assumption
+    if flushed is None:
+        yield "No layout without a delay was tried, or none fits: --pipeline-schedule says which schedules are."
+        return
+    yield from _tie(delayed, flushed)
+    faster = _break_even(plan, delayed, flushed) < plan.progress.efficiency
+    if faster and layout.microbatches >= MANY * layout.pipeline:
+        bound = (1 - share) * (layout.pipeline - 1) / layout.microbatches
+        times = f"{1 - share:g} x " if share else ""
+        yield (
+            f"m >= {MANY}d: all that 2bw saves of a flush on the same stages is its bubble, {times}(d-1)/m = "
+            f"{percent(bound)} of the time ({(1 - share) / MANY:.0%} at m = {MANY}d). "
+            f"Prefer {name(flushed.layout)}, whose gradients are exact, unless that gain is worth a delay."
+        )
+
+
+def _tie(delayed: Choice, flushed: Choice) -> Iterator[str]:
+    """A warning where the two cannot be told apart."""
+    if delayed.measured_s and flushed.measured_s:
+        return
+    error = max(delayed.iteration.relative_error, flushed.iteration.relative_error)
+    if abs(_time_ratio(delayed, flushed) - 1) <= error:
+        yield (
+            f"Their times differ by less than the error bar of {error:.0%}: run both before you choose; on one node, "
+            "--verify-top does."
+        )
+
+
+def _how_far_off(plan: Plan) -> Iterator[str]:
+    """Predictions beside what was measured, if anything was."""
+    ran = [choice for choice in plan.choices if choice.measured_s]
+    if not ran:
+        return
+    from statistics import median  # Most plans measure nothing, and it loads a dozen modules.
+
+    off = [choice.iteration.time_s / choice.measured_s - 1 for choice in ran]
+    worst, furthest = max(zip(off, ran, strict=True), key=lambda pair: abs(pair[0]))
+    yield (
+        f"{len(ran)} of these layouts ran on this machine, which ranks them {_ranked(ran)}: the prediction was "
+        f"off by {percent(median(map(abs, off)))} (median), at most {worst:+.1%} ({name(furthest.layout)})."
+    )
+
+
+def _ranked(ran: list[Choice]) -> str:
+    """How the measured order agrees with the predicted one; times that overlap have no order."""
+
+    swapped = [(faster, slower) for faster, slower in combinations(ran, 2) if faster.loss_time_s > slower.loss_time_s]
+    if not swapped:
+        return "as predicted"
+    wrong = [
+        f"{name(faster.layout)} before {name(slower.layout)}"
+        for faster, slower in swapped
+        if faster.to_loss_s(faster.measured_range_s[1]) < slower.to_loss_s(slower.measured_range_s[0])
+    ]
+    if not wrong:
+        return "as predicted, but for times that overlap"
+    return f"not as predicted ({', '.join(wrong)})"
+
+
+def _time_ratio(one: Choice, other: Choice) -> float:
+    """Of the times of their batches: both measured, or else both predicted."""
+    if one.measured_s and other.measured_s:
+        return one.measured_s / other.measured_s
+    return one.iteration.time_s / other.iteration.time_s
+
+
+def _break_even(plan: Plan, delayed: Choice, flushed: Choice) -> float:
+    """The sample efficiency at which both reach a loss at once."""
+    slowed = delayed.loss_time_s * plan.progress.efficiency / delayed.iteration.time_s  # By batches without a delay.
+    return slowed * _time_ratio(delayed, flushed)
+
+
+def _against_flush(plan: Plan, delayed: Choice, flushed: Choice) -> Iterator[str]:
+    efficiency, break_even = plan.progress.efficiency, _break_even(plan, delayed, flushed)
+    other, more = name(flushed.layout), percent(1 / break_even - 1)
+    if break_even >= 1:
+        over = " over the whole run" if plan.progress.synchronous else ""
+        less = percent(1 - 1 / break_even)
+        yield f"Do not use 2bw here: {other} takes {less} less time per batch{over}, without a delay."
+    elif plan.progress == EXACT:
+        yield (
+            f"It reaches a loss before {other} as long as it needs less than {more} more samples for it; "
+            f"say how many with --sample-efficiency (break-even {break_even:.3f})."
+        )
+    elif break_even < efficiency:
+        earlier = percent(1 - break_even / efficiency)
+        yield (
+            f"At sample efficiency {efficiency:g} it reaches a loss {earlier} earlier than {other} "
+            f"(break-even {break_even:.3f})."
+        )
+    else:
+        earlier = percent(1 - efficiency / break_even)
+        yield (
+            f"At sample efficiency {efficiency:g} a flush reaches the loss {earlier} earlier: "
+            f"use {other} (break-even {break_even:.3f})."
+        )

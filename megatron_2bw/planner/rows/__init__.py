@@ -1,0 +1,1 @@
+"""Predictions for files of configurations, one JSON object per line."""

@@ -1,0 +1,238 @@
+"""Candidates priced, best first, without pricing everything.
+
+A layout that recomputes, or saves a gradient buffer, takes at least as long as the same one that does not; so the time
+without either bounds all of them from below, and once a schedule has enough layouts that beat a bound, what is behind
+it cannot be among the best. Nor is anything priced on a base on which even the inputs of layers would not fit.
+``tests/planner/test_search.py`` compares with the pricing of every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.memory import memory
+from megatron_2bw.planner.memory.memory import StageMemory
+from megatron_2bw.planner.naming import name
+from megatron_2bw.planner.pipeline.batch import is_bound_quicker
+from megatron_2bw.planner.rules import TWO_BW, least_microbatches
+from megatron_2bw.planner.search.candidates import ROUNDING, Candidates
+from megatron_2bw.planner.search.efficiency import EXACT, Progress
+from megatron_2bw.planner.search.savings import Saving, min_until
+from megatron_2bw.planner.specs.cluster import Cluster
+from megatron_2bw.planner.specs.layout import Layout
+from megatron_2bw.planner.specs.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A layout that runs and fits."""
+
+    layout: Layout
+    iteration: costs.Iteration
+    memory: StageMemory
+    """Of the stage that needs most."""
+    headroom_bytes: float
+    """That this stage leaves free."""
+    loss_time_s: float
+    """Time for the progress of one synchronous batch."""
+    measured_s: float | None = None
+    """Time of a batch where it ran, the median: ``--verify-top``."""
+    measured_range_s: tuple[float, float] | None = None
+    """The shortest and the longest."""
+
+    def to_loss_s(self, time_s: float) -> float:
+        """The same if a batch takes ``time_s``, not what is predicted."""
+        return time_s * self.loss_time_s / self.iteration.time_s
+
+
+def price(model: Model, layout: Layout, cluster: Cluster, *, progress: Progress = EXACT) -> Choice:
+    """Time and memory of ``layout``, whether it fits or not."""
+    iteration, fullest = costs.iteration(model, layout, cluster), memory.largest(model, layout)
+    return Choice(
+        layout=layout,
+        iteration=iteration,
+        memory=fullest,
+        headroom_bytes=cluster.memory_bytes - fullest.total_bytes,
+        loss_time_s=progress.loss_time_s(model, layout, cluster, iteration.time_s),
+    )
+
+
+def parts_of(stage: StageMemory) -> dict[str, float]:
+    """Bytes of ``stage`` by component, in words."""
+    names = [field.name for field in fields(stage) if field.name.endswith("_bytes")]
+    return {name.removesuffix("_bytes").replace("_", " "): getattr(stage, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finder:
+    """Prices candidates, best first."""
+
+    candidates: Candidates
+    progress: Progress
+    skipped: list[Layout] = field(init=False, default_factory=list)
+    """Bases of which it is quick to tell that nothing fits."""
+
+    def best(self, keep: int) -> list[Choice]:
+        """The best ``keep`` kinds, with what else is as good, and the best of every schedule."""
+        # Most are behind the best by their work alone, which is quick to tell.
+        bounds = [(self._bound_s(costs.work_s, base), i, base, False) for i, base in enumerate(self.candidates.bases())]
+        heapify(bounds)
+        kept: list[Choice] = []
+        leaders: dict[str, Choice] = {}
+
+        last: Choice | None = None
+
+        def is_beaten(schedule: str, bound_s: float) -> bool:
+            rivals = leaders.get(schedule), last
+            return all(rival is not None and bound_s > rival.loss_time_s for rival in rivals)
+
+        while bounds:
+            bound_s, i, base, is_closest = heappop(bounds)
+            if is_beaten(base.schedule, bound_s):
+                continue
+            if not is_closest:
+                if self._may_fit(base):
+                    heappush(bounds, (self._bound_s(costs.least_s, base), i, base, True))
+                continue
+            for choice in self._fitting(base, is_beaten):
+                insort(kept, choice, key=_order)
+                leaders[base.schedule] = min(choice, leaders.get(base.schedule, choice), key=_order)
+            firsts = [*first_of_kinds(kept).values()]
+            if len(firsts) >= keep:
+                last = firsts[keep - 1]
+                del kept[kept.index(last) + 1 :]
+        others = [choice for choice in leaders.values() if choice not in kept]
+        return sorted([*kept, *others], key=_order)
+
+    def _bound_s(self, least: Callable[[Model, Layout, Cluster], float], base: Layout) -> float:
+        """What no layout on ``base`` is faster than, if no batch of ``base`` is faster than ``least`` says."""
+        return self.progress.least_loss_time_s(base, least(self.candidates.model, base, self.candidates.cluster))
+
+    def _may_fit(self, base: Layout) -> bool:
+        """Whether something on ``base`` may fit, as far as is quick to tell."""
+        candidates = self.candidates
+        # Of the first that does not, the reason says how much it needs.
+        if "memory" not in candidates.decisions.rejected:
+            return True
+        if not memory.needs_more(candidates.model, base, candidates.cluster.memory_bytes):
+            return True
+        self.skipped.append(base)
+        candidates.decisions.count("memory")
+        return False
+
+    def weigh_skipped(self) -> None:
+        """Find out how much they need that is quick to tell not to fit."""
+        for base in self.skipped:
+            for saving in self.candidates.savings(base):
+                needed, layout = self._first_that_fits(saving)
+                self.candidates.shapes.does_not_fit(layout, needed)
+
+    def _fitting(self, base: Layout, is_beaten: Callable[[str, float], bool] | None = None) -> Iterator[Choice]:
+        """What fits of ``base`` and may not be beaten, without layouts that save more memory than they have to."""
+        candidates, smallest, nothing_fits = self.candidates, (math.inf, base), True
+        for saving in candidates.savings(base):
+            if is_beaten and saving.is_uniform:
+                work_s = self._bound_s(costs.work_s, saving.layout(saving.steps[0]))
+                if is_beaten(base.schedule, work_s):
+                    nothing_fits = False  # As far as anyone needs to know.
+                    continue
+            needed, layout = self._first_that_fits(saving)
+            if needed <= candidates.cluster.memory_bytes:
+                nothing_fits = False
+                if (
+                    is_beaten
+                    and is_bound_quicker(layout)
+                    and is_beaten(base.schedule, self._bound_s(costs.least_s, layout))
+                ):
+                    continue
+                yield price(candidates.model, layout, candidates.cluster, progress=self.progress)
+                if layout == base:
+                    return
+            smallest = min(smallest, (needed, layout), key=lambda pair: pair[0])
+        if nothing_fits and smallest[0] < math.inf:
+            candidates.decisions.reject(
+                "memory", "memory", candidates.shapes.does_not_fit(smallest[1], smallest[0]), name(smallest[1])
+            )
+
+    def with_fewest_delayed(self, choice: Choice) -> Choice:
+        """``choice`` with as few delayed microbatches as take no more time, where their number is free."""
+        layout, candidates = choice.layout, self.candidates
+        is_free = candidates.delayed < 1 and candidates.space.delayed_microbatches is None
+        if not is_free or layout.schedule not in TWO_BW:
+            return choice
+        most_s = choice.iteration.time_s * (1 + ROUNDING)
+        counts = range(
+            least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight), layout.delayed_microbatches
+        )
+
+        def is_enough(count: int) -> bool:
+            fewer = replace(layout, delayed_microbatches=count)
+            return costs.iteration(candidates.model, fewer, candidates.cluster).time_s <= most_s
+
+        fewest = bisect_left(counts, True, key=is_enough)
+        if fewest == len(counts):
+            return choice
+        fewer = replace(layout, delayed_microbatches=counts[fewest])
+        return price(candidates.model, fewer, candidates.cluster, progress=self.progress)
+
+    def _first_that_fits(self, saving: Saving) -> tuple[float, Layout]:
+        """(bytes, layout) of the first step that fits, else of one that needs little."""
+
+        model, capacity_bytes = self.candidates.model, self.candidates.cluster.memory_bytes
+
+        def needs(index: int) -> tuple[float, Layout]:
+            layout = saving.layout(saving.steps[index])
+            return memory.largest(model, layout).total_bytes, layout
+
+        last = len(saving.steps) - 1
+        if not saving.falls:
+            found = (needs(index) for index in range(last + 1))
+            return min_until(found, capacity_bytes)
+        best = needs(last)
+        low, high = 0, last
+        while best[0] <= capacity_bytes and low < high:
+            middle = (low + high) // 2
+            needed = needs(middle)
+            if needed[0] <= capacity_bytes:
+                best, high = needed, middle
+            else:
+                low = middle + 1
+        return best
+
+    def of_other(self, **changes: Any) -> Finder:
+        """The same of other ``Candidates``."""
+        given = {
+            name: getattr(self.candidates, name) for name in ("model", "cluster", "global_batch", "space", "delayed")
+        }
+        return replace(self, candidates=Candidates(**given | changes))
+
+    def first(self) -> Choice | None:
+        """A layout that runs and fits; None if there is none."""
+        bases = filter(self._may_fit, self.candidates.bases())
+        return next((choice for base in bases for choice in self._fitting(base)), None)
+
+    def every(self) -> Iterator[Layout]:
+        """Every layout that runs, whether it fits or not."""
+        for base in self.candidates.bases():
+            for saving in self.candidates.savings(base):
+                yield from (saving.layout(step) for step in saving.steps)
+
+
+def first_of_kinds(choices: Iterable[Choice]) -> dict[tuple[object, ...], Choice]:
+    """The first of those that differ only in how they save memory and spread layers."""
+    firsts: dict[tuple[object, ...], Choice] = {}
+    for choice in choices:
+        layout = choice.layout
+        sizes = layout.pipeline, layout.tensor, layout.context, layout.expert, layout.microbatch, layout.chunks
+        firsts.setdefault((layout.schedule, *sizes), choice)
+    return firsts
+
+
+def _order(choice: Choice) -> tuple[float, float]:
+    return choice.loss_time_s, -choice.headroom_bytes

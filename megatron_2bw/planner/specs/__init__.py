@@ -1,0 +1,1 @@
+"""What is asked for: a model, a cluster, and a layout of the one on the other."""
