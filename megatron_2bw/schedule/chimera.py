@@ -37,12 +37,12 @@ def chimera(stages: int, microbatches: int) -> Schedule:
         raise ScheduleError(
             f"chimera runs units of as many microbatches as stages, {stages}, and got {microbatches}: use a multiple"
         )
-    passes = [[one for _, one in sorted(_slots(rank, stages, microbatches))] for rank in range(stages)]
+    passes = [[one for _, one in sorted(slots(rank, stages, microbatches))] for rank in range(stages)]
     in_flight = tuple(min(stages // 2, stages - rank) + min(stages // 2, rank + 1) for rank in range(stages))
     return bidirectional("chimera", stages, microbatches, passes, in_flight)
 
 
-def _slots(rank: int, stages: int, microbatches: int) -> Iterator[tuple[int, Pass]]:
+def slots(rank: int, stages: int, microbatches: int) -> Iterator[tuple[int, Pass]]:
     """The slot of each forward and backward of ``rank``; no two have the same."""
     for microbatch in range(microbatches):
         unit, within = divmod(microbatch, stages)

@@ -127,27 +127,13 @@ def test_simulated_ones_last_as_long_as_their_papers_say(schedule: str, options:
 
 
 @pytest.mark.parametrize("schedule", ["gems", "chimera"])
-def test_units_of_microbatches_repeat(schedule: str):
-    """What is left out takes as long, and as many activations, as all of it."""
-    for stages, units, backward, ends, send_s in itertools.product(
-        (2, 4, 6), (5, 9), (2, 2.4, 3), (0, 0.5), (0, 0.05, 0.3)
-    ):
+def test_units_of_microbatches_have_as_many_activations(schedule: str):
+    for stages, units in itertools.product((2, 4, 6), (5, 9)):
         count = units * (stages if schedule == "chimera" else 2) + (schedule == "gems" and units % 2)
         asked = layout(schedule=schedule, pipeline=stages, data=1, microbatch=1, global_batch=count)
-        pipeline = periods.Pipeline(
-            stages=stages,
-            microbatches=count,
-            first=periods.Stage(1 + ends / 10, backward),
-            middle=periods.Stage(1, backward),
-            last=periods.Stage(1 + ends, backward + 2 * ends),
-            send_s=send_s,
-            update_s=0.1,
-            gradients_s=0.2,
-        )
-        assert programs.shortened(asked)[1] == units - 4
-        assert batch.batch_s(asked, pipeline) == pytest.approx(batch.simulated_s(asked, pipeline), rel=1e-12), asked
-        in_flight = programs.programs_of(asked).in_flight
-        assert in_flight == programs.programs_of(programs.shortened(asked)[0]).in_flight
+        fewer, lacks = programs.shortened(asked)
+        assert (lacks, fewer.microbatches < count) == (units - 4, True)
+        assert programs.programs_of(asked).in_flight == programs.programs_of(fewer).in_flight
 
 
 def test_a_refusal_is_about_all_microbatches():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.pipeline import endless, periods
+from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s
 from megatron_2bw.planner.pipeline.followed import interleaved_s, uneven_one_f_one_b_s
 from megatron_2bw.planner.pipeline.periods import Pipeline
-from megatron_2bw.planner.pipeline.programs import programs_of, shortened
+from megatron_2bw.planner.pipeline.programs import programs_of
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.schedule.action import COMPUTE
@@ -88,7 +88,7 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run, as ``simulated_s`` would find.
 
     By closed form; where none is exact, microbatches are followed, of 2bw until it is known to 1e-4 where that takes
-    long. PipeDream and what runs in both directions have neither and are simulated.
+    long. PipeDream and MixPipe have neither and are simulated.
     """
     if layout.chunks > 1:
         return interleaved_s(pipeline)
@@ -100,8 +100,10 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.gpipe_s(pipeline)
     if layout.schedule == "inter-layer":
         return periods.inter_layer_s(pipeline)
-    if layout.schedule in (*BIDIRECTIONAL, "pipedream"):
-        return _repeated_s(layout, pipeline)
+    if layout.schedule in ("gems", "chimera"):
+        return (gems_s if layout.schedule == "gems" else chimera_s)(pipeline)
+    if layout.schedule in ("mixpipe", "pipedream"):
+        return simulated_s(layout, pipeline)
     is_closed = periods.one_f_one_b_is_exact(pipeline)
     return (periods.one_f_one_b_s if is_closed else uneven_one_f_one_b_s)(pipeline)
 
@@ -137,18 +139,6 @@ def _of_two_bw(layout: Layout) -> dict[str, Any]:
         "delayed": layout.delayed_microbatches or None,
         "copy": gradient_copy(layout),
     }
-
-
-def _repeated_s(layout: Layout, pipeline: Pipeline) -> float:
-    """What ``simulated_s`` finds, with each unit of microbatches that is left out as long as the last one."""
-    fewer, lacks = shortened(layout)
-    time_s = simulated_s(fewer, replace(pipeline, microbatches=fewer.microbatches))
-    if not lacks:
-        return time_s
-    unit = (layout.microbatches - fewer.microbatches) // lacks
-    fewest = replace(fewer, global_batch=fewer.global_batch - unit * fewer.microbatch * fewer.data)
-    unit_s = time_s - simulated_s(fewest, replace(pipeline, microbatches=fewest.microbatches))
-    return time_s + lacks * unit_s
 
 
 def simulated_s(layout: Layout, pipeline: Pipeline) -> float:

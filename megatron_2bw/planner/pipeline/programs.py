@@ -48,9 +48,8 @@ def refusal(layout: Layout) -> str | None:
 def shortened(layout: Layout) -> tuple[Layout, int]:
     """``layout`` with fewer microbatches where its Programs repeat themselves, and how many units of them it lacks.
 
-    gems and chimera run one unit after the other: two microbatches, one in each direction, and as many as stages.
-    Each unit takes as long as the one before, and no more activations, from the second on; four are kept. With stages
-    that differ, some of chimera's take longer: up to 2% in all.
+    gems and chimera run one unit after the other: two microbatches, one in each direction, and as many as stages. They
+    have no more forwards in flight from the second on; four are kept.
     """
     unit = {"gems": 2, "chimera": layout.pipeline}.get(layout.schedule)
     lacks = 0 if unit is None else max(layout.microbatches // unit - 4, 0)
