@@ -7,12 +7,11 @@ reads the environment when it is imported.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import traceback
 from typing import Any
-
-import torch
 
 from megatron_2bw.mcore.active import active
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, MEGATRON
@@ -96,7 +95,7 @@ def answer_locally(original: Any, value: Any, *rest: Any, **keywords: Any) -> An
 def answer_locally_in_fp32(original: Any, stat: Any, *rest: Any, **keywords: Any) -> Any:
     value = answer_locally(original, stat, *rest, **keywords)
     # Megatron asks all stages by way of fp32, which its log shows.
-    return None if value is None else torch.tensor(value, dtype=torch.float32).item()
+    return None if value is None else ctypes.c_float(value).value
 
 
 def settle_first(original: Any, *args: Any, **keywords: Any) -> Any:

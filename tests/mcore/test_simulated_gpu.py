@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,22 @@ def test_a_run_has_no_problem(case: Case) -> None:
 @pytest.mark.parametrize("case", SLOW.values(), ids=SLOW)
 def test_no_other_run_has_one(case: Case) -> None:
     assert problems(collect(watch, replace(case, batches=6, record_gradients=False), case.ranks)) == []
+
+
+NO_WAITS = {
+    "training.py (train)",  # Reads the loss scale, which is on the host.
+    "optimizer.py (step_with_ready_grads)",  # Torch's Adam reads how many steps it has made, on the host, too.
+    "random.py (fork)",  # The state of the host's random numbers.
+}
+PACE, LOSS = "pace.py (computed)", "session.py (skipped_iterations)"
+
+
+def test_the_host_waits_for_the_device_only_to_keep_pace() -> None:
+    """And on the last stage with a loss scale for the loss, which the log leaves out of its mean if it is no number."""
+    fewer, more = (collect(watch, replace(SHARDED, batches=batches), SHARDED.ranks) for batches in (4, 6))
+    waits = [later.waits - earlier.waits for earlier, later in zip(fewer, more, strict=True)]
+    found = [{re.sub(r":\d+", "", where) for where in of_rank} - NO_WAITS for of_rank in waits]
+    assert found == [{PACE}, {PACE}, {PACE, LOSS}, {PACE, LOSS}]
 
 
 @pytest.mark.parametrize(

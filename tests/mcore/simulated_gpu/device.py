@@ -37,6 +37,8 @@ class Device:
     def __init__(self) -> None:
         self.races: list[str] = []
         self.steps: list[Step] = []
+        self.waits: Counter[str] = Counter()
+        """By who asked for it: how often the main thread has waited for the device, or read a tensor anywhere."""
         self.host_groups: set[dist.ProcessGroup] = set()
         """Whose collectives the host waits for."""
         self._lines: list[Line] = []
@@ -174,6 +176,8 @@ class Device:
 
     def synchronize(self, seen: Seen) -> None:
         """The host has waited for all of that."""
+        if threading.current_thread() is threading.main_thread():
+            self.waits[_caller()] += 1
         with self._lock:
             self._look_for_memory_given_back()
             self.host.after(seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,6 +38,8 @@ class Watched(NamedTuple):
     """Accesses to memory that are in no order."""
     steps: list[Step]
     """In the order in which they were launched."""
+    waits: Counter[str]
+    """Of the main thread, by who waited."""
 
 
 def watch(case: Case, rank: int, port: int, folder: Path, flaw: str | None = None) -> None:
@@ -53,7 +56,7 @@ def watch(case: Case, rank: int, port: int, folder: Path, flaw: str | None = Non
             assert hasattr(where, name), "a flaw takes the place of something"
             setattr(where, name, other)
         train(case, rank, folder)
-    torch.save(Watched(device.races, device.steps), folder / f"rank{rank}.pt")
+    torch.save(Watched(device.races, device.steps, device.waits), folder / f"rank{rank}.pt")
 
 
 def _no_wait(*args: object, **kwargs: object) -> None: ...
