@@ -33,6 +33,8 @@ ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
 EXPERTS_IN_TENSOR_PARALLEL = replace(CASE, model=EXPERTS, tensor_parallel=2, sequence_parallel=True)
 SHARDED_BY_LAYERS = replace(CASE, replicas=2, optimizer="muon", distributed_optimizer=True, precision="bf16")
 IN_BF16 = ("--grad-reduce-in-bf16",)
+DISCARDED = ("--recompute-modules", "layernorm", "mla_up_proj")
+"""Outputs that are not kept, and computed again when the backward first needs them."""
 PER_TOKEN = ("--calculate-per-token-loss",)
 TWO_REPLICAS = replace(CASE, replicas=2, microbatches=2)
 EXACT = {
@@ -47,13 +49,25 @@ EXACT = {
         CASE, context_parallel=2, tensor_parallel=2, model=(*LLAMA, *PER_TOKEN), precision="fp16"
     ),
     "multi-latent attention": replace(CASE, model=LATENT),
-    # Those without a checkpoint of their own, such as mla_up_proj, need Transformer Engine.
     "multi-latent attention, bf16, MLP recomputed": replace(
         CASE,
         model=(*LATENT, "--disable-bias-linear"),
         precision="bf16",
         recompute="selective",
         flags=("--recompute-modules", "mlp"),
+    ),
+    "multi-latent attention, fp16, norms and projections discarded": replace(
+        CASE, model=LATENT, precision="fp16", recompute="selective", flags=DISCARDED
+    ),
+    # LayerNorm: torch's RMSNorm is several operations, whose gradients are added in another order when computed apart.
+    "SwiGLU, tensor and sequence parallel, norms discarded, half delayed": replace(
+        CASE,
+        model=("--swiglu", "--disable-bias-linear"),
+        tensor_parallel=2,
+        sequence_parallel=True,
+        delayed=2,
+        recompute="selective",
+        flags=("--recompute-modules", "layernorm"),
     ),
     "loss per token, fp16": replace(TWO_REPLICAS, model=PER_TOKEN, precision="fp16", tied=True),
     "experts, fp16, distributed optimizer": replace(

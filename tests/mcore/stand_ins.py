@@ -53,6 +53,8 @@ def install(case: Case, args: Any) -> None:
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 
         DotProductAttention.__init__ = _told_head_sizes(DotProductAttention.__init__)
+    if case.device == "cpu":
+        let_outputs_be_discarded()
 
 
 def _with_frozen(build: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
@@ -78,6 +80,22 @@ def let_ranks_share_a_gpu() -> None:
         for module in (dist, dist.distributed_c10d):  # A P2POp asks whether the one is the other's.
             setattr(module, name, transfer)
     param_and_grad_buffer._coalescing_manager = _one_by_one
+
+
+def let_outputs_be_discarded() -> None:
+    """Give Megatron's checkpoints that discard their output what they take from Transformer Engine and a compiler."""
+    from megatron.core.tensor_parallel import random
+
+    random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    random._get_share_storage = lambda: _take_data
+
+
+def _take_data(empty: torch.Tensor, full: torch.Tensor) -> None:
+    """As the storage of ``full``, and none of its bytes a change that autograd would see."""
+    storage = full.untyped_storage()
+    empty.untyped_storage().resize_(storage.nbytes())
+    empty.untyped_storage().copy_(storage)
 
 
 @contextlib.contextmanager
