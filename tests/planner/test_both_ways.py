@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s
+from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s, least_both_ways_s
 from megatron_2bw.planner.pipeline.periods import Pipeline, Stage
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate
@@ -54,6 +54,17 @@ def test_lighter_and_heavier_ends(name: str):
 def test_stages_and_links_of_all_kinds(name: str):
     for p in drawn(name, 60):
         assert FOLLOWED[name](p) == simulated_s(name, p), p
+
+
+@pytest.mark.parametrize("name", ["chimera", "mixpipe"])
+def test_the_least_is_nowhere_too_long(name: str):
+    shares = []
+    for p in drawn(name, 60):
+        if name == "mixpipe":
+            p = replace(p, microbatches=p.stages * (1 + p.microbatches % 2))
+        shares.append(least_both_ways_s(p) / simulated_s(name, p))
+    assert max(shares) <= 1
+    assert max(shares) > 0.8
 
 
 def test_units_that_take_turns():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.pipeline import endless, periods
-from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s
+from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s, least_both_ways_s
 from megatron_2bw.planner.pipeline.followed import interleaved_s, uneven_one_f_one_b_s
 from megatron_2bw.planner.pipeline.periods import Pipeline
 from megatron_2bw.planner.pipeline.programs import programs_of
@@ -109,22 +109,14 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
 
 
 def least_s(layout: Layout, pipeline: Pipeline) -> float:
-    """What ``batch_s`` is at least: the same, or less where that follows or simulates.
-
-    In both directions, the ranks in the middle have half of all stages' forwards before them and backwards behind them.
-    """
+    """What ``batch_s`` is at least: the same, or less where that follows or simulates."""
     if layout.chunks > 1:
         return periods.least_interleaved_s(pipeline)
     if layout.schedule == "2bw":
         return periods.two_bw_s(pipeline, **_of_two_bw(layout))
     if layout.schedule in ("1f1b-flush", "megatron"):
         return (periods.least_uneven_s if pipeline.each else periods.one_f_one_b_s)(pipeline)
-    if layout.schedule not in BIDIRECTIONAL:
-        return batch_s(layout, pipeline)
-    m, half = layout.microbatches, layout.pipeline // 2
-    ends_s = m * (pipeline.first.pair_s + pipeline.last.pair_s) / 2
-    middle_s = m * pipeline.middle.pair_s + pipeline.turn_s(0, half - 2) if half > 1 else 0.0
-    return max(ends_s, middle_s, pipeline.turn_s(0, layout.pipeline - 1)) + periods.flush_s(pipeline)
+    return least_both_ways_s(pipeline) if layout.schedule in ("chimera", "mixpipe") else batch_s(layout, pipeline)
 
 
 def is_bound_quicker(layout: Layout) -> bool:

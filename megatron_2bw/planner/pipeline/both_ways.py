@@ -65,6 +65,22 @@ def chimera_s(pipeline: Pipeline) -> float:
     return _units_s(pipeline, turns, microbatches=stages, length=2 * stages)
 
 
+def least_both_ways_s(pipeline: Pipeline) -> float:
+    """What Chimera and MixPipe take without waits: nowhere too long.
+
+    Every rank has all passes of two stages to do. At least as many stages as there are between it and the nearer end
+    are passed before its first forward, and again after its last backward.
+    """
+    p, up, way_s, longest_s = pipeline, pipeline.microbatches // 2, 0.0, 0.0
+    stages = p.in_order
+    for near in range(p.stages // 2):
+        for rank in (near, p.stages - 1 - near):
+            down_s, up_s = stages[rank].pair_s, stages[p.stages - 1 - rank].pair_s
+            longest_s = max(longest_s, way_s + (p.microbatches - up) * down_s + up * up_s)
+        way_s += stages[near].pair_s + 2 * p.links_s[near]
+    return max(longest_s, p.turn_s(0, p.stages - 1)) + flush_s(p)
+
+
 class _Step(NamedTuple):
     """A turn, by where the times are that it needs and that it changes."""
 
