@@ -66,6 +66,7 @@ def problem(model: Model, layout: Layout) -> Problem | None:
         or fp8_problem(layout)
         or module_problem(model, layout.modules_again, layout.fp8)
         or optimizer_problem(layout.optimizer, layout.precision, distributed=layout.distributed_optimizer)
+        or instance_problem(layout)
         or model_problem(model, layout)
         or stage_problem(model, layout)
         or microbatch_problem(layout, needed)
@@ -270,6 +271,29 @@ def count_problem(field: str, count: int) -> Problem | None:
         return Problem(f"gradient_buffers {count}: there are 1 or 2", "use 2")
     if field == "mixpipe_k" and count % 2:
         return Problem(f"mixpipe_k {count}: it is even", f"use {count + 1}")
+    return None
+
+
+def instance_problem(layout: Layout) -> Problem | None:
+    """Why replicas do not form so many groups that share an optimizer.
+
+    Rules: ``initialize_model_parallel``; DistributedDataParallel; ``get_megatron_optimizer`` for others than Adam.
+    """
+    count = layout.optimizer_instances
+    if count == 1:
+        return None
+    if not layout.distributed_optimizer:
+        return Problem(f"optimizer_instances {count} needs distributed_optimizer", "switch it on")
+    if layout.optimizer.is_of_matrices:
+        return Problem(
+            f"optimizer_instances {count}: Megatron has one of optimizer {layout.optimizer}", "use 1, or optimizer adam"
+        )
+    for replicas, whose in ((layout.replicas, "a stage"), (layout.expert_replicas, "an expert")):
+        if replicas % count:
+            nearest = nearest_divisor(math.gcd(layout.replicas, layout.expert_replicas), count)
+            return Problem(
+                f"optimizer_instances {count} does not divide the {replicas} replicas of {whose}", f"use {nearest}"
+            )
     return None
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost import costs, updates
 from megatron_2bw.planner.cost.layer import works_of
 from megatron_2bw.planner.cost.sizes import Sizes, Split
 from megatron_2bw.planner.cost.speeds import A100, machine_of, speed_of
@@ -337,6 +337,18 @@ def test_sums_and_updates():
     assert plain.norm_s > 5 * untied.norm_s
     on_one_node = pipeline_of(layout(pipeline=8, data=1), replace(SMALL, num_layers=8), DGX)
     assert on_one_node.norm_s < 4 * SMALL.padded_vocab_size() * 2048 / (A100.nvlink_efficiency * 300e9) + 1e-3
+
+
+def test_an_optimizer_per_node_gathers_weights_inside_of_it():
+    """Gradients are summed inside of nodes, and each shard between them; Adam then has twice as much to do."""
+    slow = replace(TWO_DGX, inter_node_gb_s=1)
+    machine = machine_of(slow)
+    base = layout(pipeline=1, data=16, schedule="megatron", distributed_optimizer=True, global_batch=64)
+    one, each = (pipeline_of(replace(base, optimizer_instances=count), cluster=slow) for count in (1, 2))
+    size_bytes = 4 * updates.fullest(SMALL, base, weights_of(SMALL, 1))[1][0].weights
+    sum_s = machine.reduce_scatter_s(size_bytes, 8, 1) + machine.all_reduce_s(size_bytes / 8, 2, 8)
+    assert each.gradients_s == pytest.approx(sum_s)
+    assert each.update_s < one.update_s / 5
 
 
 def test_fused_attention_computes_scores_again():

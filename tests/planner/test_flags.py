@@ -58,6 +58,9 @@ LAYOUTS = {
         fused_loss=True,
         overlap_tensor=True,
     ),
+    "two optimizers": Layout(
+        schedule="2bw", pipeline=2, data=4, global_batch=8, distributed_optimizer=True, optimizer_instances=2
+    ),
     "in blocks": Layout(schedule="1f1b-flush", pipeline=2, data=2, global_batch=8, fp8=Fp8.BLOCKWISE),
     "inter-layer": Layout(schedule="inter-layer", pipeline=2, data=2, global_batch=8, precision=Precision.FP16),
     "gems": Layout(schedule="gems", pipeline=2, data=2, global_batch=8),
@@ -462,8 +465,8 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         (f"{RUN} --deepspeed --zero-stage 3", "does not cover DeepSpeed, whose file says what it shards and"),
         (f"{RUN} --enable-zero-bubble", "--enable-zero-bubble: the cost model does not cover backward passes in two"),
         (
-            f"{RUN} --use-distributed-optimizer --num-distributed-optimizer-instances 2",
-            "does not cover several instances of a distributed optimizer",
+            f"{RUN} --num-distributed-optimizer-instances 2",
+            "optimizer_instances 2 needs distributed_optimizer; switch it on",
         ),
         (f"{RUN} --img-h 336", "does not cover models of pictures beside text"),
         (f"{RUN} --fp32-residual-connection", "does not cover a sum of the layers in fp32"),
@@ -583,13 +586,22 @@ def test_flags_that_pipedream_cannot_have():
         ({"schedule": "chimera", "mixpipe_gamma": 1}, "mixpipe_gamma 1: chimera has no such number; use 0"),
         ({"schedule": "chimera", "global_batch": 12}, "use global_batch 8"),
         ({"schedule": "pipedream"}, "use global_batch 2"),
+        ({"optimizer_instances": 2}, "optimizer_instances 2 needs distributed_optimizer; switch it on"),
+        (
+            {"data": 6, "global_batch": 96, "distributed_optimizer": True, "optimizer_instances": 4},
+            "optimizer_instances 4 does not divide the 6 replicas of a stage; use 3",
+        ),
+        (
+            {"data": 2, "distributed_optimizer": True, "optimizer_instances": 2, "optimizer": Optimizer.MUON},
+            "optimizer_instances 2: Megatron has one of optimizer muon; use 1, or optimizer adam",
+        ),
         ({"schedule": "mixpipe", "mixpipe_k": 2, "global_batch": 16}, "use global_batch 8"),
     ],
     ids=str,
 )
 def test_wrong_numbers_are_named_with_the_nearest_right_one(changes: dict, message: str):
     model = dataclasses.replace(SMALL, tied=False)
-    wrong = Layout(**({"pipeline": 4, "data": 1, "microbatch": 2, "global_batch": 8} | changes))
+    wrong = Layout(**({"schedule": "megatron", "pipeline": 4, "data": 1, "microbatch": 2, "global_batch": 8} | changes))
     assert message in str(problem(model, wrong))
 
 

@@ -85,11 +85,18 @@ def send_s(model: Model, layout: Layout, machine: Machine) -> float:
 
 def gradients_s(layout: Layout, machine: Machine, stage: Sequence[Held], backward_s: float) -> float:
     """Sum over replicas; with overlap, what goes on after the last backward, at least its last bucket."""
-    one = machine.reduce_scatter_s if layout.distributed_optimizer else machine.all_reduce_s
-    sum_s = sum(one(layout.gradient_width * held.weights, held.replicas, held.stride) for held in stage)
+    sum_s = sum(_sum_s(layout, machine, held) for held in stage)
     if layout.schedule in WITHOUT_OVERLAP or not layout.overlap_gradients:
         return sum_s
     return max(sum_s - backward_s, sum_s * _bucket_share(layout, stage))
+
+
+def _sum_s(layout: Layout, machine: Machine, held: Held) -> float:
+    """With the distributed optimizer, over the ranks of an instance, and of each shard over the instances."""
+    size_bytes, shards = layout.gradient_width * held.weights, layout.shards(held.replicas)
+    instances, distance = held.replicas // shards, held.stride * shards
+    scattered_s = machine.reduce_scatter_s(size_bytes, shards, held.stride)
+    return scattered_s + machine.all_reduce_s(size_bytes / shards, instances, distance)
 
 
 def _bucket_share(layout: Layout, stage: Sequence[Held]) -> float:
@@ -111,7 +118,9 @@ def gathered_s(layout: Layout, machine: Machine, stage: Sequence[Held], forward_
     chunks, width = layout.chunks, layout.precision.width
     saved = width - fp8.gathered_width(layout.fp8, width, parameters=layout.fp8_parameters)  # Not of embeddings.
     gather_s = sum(
-        machine.reduce_scatter_s(width * held.weights - saved * held.of_layers, held.replicas, held.stride)
+        machine.reduce_scatter_s(
+            width * held.weights - saved * held.of_layers, layout.shards(held.replicas), held.stride
+        )
         for held in stage
     )
     if layout.schedule in WITHOUT_OVERLAP or not layout.overlap_parameters:

@@ -64,6 +64,7 @@ LAYOUT_NUMBERS: dict[str, str] = {
     "--mixpipe-k": "mixpipe_k",
     "--mixpipe-gamma": "mixpipe_gamma",
     "--pipeline-gradient-buffers": "gradient_buffers",
+    "--num-distributed-optimizer-instances": "optimizer_instances",
 }
 """Flags with a number of the Layout."""
 _MOE_LAYER = "--moe-layer-recompute"
@@ -420,6 +421,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--mixpipe-k": (layout.mixpipe_k, 0),
         "--mixpipe-gamma": (layout.mixpipe_gamma, 0),
         "--pipeline-gradient-buffers": (layout.gradient_buffers, 2),
+        "--num-distributed-optimizer-instances": (layout.optimizer_instances, 1),
         "--micro-batch-size": (layout.microbatch, 0),
         "--global-batch-size": (layout.global_batch, 0),
     }

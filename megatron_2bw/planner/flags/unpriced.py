@@ -106,7 +106,6 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--heterogeneous-layers-config-path": (_given, "layers of several kinds"),
     "--moe-latent-size": (_given, "experts of another width"),
     "--moe-expert-capacity-factor": (_given, "a capacity of experts"),
-    "--num-distributed-optimizer-instances": (_above_one, "several instances of a distributed optimizer"),
     "--freeze-all-layers": (_given, "frozen layers"),
     "--hybrid-context-parallel": (_given, "sequences shared by numbers of ranks of their own"),
     "--mtp-use-repeated-layer": (_given, "one layer that predicts several tokens"),

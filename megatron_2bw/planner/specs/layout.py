@@ -133,6 +133,7 @@ _COUNTS = {
     "recompute_layers": 1,
     "chunks": 1,
     "gradient_buffers": 1,
+    "optimizer_instances": 1,
     "extra_in_flight": 0,
     "delayed_microbatches": 0,
     "mixpipe_k": 0,
@@ -182,6 +183,8 @@ class Layout:
     """Of ``Recompute.FULL``: ``--recompute-num-layers``."""
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    optimizer_instances: int = 1
+    """``--num-distributed-optimizer-instances``: groups of neighbouring replicas, each with all of its state."""
     overlap_gradients: bool = False
     """``--overlap-grad-reduce``: replicas sum gradients during the last backward; 2bw always overlaps."""
     overlap_parameters: bool = False
@@ -276,7 +279,7 @@ class Layout:
 
     def shards(self, replicas: int) -> int:
         """Of the optimizer's state of weights that so many ranks have."""
-        return replicas if self.distributed_optimizer else 1
+        return replicas // self.optimizer_instances if self.distributed_optimizer else 1
 
     @property
     def replicas(self) -> int:
