@@ -16,8 +16,8 @@ from megatron_2bw.mcore.groups import create_host_group
 from megatron_2bw.runtime.background import Background
 from megatron_2bw.runtime.errors import needs_peers, waiting_in
 from megatron_2bw.runtime.recorder import Recorder
-from megatron_2bw.schedule.action import COMPUTE, ActionType, Reduction
-from megatron_2bw.schedule.measured import batches_of, spent_s
+from megatron_2bw.schedule.action import ActionType, Reduction
+from megatron_2bw.schedule.measured import batches_of, spent_s, work_of
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.timeline import Event
 
@@ -108,10 +108,8 @@ def busy(events: list[Event], reductions: list[Event], schedule: Schedule) -> Bu
     *_, batch = [None, *batches_of(events, schedule.microbatches - 1)]
     if batch is None:
         return None
-    work = COMPUTE | {ActionType.UPDATE} if any(schedule.delay) else COMPUTE
-    return Busy(
-        spent_s(batch.events, work), batch.period_s, min(_slacks_s(batch.events, reductions, schedule), default=0.0)
-    )
+    slack_s = min(_slacks_s(batch.events, reductions, schedule), default=0.0)
+    return Busy(spent_s(batch.events, work_of(schedule)), batch.period_s, slack_s)
 
 
 def numbers(stages: list[Busy], *, delayed: bool) -> dict[str, float]:

@@ -35,6 +35,8 @@ class Reduction(StrEnum):
 
 
 COMPUTE = frozenset({ActionType.FORWARD, ActionType.BACKWARD})
+WORK = COMPUTE | {ActionType.UPDATE}
+"""What schedules are authored in; the rest is communication."""
 ACTIVATIONS = frozenset({ActionType.SEND_FORWARD, ActionType.RECV_FORWARD})
 """Transfers of them; the others are of their gradients."""
 SENDS = frozenset({ActionType.SEND_FORWARD, ActionType.SEND_BACKWARD})

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron_2bw.schedule.action import COMPUTE, Action, ActionType, Reduction
+from megatron_2bw.schedule.action import WORK, Action, Reduction
 from megatron_2bw.schedule.first_calls import first_calls
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
@@ -96,8 +96,7 @@ def walk_of(schedule: Schedule, runs: Iterable[int], *, first_calls: int = 0) ->
 
 def lowered(schedule: Schedule) -> Schedule:
     """``schedule``, with default reductions and transfers added where it has only F, B and UPDATE."""
-    authored = COMPUTE | {ActionType.UPDATE}
-    if any(action.type not in authored for program in schedule.programs for action in program.steady):
+    if any(action.type not in WORK for program in schedule.programs for action in program.steady):
         return schedule
     return lower(schedule)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_2bw.schedule.action import COMPUTE, TRANSFERS, Action, ActionType, Reduction
+from megatron_2bw.schedule.action import COMPUTE, TRANSFERS, WORK, Action, ActionType, Reduction
 from megatron_2bw.schedule.calls import groups
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.rules import Rule, RuleBroken
 
-_AUTHORED = COMPUTE | {ActionType.UPDATE}
-_COMMUNICATION = frozenset(ActionType) - _AUTHORED
+_COMMUNICATION = frozenset(ActionType) - WORK
 
 
 class Misplaced(RuleBroken):
@@ -51,7 +50,7 @@ def check_compute(schedule: Schedule) -> None:
         Misplaced: the first one found.
     """
     _check_homes_and_versions(schedule)
-    _check_counts(schedule, only=_AUTHORED)
+    _check_counts(schedule, only=WORK)
     _check_inputs(schedule)
     _check_shared_stages(schedule)
 

@@ -9,7 +9,7 @@ from itertools import chain
 from statistics import fmean, median
 from typing import NamedTuple
 
-from megatron_2bw.schedule.action import COMPUTE, ActionType
+from megatron_2bw.schedule.action import COMPUTE, WORK, ActionType
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Schedule
@@ -64,7 +64,7 @@ class Run:
         grow, only those of the last size count; where the first ones had no delay, those after them.
         0 for fewer than five batches.
         """
-        work = COMPUTE | {ActionType.UPDATE} if any(self.schedule.delay) else COMPUTE
+        work = work_of(self.schedule)
         return fmean(
             median([1 - spent_s(batch.events, work) / batch.period_s for batch in batches]) if batches else 0.0
             for batches in self._settled
@@ -175,7 +175,7 @@ class Run:
         }
         periods_s = {step: float(steady_state(self.schedule, durations).period_s) for step, durations in steps.items()}
         periods_s |= {
-            "moments": self._replayed(steps["updates"], COMPUTE | {ActionType.UPDATE}).period_s,
+            "moments": self._replayed(steps["updates"], WORK).period_s,
             "rest": self.period_s,
         }
         before_s = [0.0, *periods_s.values()]
@@ -248,6 +248,11 @@ def batches_of(events: Sequence[Event], last_microbatch: int) -> Iterator[Batch]
             if began_s is not None:
                 yield Batch(event.action.batch, began_s, event.end_s, during)
             during, began_s = [], event.end_s
+
+
+def work_of(schedule: Schedule) -> frozenset[ActionType]:
+    """What a stage is busy with; see ``Run.bubble``."""
+    return WORK if any(schedule.delay) else COMPUTE
 
 
 def spent_s(events: list[Event], types: frozenset[ActionType] | set[ActionType]) -> float:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from xml.sax.saxutils import escape, quoteattr
 
-from megatron_2bw.schedule.action import COMPUTE, ActionType
+from megatron_2bw.schedule.action import COMPUTE, WORK, ActionType
 from megatron_2bw.schedule.durations import Seconds
 from megatron_2bw.schedule.timeline import Event, Timeline
 
 _HUES = (("#a9cdf8", "#2563b5"), ("#fcd19c", "#bf5f0b"), ("#b4dfb7", "#2a7d43"), ("#dbc6f0", "#7140ab"))
 """(forward, backward) of batches 0, 1, ..., over and over."""
-_SHOWN = COMPUTE | {ActionType.UPDATE}
-"""What is drawn; a rank that waits is idle."""
 _INK, _FAINT_INK, _IDLE, _CARD, _EDGE, _UPDATE = "#1f2430", "#5b6474", "#e9ebf0", "#ffffff", "#d5d9e2", "#d1242f"
 
 _WIDTH, _MARGIN = 1200, 28
@@ -93,7 +91,7 @@ class _Panel:
             yield text_at(_MARGIN, y + 16, f"rank {rank}", fill=_FAINT_INK)
             yield _box(_MARGIN + _LABELS, y, end - _MARGIN - _LABELS, _CELL, _IDLE)
             for event in events:
-                if event.action.type in _SHOWN:
+                if event.action.type in WORK:  # A rank that waits is idle.
                     yield from self._event(event, y)
         room = _WIDTH - _MARGIN - end
         if room > 110:

@@ -9,12 +9,11 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_2bw.schedule.action import COMPUTE, Action, ActionType
+from megatron_2bw.schedule.action import COMPUTE, WORK, Action, ActionType
 from megatron_2bw.schedule.durations import Seconds
 
 REDUCTIONS, DATA = "reductions", "data"
 """Rows beside the actions: chains of reductions, and the reading of microbatches within forwards."""
-_WORK = COMPUTE | {ActionType.UPDATE}
 
 
 class Event(NamedTuple):
@@ -86,7 +85,7 @@ class Timeline:
 
 def work_s(timeline: Timeline) -> Seconds:
     """Time spent in F, B and UPDATE, summed over ranks."""
-    return sum(e.end_s - e.start_s for events in timeline.events for e in events if e.action.type in _WORK)
+    return sum(e.end_s - e.start_s for events in timeline.events for e in events if e.action.type in WORK)
 
 
 def ratio(part: Seconds, whole: Seconds) -> Fraction | float:
