@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megatron.training import checkpointing, get_args
 from megatron.training.async_utils import maybe_finalize_async_save
 
+from megatron_2bw.mcore import symbols
+
 
 def save(original: Callable[..., Any], iteration: int, *rest: Any, **keywords: Any) -> Any:
     """Save as Megatron does; a checkpoint that is there already stays until the new one is complete."""
@@ -228,8 +230,7 @@ def _failing(args: Any, trackers: Sequence[str], why: str) -> Iterator[None]:
         raise RuntimeError(why) from exit_
 
 
-@contextlib.contextmanager
-def _reading_step(step: int | None, trackers: Sequence[str]) -> Iterator[None]:
+def _reading_step(step: int | None, trackers: Sequence[str]) -> contextlib.AbstractContextManager[object]:
     """Let ``--ckpt-step`` decide wherever Megatron asks these files for an iteration.
 
     In the torch format it asks once more, for the distributed optimizer's state, and forgets the step.
@@ -239,15 +240,10 @@ def _reading_step(step: int | None, trackers: Sequence[str]) -> Iterator[None]:
     def read(tracker: str) -> tuple[int, bool]:
         return (step, False) if step and tracker in trackers else original(tracker)
 
-    checkpointing.read_metadata = read
-    try:
-        yield
-    finally:
-        checkpointing.read_metadata = original
+    return symbols.replace(checkpointing, "read_metadata", read)
 
 
-@contextlib.contextmanager
-def _writing_to(beside: Path, *, instead_of: Path) -> Iterator[None]:
+def _writing_to(beside: Path, *, instead_of: Path) -> contextlib.AbstractContextManager[object]:
     """Let Megatron write one checkpoint under another name, which no run loads."""
     original = checkpointing.get_checkpoint_name
 
@@ -255,8 +251,4 @@ def _writing_to(beside: Path, *, instead_of: Path) -> Iterator[None]:
         path = Path(original(*args, **keywords))
         return str(beside / path.relative_to(instead_of) if path.is_relative_to(instead_of) else path)
 
-    checkpointing.get_checkpoint_name = name
-    try:
-        yield
-    finally:
-        checkpointing.get_checkpoint_name = original
+    return symbols.replace(checkpointing, "get_checkpoint_name", name)

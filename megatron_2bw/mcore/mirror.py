@@ -8,8 +8,8 @@ weights of rank d-1-r, and after its last backward it gives that rank its gradie
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -21,19 +21,16 @@ from torch.utils import _pytree
 
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.random_state import RandomState
+from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.errors import needs_peers
 
 
 def build(provide: Callable[[], Any]) -> Any:
     """What ``provide`` makes of this rank's mirrored place; draws no random numbers of the run. Collective."""
     group = groups.create_mirrored_group()
-    pipeline = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP
-    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = group
-    try:
-        with at_stage(group.rank()), RandomState.present().shown():
-            return provide()
-    finally:
-        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline
+    in_mirrored = replace(parallel_state, "_PIPELINE_MODEL_PARALLEL_GROUP", group)
+    with in_mirrored, at_stage(group.rank()), RandomState.present().shown():
+        return provide()
 
 
 def collection(given: ProcessGroupCollection) -> ProcessGroupCollection:
@@ -43,15 +40,9 @@ def collection(given: ProcessGroupCollection) -> ProcessGroupCollection:
     return mirrored
 
 
-@contextmanager
-def at_stage(stage: int) -> Iterator[None]:
+def at_stage(stage: int) -> AbstractContextManager[object]:
     """Inside, Megatron takes this rank for that of ``stage``: what it reads, and whether it has a loss."""
-    before = parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK
-    parallel_state.set_pipeline_model_parallel_rank(stage)
-    try:
-        yield
-    finally:
-        parallel_state.set_pipeline_model_parallel_rank(before)
+    return replace(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", stage)
 
 
 class Mirror:

@@ -318,7 +318,7 @@ class DelayedOptimizer:
             self._replace(part, "_copy_main_params_to_model_params", copy)
 
     def _replace(self, target: object, name: str, value: object) -> None:
-        self._taken_over.callback(replace(target, name, value))
+        self._taken_over.enter_context(replace(target, name, value))
 
     def _prepare_grads(self, optimizer: Any) -> bool:
         """In place of Megatron's; the chain has removed the loss scale and looked for overflows."""

@@ -285,7 +285,7 @@ class Pipeline:
             self._stage = FlushedStage(call, self.schedule_name)
             return
         # A transfer of evaluation would wait for every stream of the device.
-        self._undo.callback(replace(self.config, "batch_p2p_sync", False))
+        self._undo.enter_context(replace(self.config, "batch_p2p_sync", False))
         if self.config.num_moe_experts is not None:
             self._moe_metrics = MoEMetrics(self._logs_this_batch)
             self._undo.callback(self._moe_metrics.close)

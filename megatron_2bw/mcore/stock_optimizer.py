@@ -130,7 +130,7 @@ def _accumulating_in_fp32(model: torch.nn.Module) -> Iterator[Callable[[torch.Te
             for parameter in buffer.params:
                 grad = parameter.main_grad
                 view = stand_in.as_strided(grad.shape, grad.stride(), grad.storage_offset() - data.storage_offset())
-                replaced.callback(replace(parameter, "main_grad", view))
+                replaced.enter_context(replace(parameter, "main_grad", view))
         yield buffered
 
 

@@ -8,6 +8,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,15 +79,16 @@ def check(symbols: Iterable[Used]) -> None:
             raise unsupported(symbol, f"no longer takes {', '.join(missing)}")
 
 
-def replace(target: object, name: str, value: object) -> Callable[[], None]:
-    """Set an attribute that Megatron reads; returns what sets it back.
+def replace(target: object, name: str, value: object) -> ExitStack:
+    """Set an attribute that Megatron reads; what is returned sets it back, when it is closed.
 
     Raises:
         UnsupportedMegatronError: there is none of that name, so nobody would read it.
     """
     if not hasattr(target, name):
         raise unsupported(f"{type(target).__module__}.{type(target).__name__}.{name}", "is missing")
-    back = functools.partial(setattr, target, name, getattr(target, name))
+    back = ExitStack()
+    back.callback(setattr, target, name, getattr(target, name))
     setattr(target, name, value)
     return back
 

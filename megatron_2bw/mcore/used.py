@@ -38,7 +38,6 @@ USED: tuple[Used, ...] = (
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK",
         "_PIPELINE_MODEL_PARALLEL_GROUP",
     ),
-    Used(module=_PARALLEL_STATE, name="set_pipeline_model_parallel_rank", parameters=("rank",)),
     Used(
         module=_PARALLEL_STATE,
         name="create_group",

@@ -11,8 +11,9 @@ def test_only_an_attribute_that_megatron_has_is_replaced() -> None:
     from megatron_2bw.mcore.symbols import UnsupportedMegatronError, replace
 
     target = SimpleNamespace(there=1)
-    replace(target, "there", 2)
-    assert target.there == 2
+    with replace(target, "there", 2):
+        assert target.there == 2
+    assert target.there == 1
     with pytest.raises(UnsupportedMegatronError, match=r"SimpleNamespace\.renamed is missing"):
         replace(target, "renamed", 2)
 
