@@ -21,6 +21,7 @@ from torch.utils import _pytree
 
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.random_state import RandomState
+from megatron_2bw.mcore.stock_optimizer import buffers_of
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.errors import needs_peers
 
@@ -116,7 +117,7 @@ def _weights(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _gradients(model: Any) -> list[torch.Tensor]:
     """Accumulation buffers of a stage; the same for every copy of it."""
-    return [buffer.grad_data for buffer in [*model.buffers, *model.expert_parallel_buffers]]
+    return [buffer.grad_data for buffer in buffers_of(model)]
 
 
 def _on_host(found: Any) -> Any:

@@ -21,6 +21,7 @@ from megatron_2bw.mcore.routers import Routers
 from megatron_2bw.mcore.stock_optimizer import (
     Accumulated,
     accumulated,
+    buffers_of,
     forget_shards_of_weights,
     hyperparameters_of,
     is_layer_wise,
@@ -307,7 +308,7 @@ class DelayedOptimizer:
         for name in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
             inner.has_grad_norm_group(name)
         # Captured gradients are zeroed when they are captured; before, a reduction may still read them.
-        for buffer in [*self._model.buffers, *self._model.expert_parallel_buffers]:
+        for buffer in buffers_of(self._model):
             self._replace(buffer, "reset", lambda: None)
 
     def _correct(self, part: Any, correction: Correction) -> None:

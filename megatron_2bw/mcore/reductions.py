@@ -16,6 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron_2bw.mcore.groups import UpdateGroups
 from megatron_2bw.mcore.routers import Routers
+from megatron_2bw.mcore.stock_optimizer import buffers_of
 from megatron_2bw.runtime.errors import needs_peers
 from megatron_2bw.runtime.gradients import CapturedGradients, Region
 from megatron_2bw.schedule.action import Reduction
@@ -64,7 +65,7 @@ def sources_of(model: torch.nn.Module) -> list[Source]:
     """Accumulation buffers of a stage, by bucket where the distributed optimizer shards them."""
     sources = []
     instances = model.inter_dist_opt_group if model.ddp_config.num_distributed_optimizer_instances > 1 else None
-    for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+    for buffer in buffers_of(model):
         if not model.ddp_config.use_distributed_optimizer:
             region = Region(buffer.grad_data, buffer.grad_data)
             sources.append(Source(region, buffer.gradient_scaling_factor, buffer.data_parallel_group))

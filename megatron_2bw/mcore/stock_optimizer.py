@@ -17,10 +17,15 @@ from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.weights import WeightVersions
 
 
+def buffers_of(model: Any) -> list[Any]:
+    """In which Megatron's DistributedDataParallel accumulates gradients: those of experts are apart."""
+    return [*model.buffers, *model.expert_parallel_buffers]
+
+
 def versions_of(inner: Any, model: torch.nn.Module, routers: Routers, versions: int) -> WeightVersions:
     """Weight versions of a stage; with the distributed optimizer, of the buffers that hold its weights."""
     parameters = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *routers.biases]
-    buffers = [buffer for buffer in [*model.buffers, *model.expert_parallel_buffers] if buffer.param_data is not None]
+    buffers = [buffer for buffer in buffers_of(model) if buffer.param_data is not None]
     views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
     for optimizer in inner.chained_optimizers if buffers else ():
         if not is_layer_wise(optimizer):
@@ -121,7 +126,7 @@ def _accumulating_in_fp32(model: torch.nn.Module) -> Iterator[Callable[[torch.Te
         return buffer.as_strided(grad.shape, grad.stride(), buffer.storage_offset() + grad.storage_offset())
 
     with ExitStack() as replaced:
-        for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+        for buffer in buffers_of(model):
             data = buffer.grad_data
             if data.dtype == torch.float32:
                 continue
