@@ -35,7 +35,6 @@ from megatron_2bw.runtime.corrections import Correction, UpdateLead
 from megatron_2bw.runtime.gradients import CapturedGradients
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.schedule.action import Reduction
-from megatron_2bw.schedule.program import GradientCopy
 
 
 class UpdateOutcome(NamedTuple):
@@ -167,14 +166,6 @@ class DelayedOptimizer:
         if name.startswith("_"):  # Ours, and not set yet.
             raise AttributeError(name)
         return getattr(self._inner, name)
-
-    @property
-    def gradient_copy(self) -> GradientCopy:
-        """What is kept of finished gradients, which decides what the next batch has to wait for."""
-        if not self._captured.has_second_buffer:
-            return GradientCopy.NONE
-        sharded = any(region.is_sharded for region in self._captured.regions)
-        return GradientCopy.SHARD if sharded else GradientCopy.WHOLE
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Report the updates finished since the last call: usually that of the batch before."""

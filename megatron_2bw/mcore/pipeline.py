@@ -343,7 +343,7 @@ class Pipeline:
         return {
             "stages": self.stages,
             "microbatches": microbatches,
-            "copy": self.optimizer.gradient_copy if self.is_delayed else None,
+            "copy": self.optimizer.pending.captured.copy if self.is_delayed else None,
             "reductions": chain_of(tied=self._tied),
             **(self._options if name == self.schedule_name else {}),
         }

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_2bw.schedule.program import GradientCopy
+
 
 class Region(NamedTuple):
     """A flat piece of an accumulation buffer, and what this rank needs of it for its update."""
@@ -38,13 +40,21 @@ class CapturedGradients:
         self.regions = tuple(regions)
         for region in self.regions:
             region.whole.zero_()
-        self.has_second_buffer = second_buffer
+        self._has_second_buffer = second_buffer
         self.kept = tuple(torch.zeros_like(part) if second_buffer else part for _, part in self.regions)
         """One flat tensor per region, as large as its part."""
         self.device = device or self.kept[0].device
         self._pieces: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for (_, part), kept in zip(self.regions, self.kept, strict=True):
             self._pieces.setdefault(part.untyped_storage().data_ptr(), []).append((part, kept))
+
+    @property
+    def copy(self) -> GradientCopy:
+        """What is kept apart, which decides what the next batch has to wait for."""
+        if not self._has_second_buffer:
+            return GradientCopy.NONE
+        sharded = any(region.is_sharded for region in self.regions)
+        return GradientCopy.SHARD if sharded else GradientCopy.WHOLE
 
     def capture(self) -> None:
         """Keep the regions without shards; the next batch may accumulate there, from zero."""
@@ -56,7 +66,7 @@ class CapturedGradients:
 
     def release(self) -> None:
         """After the update: the next batch accumulates from zero where nothing was copied."""
-        if not self.has_second_buffer:
+        if not self._has_second_buffer:
             for region in self.regions:
                 region.whole.zero_()
 
@@ -88,7 +98,7 @@ class CapturedGradients:
         return captured.view(grad.shape)
 
     def _keep(self, *, sharded: bool) -> None:
-        if not self.has_second_buffer:
+        if not self._has_second_buffer:
             return
         for region, kept in zip(self.regions, self.kept, strict=True):
             if region.is_sharded is sharded:

@@ -18,6 +18,7 @@ from megatron_2bw.runtime.links import LANES, Boundary, Links
 from megatron_2bw.runtime.update import PendingUpdate
 from megatron_2bw.runtime.weights import WeightVersions
 from megatron_2bw.schedule.action import Action, Reduction
+from megatron_2bw.schedule.program import GradientCopy
 
 CPU = torch.device("cpu")
 
@@ -136,6 +137,13 @@ def test_without_a_second_buffer_all_of_a_sharded_buffer_is_released():
     captured.capture()
     captured.release()
     assert buffer.tolist() == [0.0] * 4
+
+
+def test_one_sharded_region_among_whole_ones_has_to_be_waited_for():
+    """Experts spread over all replicas have no shards; the other weights do."""
+    dense, experts = torch.zeros(4), torch.zeros(4)
+    captured = CapturedGradients([Region(dense, dense[:2]), Region(experts, experts)])
+    assert captured.copy is GradientCopy.SHARD
 
 
 def test_versions_of_a_flat_buffer_take_its_views_along():
