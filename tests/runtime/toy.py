@@ -1,11 +1,13 @@
-"""A small pipeline of two-layer stages, and the loop with delayed updates that it must equal."""
+"""A small pipeline of two-layer stages, one way or both, and the loop that it must equal."""
 
 from __future__ import annotations
 
 import random
 import tempfile
 import time
+from itertools import starmap
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,8 @@ from megatron_2bw.schedule.action import Action, Reduction
 from megatron_2bw.schedule.calls import groups
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, build
+from megatron_2bw.schedule.validate import validate
 
 WIDTH, ROWS, RATE = 5, 3, 0.1
 REDUCTIONS = (Reduction.GRADIENTS, Reduction.NORM)
@@ -41,26 +44,64 @@ def data(batch: int, microbatch: int) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * batch + microbatch))
 
 
-def expected(
-    stages: int, microbatches: int, batches: int, schedule: str = "2bw", *, delayed: int | None = None
-) -> tuple[list[float], list[torch.Tensor]]:
-    """Training with the delay of each stage in one process: losses in order, and the final weights."""
-    model = torch.nn.Sequential(*(layers(stage) for stage in range(stages)))
+class Size(NamedTuple):
+    """What to run."""
+
+    name: str
+    stages: int
+    microbatches: int
+    options: tuple[tuple[str, int], ...] = ()
+    batches: int = 12
+    drains: tuple[int, ...] = ()
+    """Batches after which the pipeline drains, beside the last one."""
+    jitter_s: float = 0.0
+
+    def schedule(self) -> Schedule:
+        schedule = build(self.name, stages=self.stages, microbatches=self.microbatches, **dict(self.options))
+        lowered = lower(schedule, REDUCTIONS)
+        validate(lowered)
+        return lowered
+
+
+class Trained(NamedTuple):
+    """What became of it."""
+
+    losses: dict[tuple[int, int], float]
+    """By batch and microbatch."""
+    weights: dict[int, list[torch.Tensor]]
+    """Per stage; of all ranks that have it, once."""
+    in_flight: list[int]
+    """Per rank: forwards without their backward, at most."""
+
+
+def expected(size: Size) -> Trained:
+    """Training with the delay of each stage in one process.
+
+    Gradients of each direction are summed on their own, as replicas do.
+    """
+    schedule, stages = size.schedule(), [layers(stage) for stage in range(size.stages)]
+    model, directions = torch.nn.Sequential(*stages), 2 if size.name in BIDIRECTIONAL else 1
     parameters = list(model.parameters())
-    of_stages = build(schedule, stages=stages, microbatches=microbatches).delay
-    delays = [delay for stage, delay in zip(model, of_stages, strict=True) for _ in stage.parameters()]
+    delays = [delay for stage, delay in zip(stages, schedule.delay, strict=True) for _ in stage.parameters()]
     versions = [[parameter.detach().clone() for parameter in parameters]]
-    losses = []
-    for batch in range(batches):
+    losses: dict[tuple[int, int], float] = {}
+    for batch in range(size.batches):
         older = [versions[max(batch - delay, 0)][i] for i, delay in enumerate(delays)]
-        for microbatch in range(microbatches):
-            _load(parameters, older if delayed is None or microbatch < delayed else versions[batch])
-            loss = model(data(batch, microbatch)).pow(2).mean()
-            losses.append(loss.item())
-            loss.backward()
-        versions.append([newest - RATE * p.grad for newest, p in zip(versions[batch], parameters, strict=True)])
-        model.zero_grad()
-    return losses, versions[-1]
+        sums = []
+        for first in range(directions):
+            for microbatch in range(first, size.microbatches, directions):
+                is_delayed = microbatch < (schedule.delayed_microbatches or size.microbatches)
+                _load(parameters, older if is_delayed else versions[batch])
+                loss = model(data(batch, microbatch)).pow(2).mean()
+                losses[batch, microbatch] = loss.item()
+                loss.backward()
+            sums.append([parameter.grad for parameter in parameters])
+            model.zero_grad()
+        gradients = [sum(more, gradient) for gradient, *more in zip(*sums, strict=True)]
+        versions.append([newest - RATE * g for newest, g in zip(versions[batch], gradients, strict=True)])
+    _load(parameters, versions[-1])
+    weights = {stage: [p.detach() for p in module.parameters()] for stage, module in enumerate(stages)}
+    return Trained(losses, weights, list(schedule.in_flight))
 
 
 def _load(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
@@ -75,7 +116,7 @@ class ToyStage:
         self.boundary = Boundary(shape=(ROWS, WIDTH), dtype=torch.float32, device=torch.device("cpu"))
         self.models = {stage: layers(stage) for stage in sorted(schedule.stages_of(rank))}
         self.losses: dict[tuple[int, int], float] = {}
-        """By batch and microbatch, in the order in which they ran."""
+        """By batch and microbatch."""
         self.in_flight = self.most_in_flight = 0
         self._last = schedule.stages - 1
         self._jitter_s, self._random = jitter_s, random.Random(rank)
@@ -152,42 +193,40 @@ def _accumulate(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 
-def train(
-    stages: int,
-    microbatches: int,
-    batches: int,
-    schedule: str = "2bw",
-    *,
-    delayed: int | None = None,
-    drains: tuple[int, ...] = (),
-    jitter_s: float = 0.0,
-) -> tuple[list[float], list[torch.Tensor]]:
-    """The same with one process per stage, draining after the batches in ``drains`` as well."""
-    built = lower(build(schedule, stages=stages, microbatches=microbatches, delayed_microbatches=delayed), REDUCTIONS)
+def train(sizes: list[Size]) -> list[Trained]:
+    """The same, one size after the other, with one process per rank; all sizes have as many stages.
+
+    Raises:
+        AssertionError: two ranks differ in the weights of a stage that both have.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (built, batches, drains, jitter_s, folder), nprocs=stages, start_method="forkserver")
-        results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(stages)]
-    weights = [weight for result in results for of_stage in result["weights"].values() for weight in of_stage]
-    return list(results[-1]["losses"].values()), weights
+        mp.start_processes(_rank, (sizes, folder), nprocs=sizes[0].stages, start_method="forkserver")
+        of_ranks = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(sizes[0].stages)]
+    return [_together(results) for results in zip(*of_ranks, strict=True)]
 
 
-def _rank(rank: int, schedule: Schedule, batches: int, drains: tuple[int, ...], jitter_s: float, folder: str) -> None:
+def _together(results: tuple[dict, ...]) -> Trained:
+    weights: dict[int, list[torch.Tensor]] = {}
+    for result in results:
+        for stage, mine in result["weights"].items():
+            assert all(starmap(torch.equal, zip(mine, weights.setdefault(stage, mine), strict=True)))
+    losses = {key: loss for result in results for key, loss in result["losses"].items()}
+    return Trained(losses, weights, [result["in_flight"] for result in results])
+
+
+def _rank(rank: int, sizes: list[Size], folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=schedule.stages)
-    stage = run_rank(schedule, rank, batches, drains=drains, jitter_s=jitter_s)
-    torch.save({"losses": stage.losses, "weights": stage.weights()}, Path(folder) / f"{rank}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=sizes[0].stages)
+    torch.save([_trained(rank, size) for size in sizes], Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_rank(
-    schedule: Schedule, rank: int, batches: int, *, drains: tuple[int, ...] = (), jitter_s: float = 0.0
-) -> ToyStage:
-    """Train in this process, one of the group's; the pipeline drains after the batches in ``drains`` and the last."""
-    stage = ToyStage(schedule, rank, jitter_s)
-    ranks = list(range(schedule.stages))
+def _trained(rank: int, size: Size) -> dict:
+    schedule, ranks = size.schedule(), list(range(size.stages))
+    stage = ToyStage(schedule, rank, size.jitter_s)
     links = Links(groups={lane: dist.new_group(ranks) for lane in ALL_LANES}, ranks=ranks, device=stage.boundary.device)
     executor = Executor(schedule, rank, stage, links)
-    for batch in range(batches):
-        executor.run(batch, left=min(last for last in (*drains, batches - 1) if last >= batch) - batch)
-    return stage
+    for batch in range(size.batches):
+        executor.run(batch, left=min(last for last in (*size.drains, size.batches - 1) if last >= batch) - batch)
+    return {"losses": stage.losses, "weights": stage.weights(), "in_flight": stage.most_in_flight}
