@@ -1,6 +1,9 @@
 """What is collected, and which tests run only when asked for, with ``scripts/test.sh -m slow``."""
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 
 collect_ignore_glob = ["[!t]*.py"]
 """Only test files are collected: the others import Megatron, which belongs into the ranks."""
@@ -85,3 +88,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name, _, parameters = item.name.partition("[")
         if any(parameters.startswith(start) for start in SLOW.get(name, ())):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

@@ -15,13 +15,6 @@ from megatron_2bw.runtime.links import LANES
 
 
 @pytest.fixture
-def world() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def bound(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device | None]]:
     """Where a loop gave ``init_process_group`` a ``device_id``: what new groups are bound to."""
     found, original = [], dist.new_group
@@ -57,24 +50,20 @@ def test_nccl_is_not_told_of_groups_of_the_host(world: dist.ProcessGroup, bound:
     assert bound == [None]
 
 
-def test_a_group_has_the_options_of_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_has_the_options_of_megatrons(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups``; on the host there are none."""
     from megatron_2bw.mcore import groups
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        given.config.max_ctas, given.config.net_name = 4, "IB"
-        made: list[dict[str, Any]] = []
-        monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
-        monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: SimpleNamespace(options=given))
-        monkeypatch.setattr(groups.parallel_state, "get_pipeline_model_parallel_group", lambda: dist.group.WORLD)
-        monkeypatch.setattr(groups.parallel_state, "create_group", lambda ranks, **keywords: made.append(keywords))
-        groups.create_transfer_groups(timedelta(seconds=10), LANES)
-        groups.create_host_group(dist.group.WORLD, timedelta(seconds=10), "of the host")
-    finally:
-        monkeypatch.undo()
-        dist.destroy_process_group()
+    given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    given.config.max_ctas, given.config.net_name = 4, "IB"
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: SimpleNamespace(options=given))
+    monkeypatch.setattr(groups.parallel_state, "get_pipeline_model_parallel_group", lambda: world)
+    monkeypatch.setattr(groups.parallel_state, "create_group", lambda ranks, **keywords: made.append(keywords))
+    groups.create_transfer_groups(timedelta(seconds=10), LANES)
+    groups.create_host_group(world, timedelta(seconds=10), "of the host")
+    monkeypatch.undo()
     for options in (keywords["pg_options"] for keywords in made[:2]):
         config = options.config
         assert (config.max_ctas, config.net_name, options.is_high_priority_stream) == (4, "IB", True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate
@@ -19,6 +21,9 @@ from .case import Case, Fault
 from .compare import differing
 from .harness import launch, run
 from .worker import main
+
+if TYPE_CHECKING:
+    from megatron_2bw.mcore.monitor import PipelineMonitor
 
 CASE = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=8, flags=("--log-interval", "1"))
 LOGGED = re.compile(r"iteration +(\d+)/.*\| pipeline bubble: (\S+) \|(?: stage imbalance: (\S+) \|)?(.*)")
@@ -75,12 +80,19 @@ def test_what_is_logged_is_what_ran() -> None:
     assert busy([], [], schedule) is None
 
 
-def test_iterations_before_anything_is_known_do_not_dilute_the_mean(monkeypatch) -> None:
-    """With ``--log-interval 4``: Megatron divides the total by all four."""
-    from megatron_2bw.mcore.monitor import PipelineMonitor
+@pytest.fixture
+def monitor(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> PipelineMonitor:
+    from megatron_2bw.mcore import monitor
 
+    monkeypatch.setattr(monitor.parallel_state, "get_pipeline_model_parallel_group", lambda: world)
+    return monitor.PipelineMonitor(Recorder(torch.device("cpu")), timedelta(seconds=10))
+
+
+def test_iterations_before_anything_is_known_do_not_dilute_the_mean(
+    monitor: PipelineMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``--log-interval 4``: Megatron divides the total by all four."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monitor = PipelineMonitor.__new__(PipelineMonitor)
     monitor._newest = {"pipeline bubble": 0.5}
     losses, totals = {}, {}
     monitor.add_to(losses, totals, 3)
@@ -88,16 +100,12 @@ def test_iterations_before_anything_is_known_do_not_dilute_the_mean(monkeypatch)
     assert total.item() / 4 == 0.5
 
 
-def test_a_batch_that_began_in_another_order_is_not_logged(monkeypatch) -> None:
+def test_a_batch_that_began_in_another_order_is_not_logged(monitor: PipelineMonitor) -> None:
     """As where the batch size grows."""
-    from megatron_2bw.mcore.monitor import PipelineMonitor
-    from megatron_2bw.schedule.registry import build
-
-    monitor, told = PipelineMonitor.__new__(PipelineMonitor), []
-    monitor._recorder, monitor._schedule, monitor.interrupted = MagicMock(), None, False
-    monitor._background = SimpleNamespace(submit=lambda function: function())
+    told = []
     monitor._gather = lambda take, schedule, *, interrupted: told.append(interrupted)
     small, large = (build("2bw", stages=2, microbatches=microbatches) for microbatches in (2, 4))
     for schedule in (small, small, large, large):
         monitor.after(schedule)
+    monitor.close()
     assert told == [True, False, True, False]
