@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import accumulate
 
 SEQUENCE_LENGTH = 16
 VOCABULARY = 128
@@ -62,6 +63,10 @@ class Case:
     """Per batch and replica."""
     replicas: int = 1
     batches: int = 24
+    steps: tuple[tuple[int, int], ...] = ()
+    """(batches, microbatches per batch and replica) of every phase, in place of the two numbers."""
+    skipped: tuple[int, ...] = ()
+    """Batches left out with ``--iterations-to-skip``, from 0."""
     tied: bool = True
     clip: float = 0.0
     """Gradient norm to clip to; 0 switches clipping off."""
@@ -112,8 +117,28 @@ class Case:
         return self.stages * self.replicas * self.tensor_parallel * self.context_parallel
 
     @property
+    def microbatches_per_row(self) -> int:
+        """Of losses in results: a row is a batch, or a microbatch where batches differ."""
+        return 1 if self.steps else self.microbatches
+
+    @property
     def global_batch_size(self) -> int:
-        return MICRO_BATCH_SIZE * self.microbatches * self.replicas
+        return self.samples(self.microbatches)
+
+    def samples(self, microbatches: int) -> int:
+        """Of so many microbatches on all replicas."""
+        return MICRO_BATCH_SIZE * microbatches * self.replicas
+
+    def sizes(self) -> list[int]:
+        """Microbatches of every batch, per replica."""
+        phases = self.steps or ((self.batches, self.microbatches),)
+        return [microbatches for batches, microbatches in phases for _ in range(batches)]
+
+    def spans(self) -> list[range]:
+        """Of every batch that is not left out: which of a replica's microbatches it has."""
+        starts, sizes = accumulate(self.sizes(), initial=0), self.sizes()
+        spans = [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        return [span for batch, span in enumerate(spans) if batch not in self.skipped]
 
     def arguments(self) -> list[str]:
         """Megatron's command line.
@@ -123,14 +148,14 @@ class Case:
         """
         arguments = [
             *(() if self.schedule is None else ("--pipeline-schedule", self.schedule)),
-            *f"--pipeline-model-parallel-size {self.stages} --global-batch-size {self.global_batch_size}".split(),
-            *f"--micro-batch-size {MICRO_BATCH_SIZE} --train-iters {self.batches} --clip-grad {self.clip!r}".split(),
+            *f"--pipeline-model-parallel-size {self.stages} --clip-grad {self.clip!r}".split(),
+            *f"--micro-batch-size {MICRO_BATCH_SIZE}".split(),
+            *(self._growing() if self.steps else self._of_one_size()),
             *f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 2".split(),
             *f"--seq-length {SEQUENCE_LENGTH} --max-position-embeddings {SEQUENCE_LENGTH}".split(),
             *f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer".split(),
             *"--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-eps 1e-3".split(),
-            *"--lr 5e-3 --min-lr 5e-4 --lr-warmup-init 1e-3 --lr-warmup-iters 4".split(),
-            *"--lr-decay-style cosine --lr-decay-iters 30".split(),
+            *"--lr 5e-3 --min-lr 5e-4 --lr-warmup-init 1e-3 --lr-decay-style cosine".split(),
             *"--num-workers 0 --eval-iters 0 --eval-interval 1000 --log-interval 1000".split(),
             *"--distributed-timeout-minutes 2 --distributed-backend gloo --transformer-impl local".split(),
             *"--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion".split(),
@@ -146,6 +171,23 @@ class Case:
             *self._parallelism(),
         ]
         return [*arguments, *self.model, *self.flags]
+
+    def _of_one_size(self) -> list[str]:
+        size = f"--global-batch-size {self.global_batch_size} --train-iters {self.batches}"
+        return f"{size} --lr-warmup-iters 4 --lr-decay-iters 30".split()
+
+    def _growing(self) -> list[str]:
+        """For a number of samples."""
+        starts, consumed = [], 0
+        for batches, microbatches in self.steps:
+            starts.append(f"{consumed * SEQUENCE_LENGTH}:{self.samples(microbatches)}")  # Megatron wants tokens.
+            consumed += self.samples(batches * microbatches)
+        sized = ["--step-batch-size-schedule", " ".join(starts)]
+        if len(starts) == 1:
+            sized = ["--global-batch-size", str(self.samples(self.steps[0][1]))]
+        skipping = ["--iterations-to-skip", *(str(batch + 1) for batch in self.skipped)] if self.skipped else []
+        rates = f"--lr-warmup-samples {consumed // 5} --lr-decay-samples {consumed}".split()
+        return [*sized, "--train-samples", str(consumed), *rates, *skipping]
 
     def _correction(self) -> tuple[str, ...]:
         return "--delay-correction", self.correction, "--delay-lead", str(self.lead)

@@ -97,11 +97,11 @@ class Training:
     def run(self, after_update: Callable[[int], None]) -> None:
         versions, scales = [[*self.compute_copy(0), *self.routers.newest]], [self.loss_scale.value]
         rules = self.rules
-        for batch in range(self.case.batches):
+        for batch, span in enumerate(self.case.spans()):
             delay = rules.delay if rules.delayed_batches is None or batch < rules.delayed_batches else 0
             version = max(batch - delay, min(batch, rules.ordinary_batches))
             older = [versions[max(version - more, 0)][i] for i, more in enumerate(self.more_delay)]
-            gradients = self.compute_gradient(batch, older, versions[batch], scales[version])
+            gradients = self.compute_gradient(batch, span, older, versions[batch], scales[version])
             self.before = [main.detach().clone() for main in self.main] if self.case.lead else []
             overflow = self.case.precision == "fp16" and not _everywhere_finite(gradients)
             self.loss_scale.update(overflow)
@@ -109,7 +109,7 @@ class Training:
                 self.record.norms.append(None)
                 weights_after = versions[-1][: len(self.main)]
             else:
-                self.update(batch, gradients)
+                self.update(batch, span, gradients)
                 weights_after = self.compute_copy(batch)
             self.routers.update()
             versions.append([*weights_after, *self.routers.newest])
@@ -133,7 +133,7 @@ class Training:
             tensor.data.copy_(value)
 
     def compute_gradient(
-        self, batch: int, older: list[torch.Tensor], newest: list[torch.Tensor], scale: float
+        self, batch: int, span: range, older: list[torch.Tensor], newest: list[torch.Tensor], scale: float
     ) -> list[torch.Tensor]:
         """Of the mean over microbatches, each a mean over its tokens, then over replicas; or over all tokens.
 
@@ -141,7 +141,7 @@ class Training:
         """
         case, tokens = self.case, 0
         self.routers.begin_batch()
-        self.count_tokens(batch, older, newest)
+        self.count_tokens(span, older, newest)
         sums: list[list[torch.Tensor]] = []
         for replica in range(case.replicas):
             self.routers.begin_replica()
@@ -149,14 +149,14 @@ class Training:
                 [torch.zeros_like(parameter, dtype=self.accumulated_in) for parameter in self.model.parameters()]
                 for _ in range(self.rules.directions)
             ]
-            for microbatch in range(case.microbatches):
-                self.load(older if self.is_delayed(microbatch) else newest)
+            for microbatch in range(len(span)):
+                self.load(older if self.is_delayed(microbatch, span) else newest)
                 part = directions[microbatch % len(directions)]
                 if case.fused_gradients:
                     for gradient, parameter in zip(part, self.model.parameters(), strict=True):
                         parameter.main_grad = gradient
                 with self.routers.show(microbatch, case.replicas):
-                    tokens += self.backward(self.position(batch, replica, microbatch), scale)
+                    tokens += self.backward(self.position(span[microbatch], replica), len(span), scale)
                 for gradient, parameter in zip(part, self.model.parameters(), strict=True):
                     if parameter.grad is not None:
                         gradient += parameter.grad
@@ -185,29 +185,29 @@ class Training:
             total[0].view(-1)[0] = math.inf
         return [gradient.float() * (1.0 / scale) for gradient in total]
 
-    def is_delayed(self, microbatch: int) -> bool:
-        return microbatch < (self.case.delayed or self.case.microbatches)
+    def is_delayed(self, microbatch: int, span: range) -> bool:
+        return microbatch < (self.case.delayed or len(span))
 
-    def position(self, batch: int, replica: int, microbatch: int) -> int:
+    def position(self, microbatch: int, replica: int) -> int:
         """In the order of the samples."""
-        return (batch * self.case.microbatches + microbatch) * self.case.replicas + replica
+        return microbatch * self.case.replicas + replica
 
-    def count_tokens(self, batch: int, older: list[torch.Tensor], newest: list[torch.Tensor]) -> None:
+    def count_tokens(self, span: range, older: list[torch.Tensor], newest: list[torch.Tensor]) -> None:
         """Where a loss depends on the tokens per expert of all replicas: forwards of all, before the first backward."""
         case = self.case
-        for microbatch in range(case.microbatches if self.routers.count_over_replicas else 0):
-            self.load(older if self.is_delayed(microbatch) else newest)
+        for microbatch in range(len(span) if self.routers.count_over_replicas else 0):
+            self.load(older if self.is_delayed(microbatch, span) else newest)
             for replica in range(case.replicas):
                 with self.routers.count(microbatch):  # Only where there would be a backward.
-                    loss_of(case.kind, self.model, self.data, self.position(batch, replica, microbatch))
+                    loss_of(case.kind, self.model, self.data, self.position(span[microbatch], replica))
 
-    def backward(self, position: int, scale: float) -> int:
+    def backward(self, position: int, microbatches: int, scale: float) -> int:
         """Of the microbatch at ``position`` in the order of the samples; returns its number of tokens."""
         total, num_tokens = loss_of(self.case.kind, self.model, self.data, position)
         self.record.losses.append((total / num_tokens).detach())
         if not self.per_token:
-            _set_scale_of_auxiliary_losses(scale / self.case.microbatches)
-            objective = total / num_tokens / self.case.microbatches
+            _set_scale_of_auxiliary_losses(scale / microbatches)
+            objective = total / num_tokens / microbatches
         else:
             _set_scale_of_auxiliary_losses(scale)
             objective = total
@@ -222,14 +222,14 @@ class Training:
             sums[main] = sums[main] + gradient if main in sums else gradient
         return list(sums.values())
 
-    def update(self, batch: int, gradients: list[torch.Tensor]) -> None:
+    def update(self, batch: int, span: range, gradients: list[torch.Tensor]) -> None:
         norm = self.norm(gradients)
         used = norm if self.rules.norms is None else self.rules.norms[batch]
         coefficient = self.case.clip / (used + 1.0e-6)
         for main, gradient in zip(dict.fromkeys(self.main), gradients, strict=True):
             main.grad = gradient * coefficient if 0.0 < coefficient < 1.0 else gradient
         self.step(batch)
-        self.scheduler.step(increment=self.case.global_batch_size)
+        self.scheduler.step(increment=self.case.samples(len(span)))
         self.record.norms.append(norm)
 
     def step(self, batch: int) -> None:
@@ -303,7 +303,7 @@ def main(case: Case, rank: int, port: int, folder: Path, *, rules: Rules) -> Non
 
     def after_update(batch: int) -> None:
         every = rules.evaluate_every
-        if every and ((batch + 1) % every == 0 or batch + 1 == case.batches):
+        if every and ((batch + 1) % every == 0 or batch + 1 == len(case.spans())):
             _evaluate(training)
 
     training.run(after_update)
@@ -374,7 +374,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
             for name in [*(shard.name for shard in named.values()), *routers.names]
         ],
         routers=routers,
-        data=training_samples(case.kind, case.batches * case.global_batch_size),
+        data=training_samples(case.kind, case.samples(sum(case.sizes()))),
         record=record,
     )
 

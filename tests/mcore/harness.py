@@ -85,7 +85,7 @@ def run(case: Case) -> Results:
     from .worker import main
 
     records = collect(main, case, case.ranks)
-    return merge(records, case.stages, case.microbatches)
+    return merge(records, case.stages, case.microbatches_per_row)
 
 
 def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: float = TIMEOUT_S) -> list[Any]:

@@ -55,7 +55,7 @@ def oracle(
         pipedream_stages=case.stages if case.schedule == "pipedream" else 0,
         evaluate_every=evaluate_every,
         delayed_batches=delayed_batches,
-        ordinary_batches=max(ordinary_batches, case.synchronous),
+        ordinary_batches=max(ordinary_batches, sum(batch not in case.skipped for batch in range(case.synchronous))),
         norms=None if norms is None else tuple(norms.tolist()),
         infinite=frozenset(fault.call // case.microbatches for fault in case.faults if fault.kind == INFINITE_GRADIENT),
         two_tied_copies=(case.tied or "--mtp-num-layers" in case.model) and case.stages > 1,
@@ -70,13 +70,13 @@ def cached(case: Case, rules: Rules) -> Results:
     for record in records:
         record.losses = _by_replica(record.losses, case)
         record.seeds = _by_replica(record.seeds, case)
-    results = merge(records, case.stages, case.microbatches)
-    shape = (case.context_parallel, case.replicas, case.batches, case.microbatches)
+    results = merge(records, case.stages, case.microbatches_per_row)
+    shape = (case.context_parallel, case.replicas, -1, case.microbatches_per_row)
     losses, seeds = (found.view(shape).transpose(0, 1).flatten(0, 1) for found in (results.losses, results.seeds))
     return replace(results, losses=losses, seeds=seeds)
 
 
 def _by_replica(scalars: list[torch.Tensor], case: Case) -> list[torch.Tensor]:
     """Scalars in the order (batch, replica, microbatch), ordered by replica first."""
-    ordered = torch.stack(scalars).view(case.batches, case.replicas, case.microbatches).transpose(0, 1)
-    return list(ordered.reshape(-1))
+    of_batches = torch.stack(scalars).split([case.replicas * len(span) for span in case.spans()])
+    return list(torch.cat([of_batch.view(case.replicas, -1) for of_batch in of_batches], dim=1).flatten())

@@ -17,7 +17,6 @@ from megatron_2bw.mcore import wrappers
 
 from .case import Case
 from .features import EXPERTS, SEVERAL_TOKENS
-from .growing import GrowingCase, grown
 from .harness import collect, run
 
 OF_EXPERTS = ("load_balancing_loss", "z_loss")
@@ -31,7 +30,7 @@ CASE = Case(
     tied=False,
     model=(*EXPERTS, "--moe-z-loss-coeff", "1e-2", *NO_UPDATES),
 )
-GROWING = GrowingCase(
+GROWING = Case(
     schedule="2bw", stages=2, tied=False, model=CASE.model, steps=((4, 1), (CASE.batches - 4, 2)), skipped=(1,)
 )
 RELATIVE = 1e-6
@@ -83,8 +82,7 @@ def _compare(case: Case, interval: int, losses: tuple[str, ...]) -> None:
 def _logged(case: Case, losses: tuple[str, ...]) -> list[tuple[float, ...]]:
     """Per line of the log: its iteration, and the mean of each loss over the batches since the line before."""
     shown = ".*".join([r"iteration +(\d+)/", *(rf"\| {loss}: (\S+)" for loss in losses)])
-    results = grown(case) if isinstance(case, GrowingCase) else run(case)
-    return [tuple(map(float, values)) for values in re.findall(shown, results.outputs[-1])]
+    return [tuple(map(float, values)) for values in re.findall(shown, run(case).outputs[-1])]
 
 
 @pytest.mark.parametrize("more", [(), ("--log-params-norm",)], ids=["", "settled before its line"])
