@@ -69,7 +69,7 @@ def assert_ends_the_others(kind: str, case: Case, folder: Path) -> None:
     timeout_s = TIMEOUT_S if kind == "hanging" else 10 * STARTED_WITHIN_S
     loss = Loss(rank=1, kind=kind, place="forward", call=13, timeout_s=timeout_s)
     within_s = STARTED_WITHIN_S + 2 * TIMEOUT_S
-    ended = launch(partial(main, loss=loss), case, case.ranks, folder, timeout_s=within_s)
+    ended = launch(partial(main, loss=loss), case, folder, timeout_s=within_s)
     lost = -signal.SIGKILL if kind == "killed" else WOKE_UP
     assert ended.exit_codes == [lost if rank == loss.rank else 1 for rank in range(case.ranks)], ended.tails()
     assert_places(ended, set(range(case.ranks)) - {loss.rank}, case.stages)

@@ -103,4 +103,4 @@ def test_the_peak_has_one_more_copy_of_weights_and_gradients(precision: str) -> 
 
 
 def memory_of(case: Case) -> list[Memory]:
-    return collect(measure, case, case.ranks)
+    return collect(measure, case)

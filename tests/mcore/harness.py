@@ -84,15 +84,15 @@ def run(case: Case) -> Results:
     """The results of ``case``; each distinct case runs once per session."""
     from .worker import main
 
-    records = collect(main, case, case.ranks)
-    return merge(records, case.stages, case.microbatches_per_row)
+    return merge(collect(main, case), case)
 
 
-def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def collect(target: Callable[..., None], case: Case, *, ranks: int | None = None) -> list[Any]:
     """Run ``target`` on all ranks and read what each wrote; a rank that fails fails the test."""
+    ranks = ranks or case.ranks
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ended = launch(target, case, ranks, folder, timeout_s)
+        ended = launch(target, case, folder, ranks=ranks)
         if ended.exit_codes != [0] * ranks:  # None, where one did not end in time.
             raise RuntimeError(f"{case} failed after {ended.seconds:.0f} s\n{ended.tails()}")
         records = [
@@ -104,8 +104,11 @@ def collect(target: Callable[..., None], case: Case, ranks: int, timeout_s: floa
     return records
 
 
-def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, timeout_s: float = TIMEOUT_S) -> Ended:
+def launch(
+    target: Callable[..., None], case: Case, folder: Path, *, ranks: int | None = None, timeout_s: float = TIMEOUT_S
+) -> Ended:
     """Start one process per rank, wait for all and kill what still runs at the timeout."""
+    ranks = ranks or case.ranks
     start_s = time.monotonic()
     with _reserved_port() as port:
         processes = _started(case.device, [partial(_child, target, case, rank, port, folder) for rank in range(ranks)])
@@ -124,18 +127,18 @@ def launch(target: Callable[..., None], case: Case, ranks: int, folder: Path, ti
     return Ended(exit_codes=codes, outputs=outputs, seconds=time.monotonic() - start_s)
 
 
-def merge(records: list[Any], stages: int, microbatches: int) -> Results:
+def merge(records: list[Any], case: Case) -> Results:
     """One result from all ranks; what several ranks know must be the same on each."""
-    first = records[0]
+    first, rows = records[0], (-1, case.microbatches_per_row)
     for record in records:
         _require_equal("gradient norms", record.norms, first.norms)
         _require_equal("learning rates", record.rates, first.rates)
-    last = [record for record in records if record.stage == stages - 1]
+    last = [record for record in records if record.stage == case.stages - 1]
     _put_in_order(records, last)
     return Results(
-        losses=_per_replica("losses", last).unflatten(1, (-1, microbatches)),
+        losses=_per_replica("losses", last).unflatten(1, rows),
         validation_losses=_per_replica("validation_losses", last),
-        seeds=_per_replica("seeds", last).unflatten(1, (-1, microbatches)),
+        seeds=_per_replica("seeds", last).unflatten(1, rows),
         norms=torch.tensor([math.nan if norm is None else norm for norm in first.norms], dtype=torch.float64),
         rates=[tuple(sorted(rates)) for rates in first.rates.values()],
         initial=_single(record.initial for record in records),

@@ -70,7 +70,7 @@ def cached(case: Case, rules: Rules) -> Results:
     for record in records:
         record.losses = _by_replica(record.losses, case)
         record.seeds = _by_replica(record.seeds, case)
-    results = merge(records, case.stages, case.microbatches_per_row)
+    results = merge(records, case)
     shape = (case.context_parallel, case.replicas, -1, case.microbatches_per_row)
     losses, seeds = (found.view(shape).transpose(0, 1).flatten(0, 1) for found in (results.losses, results.seeds))
     return replace(results, losses=losses, seeds=seeds)

@@ -99,14 +99,14 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
 
 @pytest.mark.parametrize(("case", "fragments"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused_before_training(case: Case, fragments: list[str], tmp_path: Path) -> None:
-    ended = launch(through_launcher, case, case.ranks, tmp_path, timeout_s=30.0)
+    ended = launch(through_launcher, case, tmp_path, timeout_s=30.0)
     assert ended.exit_codes == [2] * case.ranks, ended.tails()
     message = _message(ended)
     assert [fragment for fragment in fragments if fragment not in message] == [], message
 
 
 def test_a_default_in_the_way_is_changed_with_a_notice(tmp_path: Path) -> None:
-    ended = launch(main, replace(TWO_BW, batches=2), TWO_BW.ranks, tmp_path)
+    ended = launch(main, replace(TWO_BW, batches=2), tmp_path)
     assert ended.exit_codes == [0] * TWO_BW.ranks, ended.tails()
     (notice,) = [line for line in ended.outputs[0].splitlines() if "--rerun-mode" in line]
     assert notice.startswith("megatron_2bw: ")

@@ -61,7 +61,7 @@ def test_a_delay_can_begin_later() -> None:
 
 
 def test_what_does_not_work_is_refused() -> None:
-    answers = collect(custom_loop.refused, CASES[0], CASES[0].ranks)[0]
+    answers = collect(custom_loop.refused, CASES[0])[0]
     expected = {
         "overlap": "--overlap-grad-reduce sets must be off with 2bw",
         "clipped attention": "--qk-clip / --log-max-attention-logit sets does not work with 2bw: it changes or reads "
@@ -98,7 +98,7 @@ def test_what_does_not_work_is_refused() -> None:
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b-flush"])
 def test_no_batch_follows_one_that_failed(schedule: str) -> None:
     """What is left of it would be taken for part of the next one."""
-    answers = collect(custom_loop.failed, replace(CASES[0], schedule=schedule, microbatches=4), CASES[0].ranks)
+    answers = collect(custom_loop.failed, replace(CASES[0], schedule=schedule, microbatches=4))
     for of_rank in answers:
         assert "an unreadable sample" in of_rank[0] or "look for that rank's own error" in of_rank[0]
         assert ["the call before failed at stage" in answer for answer in of_rank] == [False, True, True, True], of_rank
@@ -107,7 +107,7 @@ def test_no_batch_follows_one_that_failed(schedule: str) -> None:
 def test_a_failed_pipeline_leaves_the_newest_weights() -> None:
     """On all stages, for a save in an emergency."""
     case = replace(CASES[0], schedule="2bw", microbatches=4)
-    for answers, is_newest in collect(custom_loop.forgotten, case, case.ranks):
+    for answers, is_newest in collect(custom_loop.forgotten, case):
         assert "" in answers
         assert "the call before failed at stage" in answers[-1]
         assert is_newest
@@ -115,4 +115,4 @@ def test_a_failed_pipeline_leaves_the_newest_weights() -> None:
 
 def looped(case: Case, then: str | None = None) -> object:
     """What ``case`` computes; the second half of its batches by the schedule ``then``."""
-    return merge(collect(partial(custom_loop.main, then=then), case, case.ranks), case.stages, case.microbatches)
+    return merge(collect(partial(custom_loop.main, then=then), case), case)

@@ -89,5 +89,5 @@ def test_order() -> None:
 
 def test_a_training_loop_of_ones_own() -> None:
     case = replace(CASE, record_gradients=False)
-    found = merge(collect(custom_loop.main, case, case.ranks), case.stages, case.microbatches)
+    found = merge(collect(custom_loop.main, case), case)
     assert differing(found, run(case), norms=False) == []

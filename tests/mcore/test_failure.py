@@ -38,7 +38,7 @@ def test_every_rank_ends_by_itself(schedule: str, rank: int, tmp_path: Path) -> 
     """No launcher kills the others here."""
     fault = Fault(kind="raise in forward", rank=rank, call=13, text=MESSAGE)
     case = Case(schedule=schedule, stages=4, microbatches=4, clip=1.0, faults=(fault,))
-    ended = launch(through_launcher, case, case.ranks, tmp_path, timeout_s=WITHIN_S)
+    ended = launch(through_launcher, case, tmp_path, timeout_s=WITHIN_S)
     assert ended.exit_codes == [1] * case.ranks, ended.tails()
     assert MESSAGE in ended.outputs[rank]
     assert f"rank {rank} failed" in ended.outputs[rank]
@@ -74,7 +74,7 @@ def test_torchrun_ends_with_the_message(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_ends_the_others(case: Case, rank: int, call: int, tmp_path: Path) -> None:
     """Nothing is left to wait for: they end at once, not at the timeout."""
     loss = Loss(rank=rank, kind="killed", place="forward", call=call)
-    ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + WITHIN_S)
+    ended = launch(partial(main, loss=loss), case, tmp_path, timeout_s=STARTED_WITHIN_S + WITHIN_S)
     assert ended.exit_codes == [-signal.SIGKILL if other == rank else 1 for other in range(case.ranks)], ended.tails()
     assert_places(ended, set(range(case.ranks)) - {rank}, case.stages)
 
@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_ends_the_others(case: Case, rank: int, call: int,
 def test_a_rank_that_hangs_ends_the_others_within_the_timeout(case: Case, rank: int, call: int, tmp_path: Path) -> None:
     """That of ``--distributed-timeout-seconds-after-init``: ``--distributed-timeout-minutes`` has no smaller unit."""
     loss = Loss(rank=rank, kind="hanging", place="forward", call=call, timeout_s=TIMEOUT_S)
-    ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + 2 * TIMEOUT_S)
+    ended = launch(partial(main, loss=loss), case, tmp_path, timeout_s=STARTED_WITHIN_S + 2 * TIMEOUT_S)
     assert ended.exit_codes == [WOKE_UP if other == rank else 1 for other in range(case.ranks)], ended.tails()
     assert_places(ended, set(range(case.ranks)) - {rank}, case.stages)
     beside = {rank - 1: "RECV_B", rank + 1: "RECV_F"}
@@ -104,7 +104,7 @@ def test_a_reduction_that_hangs_is_named(tmp_path: Path) -> None:
     """In the background of one rank, while its main thread goes on as far as it can."""
     case = Case(schedule="2bw", stages=2, microbatches=2, clip=1.0)
     loss = Loss(rank=1, kind="hanging", place="reduction", call=7, timeout_s=TIMEOUT_S)
-    ended = launch(partial(main, loss=loss), case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + 2 * TIMEOUT_S)
+    ended = launch(partial(main, loss=loss), case, tmp_path, timeout_s=STARTED_WITHIN_S + 2 * TIMEOUT_S)
     assert ended.exit_codes == [1, 1], ended.tails()
     places = assert_places(ended, {0, 1}, case.stages)
     assert any("REDUCE_WAIT" in place or "UPDATE" in place for place in places.values()), places
@@ -136,7 +136,7 @@ def _with_what_nccl_says(case: Case, rank: int, port: int, folder: Path) -> None
 def test_what_nccl_says_ends_a_rank_whose_device_waits(tmp_path: Path) -> None:
     """No exception is raised there; this rank waits for gloo, which would take two minutes to say so."""
     case = Case(schedule="2bw", stages=2, microbatches=2, clip=1.0)
-    ended = launch(_with_what_nccl_says, case, case.ranks, tmp_path, timeout_s=STARTED_WITHIN_S + TIMEOUT_S)
+    ended = launch(_with_what_nccl_says, case, tmp_path, timeout_s=STARTED_WITHIN_S + TIMEOUT_S)
     assert ended.exit_codes == [1, WOKE_UP], ended.tails()
     assert_places(ended, {0}, case.stages)
     said = "failed: a rank is gone or too late, so look for that rank's own error. (NCCL, group: TIMEOUT)"

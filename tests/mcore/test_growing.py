@@ -120,14 +120,14 @@ def test_a_first_phase_too_small_runs_under_another_schedule(tmp_path: Path) -> 
 def test_too_few_microbatches_are_refused_where_there_was_nothing_to_load(tmp_path: Path) -> None:
     loading = ("--load", str(tmp_path / "empty"), "--ckpt-format", "torch")
     case = Case(schedule="2bw", stages=4, steps=((2, 1), (2, 3)), flags=loading)
-    ended = launch(through_launcher, case, case.ranks, tmp_path, timeout_s=60.0)
+    ended = launch(through_launcher, case, tmp_path, timeout_s=60.0)
     assert ended.exit_codes == [2] * case.ranks, ended.tails()
     assert "from sample 0 on" in ended.outputs[0]
     assert "iteration        1/" not in ended.outputs[-1]
 
 
 def _refusal(case: Case, folder: Path) -> str:
-    ended = launch(through_launcher, case, case.ranks, folder, timeout_s=60.0)
+    ended = launch(through_launcher, case, folder, timeout_s=60.0)
     assert ended.exit_codes == [2] * case.ranks, ended.tails()
     return ended.outputs[0].strip().splitlines()[-1]
 

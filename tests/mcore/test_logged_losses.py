@@ -95,7 +95,7 @@ def test_a_loss_that_is_no_number_is_counted_and_left_out(interval: int, more: t
     case = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=8, precision="fp16", model=NO_UPDATES)
     case = replace(case, flags=("--log-interval", str(interval), *more))
     found, expected = (
-        re.findall(LOSSES, collect(_with_an_infinite_loss, one, one.ranks)[-1].output)
+        re.findall(LOSSES, collect(_with_an_infinite_loss, one)[-1].output)
         for one in (case, replace(case, schedule=None))
     )
     assert found == expected
@@ -140,7 +140,7 @@ def test_a_mean_over_nothing_beside_the_loss_skips_no_update() -> None:
     case = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=6, precision="fp16", model=NO_UPDATES)
     case = replace(case, flags=("--log-interval", "1"))
     found, expected = (
-        re.findall(LOSSES, collect(_with_a_mean_over_nothing, one, one.ranks)[-1].output)
+        re.findall(LOSSES, collect(_with_a_mean_over_nothing, one)[-1].output)
         for one in (case, replace(case, schedule=None))
     )
     assert found == expected

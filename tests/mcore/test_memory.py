@@ -91,6 +91,6 @@ def compared(case: Case) -> list[tuple[Memory, Memory]]:
 @functools.cache
 def of_each_stage(case: Case) -> list[Memory]:
     """Of two replicas the one with less: gloo keeps the buffer of its last collective for a while."""
-    ranks = collect(measure, case, case.ranks)
+    ranks = collect(measure, case)
     stages = [ranks[first : first + case.replicas] for first in range(0, case.ranks, case.replicas)]
     return [min(replicas, key=lambda memory: memory.lasting) for replicas in stages]

@@ -97,8 +97,7 @@ def _logged(results: Results | Ended) -> list[float]:
 def test_a_model_built_from_its_config(tmp_path: Path) -> None:
     case = replace(CHIMERA, batches=4, flags=("--log-interval", "1"))
     found, expected = (
-        _logged(launch(by_config.main, replace(case, schedule=name), case.ranks, tmp_path))
-        for name in ("chimera", None)
+        _logged(launch(by_config.main, replace(case, schedule=name), tmp_path)) for name in ("chimera", None)
     )
     assert len(expected) == case.batches
     assert found == pytest.approx(expected, rel=1e-6)
@@ -107,10 +106,10 @@ def test_a_model_built_from_its_config(tmp_path: Path) -> None:
 def test_both_copies_of_a_stage_on_one_node() -> None:
     """Of two nodes: ranks 0 and 3 on one, 1 and 2 on the other. The numbers are those of the usual order."""
     case = replace(CHIMERA, stages=4, batches=4)
-    records = collect(two_nodes.main, case, case.ranks)
+    records = collect(two_nodes.main, case)
     assert [record.stage for record in records] == [0, 3, 1, 2]
     assert "both copies of every stage on one node" in records[0].output
-    found = merge(sorted(records, key=lambda record: record.stage), case.stages, case.microbatches)
+    found = merge(sorted(records, key=lambda record: record.stage), case)
     assert differing(found, oracle(case), norms=False) == []
 
 

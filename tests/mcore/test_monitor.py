@@ -32,7 +32,7 @@ LOGGED = re.compile(r"iteration +(\d+)/.*\| pipeline bubble: (\S+) \|(?: stage i
 def logged(case: Case, folder: Path) -> dict[int, tuple[float, float | None, str]]:
     """Bubble, imbalance, which may be missing, and the rest of the line by iteration."""
     case = replace(case, flags=(*case.flags, "--log-pipeline"))
-    ended = launch(main, case, case.ranks, folder)
+    ended = launch(main, case, folder)
     assert not any(ended.exit_codes), ended.tails()
     found = LOGGED.findall(ended.outputs[-1])
     return {

@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_left_out(built: int, tmp_path: Path) -> None:
     """Megatron's optimizer, which every plan needs; a stage without ends; one with an embedding."""
     path = tmp_path / "profile.json"
     Profile(model=read_model(Options.parse(FLAGS)), setting=SETTING, date="2026-11-26").save(path)
-    ended = launch(partial(_without_memory, path=path, built=built), Case(schedule=None), 1, tmp_path)
+    ended = launch(partial(_without_memory, path=path, built=built), Case(schedule=None), tmp_path)
     assert ended.exit_codes == [0], ended.tails()
     said = "tensor 1: 2 layers with gradients and optimizer are out of memory, left out"
     assert (said in ended.outputs[0]) == (built == 0)

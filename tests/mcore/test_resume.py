@@ -85,7 +85,7 @@ def test_an_evaluation_that_draws_random_numbers(tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint(saved: Saved, kill: Kill, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     case = saving(CASE, folder, saved.format)
-    ended = launch(partial(killed, kill=kill), case, case.ranks, tmp_path)
+    ended = launch(partial(killed, kill=kill), case, tmp_path)
     assert ended.exit_codes == [-signal.SIGKILL if rank == kill.rank else 1 for rank in range(case.ranks)], (
         ended.tails()
     )
@@ -113,7 +113,7 @@ def test_a_run_that_cannot_read_its_checkpoint_fails(more: tuple[str, ...], tmp_
         os.truncate(damaged, 1000)
     if "--ckpt-step" in more:
         (tmp_path / TRACKER).unlink()
-    ended = launch(main, replace(case, flags=("--load", str(tmp_path), "--ckpt-format", "torch", *more)), 2, tmp_path)
+    ended = launch(main, replace(case, flags=("--load", str(tmp_path), "--ckpt-format", "torch", *more)), tmp_path)
     assert all(ended.exit_codes), ended.tails()
     assert f"the checkpoint in {tmp_path} is damaged: Megatron cannot read it" in ended.outputs[1]
 
@@ -122,7 +122,7 @@ def test_a_run_that_cannot_go_on_from_its_checkpoint_fails(tmp_path: Path) -> No
     """Not because it were damaged: it lacks the random state that is asked for."""
     case = replace(CASE, batches=1)
     run(saving(case, tmp_path, "torch", 1, "--no-save-rng"))
-    ended = launch(main, replace(case, flags=("--load", str(tmp_path), "--ckpt-format", "torch")), 2, tmp_path)
+    ended = launch(main, replace(case, flags=("--load", str(tmp_path), "--ckpt-format", "torch")), tmp_path)
     assert all(ended.exit_codes), ended.tails()
     assert f"Megatron could not go on from the checkpoint in {tmp_path}; it says why above" in ended.outputs[1]
 
@@ -140,7 +140,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def kill_in_first_save(case: Case, folder: Path) -> None:
-    ended = launch(partial(killed, kill=Kill(rank=1, place="save", call=0)), case, case.ranks, folder)
+    ended = launch(partial(killed, kill=Kill(rank=1, place="save", call=0)), case, folder)
     assert ended.exit_codes == [1, -signal.SIGKILL], ended.tails()
 
 
@@ -210,7 +210,7 @@ def test_an_overwritten_checkpoint_is_the_new_one(saved: Saved, flags: tuple[str
 def test_an_asynchronous_save_holds_what_it_was_started_with(tmp_path: Path) -> None:
     """It is written while training changes both weight versions and the state of the optimizer."""
     case = saving(CASE, tmp_path, "torch_dist", 5, *ASYNCHRONOUS)
-    whole = merge(collect(partial(slow_to_write, seconds=1.0), case, case.ranks), case.stages, case.microbatches)
+    whole = merge(collect(partial(slow_to_write, seconds=1.0), case), case)
     assert differing(whole, run(CASE)) == []
     assert_continues(Saved(CASE, tmp_path, "torch_dist", whole).resumed(5), whole, 5)
 

@@ -54,13 +54,13 @@ def problems(found: list[Watched]) -> list[str]:
 
 @pytest.mark.parametrize("case", SETTINGS.values(), ids=SETTINGS)
 def test_a_run_has_no_problem(case: Case) -> None:
-    assert problems(collect(watch, case, case.ranks)) == []
+    assert problems(collect(watch, case)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW.values(), ids=SLOW)
 def test_no_other_run_has_one(case: Case) -> None:
-    assert problems(collect(watch, replace(case, batches=6, record_gradients=False), case.ranks)) == []
+    assert problems(collect(watch, replace(case, batches=6, record_gradients=False))) == []
 
 
 NO_WAITS = {
@@ -73,7 +73,7 @@ PACE, LOSS = "pace.py (computed)", "session.py (skipped_iterations)"
 
 def test_the_host_waits_for_the_device_only_to_keep_pace() -> None:
     """And on the last stage with a loss scale for the loss, which the log leaves out of its mean if it is no number."""
-    fewer, more = (collect(watch, replace(SHARDED, batches=batches), SHARDED.ranks) for batches in (4, 6))
+    fewer, more = (collect(watch, replace(SHARDED, batches=batches)) for batches in (4, 6))
     waits = [later.waits - earlier.waits for earlier, later in zip(fewer, more, strict=True)]
     found = [{re.sub(r":\d+", "", where) for where in of_rank} - NO_WAITS for of_rank in waits]
     assert found == [{PACE}, {PACE}, {PACE, LOSS}, {PACE, LOSS}]
@@ -90,14 +90,14 @@ def test_the_host_waits_for_the_device_only_to_keep_pace() -> None:
     ],
 )
 def test_a_missing_wait_is_found(flaw: str, case: Case) -> None:
-    found = collect(functools.partial(watch, flaw=flaw), case, case.ranks)
+    found = collect(functools.partial(watch, flaw=flaw), case)
     assert all(rank.races for rank in found)
 
 
 @pytest.mark.parametrize("flaw", ["one group for both ways", "timers wait for the device"])
 def test_ranks_that_wait_for_each_other_are_found(flaw: str) -> None:
     case = replace(CASE, flags=("--timing-log-level", "2"))
-    found = collect(functools.partial(watch, flaw=flaw), case, case.ranks)
+    found = collect(functools.partial(watch, flaw=flaw), case)
     assert stuck([rank.steps for rank in found], one_queue=False)
 
 

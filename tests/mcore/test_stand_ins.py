@@ -26,7 +26,7 @@ def _sharing(case: Case, rank: int, port: int, folder: Path) -> None:
 
 
 def test_ranks_that_share_a_device_transfer_through_the_host() -> None:
-    found = merge(collect(_sharing, CASE, CASE.ranks), CASE.stages, CASE.microbatches)
+    found = merge(collect(_sharing, CASE), CASE)
     assert differing(found, run(CASE)) == []
 
 

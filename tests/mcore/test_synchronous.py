@@ -88,5 +88,5 @@ def test_a_resumed_run_is_the_uninterrupted_one(format_: str, interval: int, tmp
 
 
 def test_a_training_loop_of_ones_own() -> None:
-    found = merge(collect(custom_loop.main, CASE, CASE.ranks), CASE.stages, CASE.microbatches)
+    found = merge(collect(custom_loop.main, CASE), CASE)
     assert differing(found, run(CASE), norms=False) == []

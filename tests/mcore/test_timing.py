@@ -44,7 +44,7 @@ def test_who_had_to_wait_for_a_processor_does_not_count(
     processors: int, waits: bool, expected_s: float, tmp_path: Path
 ) -> None:
     run = partial(_repeat, processors=processors, waits=waits)
-    ended = launch(run, Case(schedule=None, stages=RANKS), RANKS, tmp_path)
+    ended = launch(run, Case(schedule=None, stages=RANKS), tmp_path)
     assert ended.exit_codes == [0] * RANKS, ended.tails()
     assert {float(output.split("found ")[1].split()[0]) for output in ended.outputs} == {expected_s}
 
@@ -61,6 +61,6 @@ def _confined(case: Case, rank: int, port: int, folder: Path) -> None:
 
 
 def test_only_processors_that_ranks_may_run_on_count(tmp_path: Path) -> None:
-    ended = launch(_confined, Case(schedule=None, stages=RANKS), RANKS, tmp_path)
+    ended = launch(_confined, Case(schedule=None, stages=RANKS), tmp_path)
     assert ended.exit_codes == [0] * RANKS, ended.tails()
     assert [output.split("found ")[1].split()[0] for output in ended.outputs] == ["1"] * RANKS

@@ -30,7 +30,7 @@ CASES = (
 def test_it_has_what_ran(case: Case, tmp_path: Path) -> None:
     """In the order of the schedule, on one clock."""
     path = tmp_path / "new" / "trace.json"
-    ended = launch(main, replace(case, flags=("--pipeline-trace", str(path))), case.ranks, tmp_path)
+    ended = launch(main, replace(case, flags=("--pipeline-trace", str(path))), tmp_path)
     assert not any(ended.exit_codes), ended.tails()
     run = read_run(path)
     expected = simulate(run.schedule, Durations(forward_s=1, backward_s=2), case.batches)

@@ -53,9 +53,8 @@ def test_timers_inside_a_call_are_logged(schedule: str, tmp_path: Path) -> None:
     """
     sleep = Fault(kind="sleep before forward", rank=0, call=0, seconds=0.9)
     flags = "--timing-log-level 2 --timing-log-option all --log-interval 3 --logging-level 20"
-    ended = launch(
-        main, replace(CASE, schedule=schedule, flags=tuple(flags.split()), faults=(sleep,), batches=4), 2, tmp_path
-    )
+    case = replace(CASE, schedule=schedule, flags=tuple(flags.split()), faults=(sleep,), batches=4)
+    ended = launch(main, case, tmp_path)
     assert not any(ended.exit_codes), ended.tails()
     log = ended.outputs[-1].split("iteration        3/", 1)[1]
     timers = {
@@ -83,7 +82,7 @@ def test_only_evaluation(schedule: str) -> None:
 @pytest.mark.parametrize("interval", [1, 3])
 def test_the_norm_of_the_weights_is_that_of_the_newest(interval: int, tmp_path: Path) -> None:
     case = replace(CASE, flags=("--log-params-norm", "--log-interval", str(interval)))
-    ended = launch(main, case, case.ranks, tmp_path)
+    ended = launch(main, case, tmp_path)
     assert not any(ended.exit_codes), ended.tails()
     logged = re.findall(r"iteration +(\d+)/.*?\| params norm: ([0-9.]+) \|", ended.outputs[-1])
     assert [int(iteration) for iteration, _ in logged] == [1, *range(max(interval, 2), CASE.batches + 1, interval)]
@@ -95,7 +94,7 @@ def test_the_norm_of_the_weights_is_that_of_the_newest(interval: int, tmp_path: 
 def test_replicas_compare_the_newest_weights(tmp_path: Path) -> None:
     """``--check-weight-hash-across-dp-replicas-interval``."""
     case = replace(REPLICATED, flags=("--check-weight-hash-across-dp-replicas-interval", "3"))
-    collect(partial(_recording_compared_weights, folder_of_weights=tmp_path), case, case.ranks)
+    collect(partial(_recording_compared_weights, folder_of_weights=tmp_path), case)
     for batches in (3, 6):
         expected = oracle(replace(REPLICATED, batches=batches), delay=1).final
         for rank in range(case.ranks):
@@ -130,7 +129,7 @@ def test_the_time_is_up_on_one_rank(rank: int) -> None:
     call = 7
     case = replace(CASE, flags=("--exit-duration-in-mins", str(DURATION_MINUTES)))
     target = partial(_with_a_jump_of_the_clock, of=rank, call=call)
-    found = merge(collect(target, case, case.ranks), case.stages, case.microbatches)
+    found = merge(collect(target, case), case)
     finished = found.losses.shape[1]
     assert 0 < finished - call // CASE.microbatches <= 2
     assert finished < CASE.batches
@@ -146,7 +145,7 @@ def test_the_time_is_up_in_an_evaluation(every: int) -> None:
     """
     flags = f"--exit-duration-in-mins {DURATION_MINUTES} --eval-interval {every} --eval-iters 2".split()
     case = replace(CASE, flags=tuple(flags))
-    found = merge(collect(_with_a_jump_in_an_evaluation, case, case.ranks), case.stages, case.microbatches)
+    found = merge(collect(_with_a_jump_in_an_evaluation, case), case)
     finished = min(every + 1, CASE.batches)
     assert found.losses.shape[1] == finished
     assert differing(found, oracle(replace(CASE, batches=finished), delay=1), norms=False) == []
@@ -185,7 +184,7 @@ def _with_a_jump_in_an_evaluation(case: Case, rank: int, port: int, folder: Path
 def test_packed_sequences_are_counted_where_a_drained_call_runs_no_forward() -> None:
     """All ranks meet for that, at m = d - 1 also the first stage in the last call."""
     case = replace(CASE, microbatches=1)
-    found = merge(collect(_with_packed_sequences, case, case.ranks), case.stages, case.microbatches)
+    found = merge(collect(_with_packed_sequences, case), case)
     assert differing(found, oracle(case, delay=1), norms=False) == []
 
 
@@ -228,7 +227,7 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(case: 
     fault = Fault(kind=INFINITE_GRADIENT, rank=1, call=batch * case.microbatches)
     flags = (*case.flags, "--result-rejected-tracker-filename", str(rejected))
     case = replace(case, faults=(fault,), flags=flags)
-    ended = launch(main, case, case.ranks, tmp_path, timeout_s=60.0)
+    ended = launch(main, case, tmp_path, timeout_s=60.0)
     assert ended.exit_codes == [1] * case.ranks, ended.tails()
     named = [f"batch {batch} (counted from the start of the run)" in output for output in ended.outputs]
     assert any(named), ended.tails()

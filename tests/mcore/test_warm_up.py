@@ -74,5 +74,5 @@ def _recorded(case: Case, rank: int, port: int, folder: Path) -> None:
 )
 def test_no_kernel_is_new_to_the_thread(more: dict[str, Any], tmp_path: Path) -> None:
     case = replace(CASE, **more)
-    ended = launch(_recorded, case, case.ranks, tmp_path)
+    ended = launch(_recorded, case, tmp_path)
     assert ended.exit_codes == [0] * case.ranks, ended.tails()
