@@ -55,17 +55,6 @@ def _refusal(name: str, how: tuple[tuple[str, object], ...]) -> str | None:
     return None
 
 
-def checked(name: str, **how: object) -> None:
-    """Ask the validator, as `lowered_as` takes it.
-
-    Raises:
-        ScheduleError: it cannot be built, or the validator refuses it.
-    """
-    problem = refusal(name, **how)
-    if problem is not None:
-        raise ScheduleError(problem)
-
-
 def works(name: str, **how: object) -> bool:
     """Whether the schedule can be built and passes the validator.
 

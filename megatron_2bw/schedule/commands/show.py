@@ -107,7 +107,7 @@ def _show_simulated(args: argparse.Namespace) -> int:
         from megatron_2bw.schedule.commands.compare import comparison
 
         print("\n".join(comparison(schedules, bubbles, durations)))
-    title = f"{_batches(args)} of {_microbatches(args)} on {_stages(args)}"
+    title = f"{_batches(args)} of {plural(args.microbatches, 'microbatch')} on {_stages(args)}"
     notes = [_endless(timeline, bubble) for timeline, bubble in zip(timelines, bubbles, strict=True)]
     _write(args, timelines, title, notes)
     return 0
@@ -192,7 +192,7 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
         ScheduleError: a named one does not work, with the number of microbatches that it needs; or none takes an
             option.
     """
-    from megatron_2bw.schedule.feasible import checked, enough_microbatches
+    from megatron_2bw.schedule.feasible import enough_microbatches, refusal
 
     options = {
         "extra_in_flight": args.extra_in_flight,
@@ -207,20 +207,18 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
         microbatches = 1 if args.compare and name in PER_MICROBATCH else args.microbatches
         size = {"stages": args.stages, "microbatches": microbatches}
         own = {option: options[option] for option in options if option in options_of(name) or option not in taken}
-        try:
-            checked(name, **size, **own)
+        problem = refusal(name, **size, **own)
+        if problem is None:
             yield build(name, **size, **own)
-        except ScheduleError as error:
-            if not args.schedules and not any(own.values()):
-                continue
+        elif args.schedules or any(own.values()):
             enough = enough_microbatches(name, **size, **own)
             if enough is None:
-                raise
+                raise ScheduleError(problem)
             delayed = own.get("delayed_microbatches") or enough
             what = "microbatches" if microbatches < enough else "delayed microbatches"
             what += ", and as many delayed" if what == "microbatches" and delayed < enough else ""
             next_one = f"with {args.stages} stages, the next number that {name} works with is {enough} {what}"
-            raise ScheduleError(f"{next_one}; {error.message}") from None
+            raise ScheduleError(f"{next_one}; {problem}")
 
 
 def _count(schedule: Schedule, args: argparse.Namespace) -> int:
@@ -234,10 +232,6 @@ def _endless(timeline: Timeline, steady_bubble: Fraction) -> str:
 
 def _stages(args: argparse.Namespace) -> str:
     return plural(args.stages, "stage")
-
-
-def _microbatches(args: argparse.Namespace) -> str:
-    return plural(args.microbatches, "microbatch")
 
 
 def _batches(args: argparse.Namespace) -> str:
