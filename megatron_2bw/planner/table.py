@@ -61,11 +61,6 @@ def gib(size_bytes: float) -> str:
     return f"{size_bytes / GIB:.1f}"
 
 
-def percent(ratio: float) -> str:
-    """With one decimal."""
-    return f"{100 * ratio:.1f}%"
-
-
 def billions(count: int) -> str:
     """In billions, with three digits.
 

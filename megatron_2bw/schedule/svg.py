@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from megatron_2bw.schedule.action import COMPUTE, WORK, ActionType
 from megatron_2bw.schedule.durations import Seconds
-from megatron_2bw.schedule.timeline import Event, Timeline
+from megatron_2bw.schedule.timeline import Event, Timeline, percent
 
 _HUES = (("#a9cdf8", "#2563b5"), ("#fcd19c", "#bf5f0b"), ("#b4dfb7", "#2a7d43"), ("#dbc6f0", "#7140ab"))
 """(forward, backward) of batches 0, 1, ..., over and over."""
@@ -50,7 +50,7 @@ def svg(*timelines: Timeline, title: str = "", notes: Sequence[str] = ()) -> str
         body.extend(panel.draw(float(slowest_s / timeline.makespan_s)))
         top = panel.bottom + _PANEL_GAP
     height = top + _LEGEND
-    summary = "; ".join(f"{timeline.name}: bubble {_percent(timeline.bubble_ratio)}" for timeline in timelines)
+    summary = "; ".join(f"{timeline.name}: bubble {percent(timeline.bubble_ratio)}" for timeline in timelines)
     heading = [text_at(_MARGIN, _MARGIN + 16, title, size=20, weight=600)] if title else []
     return "\n".join(
         [
@@ -104,7 +104,7 @@ class _Panel:
         x, y = _MARGIN + _LABELS, self.top + 19
         yield text_at(x, y, name, size=17, weight=600)
         x += 17 * _BOLD_LETTER * len(name) + 22
-        bubble = f"bubble {_percent(self.timeline.bubble_ratio)}{self.note}"
+        bubble = f"bubble {percent(self.timeline.bubble_ratio)}{self.note}"
         yield text_at(x, y, bubble, size=14, fill=_FAINT_INK)
         x += 14 * _LETTER * len(bubble) + 26
         for batch, weights in _weights(self.timeline):
@@ -162,10 +162,6 @@ def _legend(y: float) -> Iterator[str]:
         x += 25 + 13 * _LETTER * len(text) + 24
     yield text_at(x, y + 8, "numbers are microbatches", fill=_FAINT_INK)
     yield text_at(_WIDTH - _MARGIN, y + 8, "time \u2192", fill=_FAINT_INK, anchor="end")
-
-
-def _percent(ratio: Seconds) -> str:
-    return f"{100 * float(ratio):.1f}%"
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, *, radius: float = 3, tip: str = "") -> str:

@@ -93,6 +93,11 @@ def ratio(part: Seconds, whole: Seconds) -> Fraction | float:
     return Fraction(part, whole) if isinstance(part, int) and isinstance(whole, int) else part / whole
 
 
+def percent(share: Seconds) -> str:
+    """With one decimal."""
+    return f"{100 * float(share):.1f}%"
+
+
 def _peak_in_flight(events: tuple[Event, ...]) -> int:
     peak = now = 0
     for event in events:

@@ -10,7 +10,7 @@ from megatron_2bw.planner.rules import needs_megatron_0_19
 from megatron_2bw.planner.search.efficiency import EXACT
 from megatron_2bw.planner.search.finder import Choice
 from megatron_2bw.planner.search.search import Plan
-from megatron_2bw.planner.table import percent
+from megatron_2bw.schedule.timeline import percent
 
 MANY = 8
 """Microbatches per stage from which a flush costs little: at m = 8d it idles (d-1)/m < 1/8 longer than it works."""

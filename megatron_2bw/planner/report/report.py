@@ -23,7 +23,8 @@ from megatron_2bw.planner.search.search import Plan
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.planner.specs.model import Model
-from megatron_2bw.planner.table import billions, gib, percent, seconds, table, wrapped
+from megatron_2bw.planner.table import billions, gib, seconds, table, wrapped
+from megatron_2bw.schedule.timeline import percent
 
 _HEAD = ("layout", "time", "error", "tokens/s", "TFLOP/s", "bubble", "delay", "memory/GiB", "headroom/GiB")
 MEMORY_ERROR = 0.05

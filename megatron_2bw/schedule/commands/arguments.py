@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterable
 from fractions import Fraction
 
-from megatron_2bw.schedule.durations import Seconds
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES
 
 
@@ -51,11 +50,6 @@ def plural(number: int, noun: str) -> str:
     """Such as ``2 stages``."""
     ending = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending * (number > 1)}"
-
-
-def percent(ratio: Seconds) -> str:
-    """With one decimal."""
-    return f"{100 * float(ratio):.1f}%"
 
 
 def table(*rows: tuple[str, Iterable[object]]) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_2bw.schedule.commands.arguments import percent
 from megatron_2bw.schedule.durations import Durations, Seconds
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.simulate import simulate
+from megatron_2bw.schedule.timeline import percent
 
 _HEAD = ("schedule", "bubble", "activations in flight", "weight copies", "delay in updates")
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron_2bw.schedule.action import COMPUTE, ActionType
-from megatron_2bw.schedule.commands.arguments import percent, plural, table
+from megatron_2bw.schedule.commands.arguments import plural, table
 from megatron_2bw.schedule.measured import STEPS, Run, cut
-from megatron_2bw.schedule.timeline import Event, Timeline
+from megatron_2bw.schedule.timeline import Event, Timeline, percent
 
 
 def report(run: Run) -> Iterator[str]:

@@ -7,8 +7,9 @@ import inspect
 from fractions import Fraction
 from typing import Any
 
-from megatron_2bw.schedule.commands.arguments import add_size, percent, plural, table
+from megatron_2bw.schedule.commands.arguments import add_size, plural, table
 from megatron_2bw.schedule.registry import ALIASES, SCHEDULES
+from megatron_2bw.schedule.timeline import percent
 
 
 def add(commands: Any) -> None:

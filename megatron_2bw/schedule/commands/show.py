@@ -15,12 +15,12 @@ from megatron_2bw.schedule.commands.arguments import (
     duration,
     names,
     natural,
-    percent,
     plural,
     table,
 )
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.registry import PER_MICROBATCH, SCHEDULES, build, canonical_name, options_of
+from megatron_2bw.schedule.timeline import percent
 
 if TYPE_CHECKING:
     from megatron_2bw.schedule.program import Schedule
