@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from report import heading
+from report import heading, put_each
 
 from tests.mcore import matrix
 from tests.mcore.case import Case
@@ -57,21 +57,21 @@ def main() -> int:
     if options.drawn:
         settings = [(f"drawn {options.seed}-{i}", drawn(f"{options.seed}-{i}")) for i in range(options.drawn)]
     chosen = [(name, case) for name, case in settings if options.only in name]
-    lines = [*heading(), "", ABOUT, ABOUT_DRAWN if options.drawn else ABOUT_RANKS, ""]
-    print("\n".join(lines), flush=True)
-    failed = 0
+    about = (*heading(), "", ABOUT, ABOUT_DRAWN if options.drawn else ABOUT_RANKS, "")
+    failed: list[str] = []
+    put_each(chain(about, _lines(chosen, _words if options.drawn else _one_process, failed)), options.output)
+    return 1 if failed or not chosen else 0
+
+
+def _lines(chosen: list[tuple[str, Case]], more: Callable[[Case], Iterator[str]], failed: list[str]) -> Iterator[str]:
+    """The outcome of each setting; the names of those that are not equal go to ``failed``."""
     for _, together in groupby(chosen, key=lambda setting: replace(setting[1], recompute="no", tied=True)):
         for name, case in together:
-            problems, report = _report(name, case, _words if options.drawn else _one_process)
-            failed += bool(problems)
-            lines += report
-            print("\n".join(report), flush=True)
+            problems, report = _report(name, case, more)
+            failed += [name] * bool(problems)
+            yield from report
         matrix.forget()  # Only settings of one group share oracles; all their gradients would fill the memory.
-    lines += ["", f"{len(chosen)} settings, {len(chosen) - failed} equal to the oracle, {failed} not"]
-    print(lines[-1])
-    if options.output is not None:
-        options.output.write_text("\n".join(lines) + "\n")
-    return 1 if failed or not chosen else 0
+    yield from ("", f"{len(chosen)} settings, {len(chosen) - len(failed)} equal to the oracle, {len(failed)} not")
 
 
 def _report(name: str, case: Case, more: Callable[[Case], Iterator[str]]) -> tuple[list[str], list[str]]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from report import heading
+from report import heading, put_each
 
 from tests.mcore.compare import differing
 from tests.mcore.saved import BATCHES, CASE, save, tail
@@ -39,19 +41,18 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run the settings whose name contains this")
     parser.add_argument("--output", type=Path, help="write the report here")
     options = parser.parse_args()
-    lines = [*heading(), "", ABOUT, ""]
-    print("\n".join(lines), flush=True)
-    failed = 0
-    for name in SETTINGS:
-        for format_ in FORMATS:
-            if options.only in f"{name}, {format_}":
-                problems = _problems(name, format_)
-                failed += bool(problems)
-                lines.append(f"{name}, {format_}: " + ("; ".join(problems) or f"equal after each of 1..{BATCHES - 1}"))
-                print(lines[-1], flush=True)
-    if options.output is not None:
-        options.output.write_text("\n".join(lines) + "\n")
-    return 1 if failed else 0
+    found: list[str] = []
+    put_each(chain((*heading(), "", ABOUT, ""), _lines(options.only, found)), options.output)
+    return 1 if found else 0
+
+
+def _lines(only: str, found: list[str]) -> Iterator[str]:
+    """The outcome of each setting whose name contains ``only``; all problems go to ``found``."""
+    for name, format_ in product(SETTINGS, FORMATS):
+        if only in f"{name}, {format_}":
+            problems = _problems(name, format_)
+            found += problems
+            yield f"{name}, {format_}: " + ("; ".join(problems) or f"equal after each of 1..{BATCHES - 1}")
 
 
 def _problems(name: str, format_: str) -> list[str]:
