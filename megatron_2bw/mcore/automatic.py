@@ -36,12 +36,12 @@ def choose(args: Any, words: Sequence[str] | None = None) -> str:
     args.mixpipe_k = args.mixpipe_gamma = None
     if not automatic.has_choice(layout):
         return "--mixpipe-k auto: more microbatches than stages, no choice of K and Gamma"
-    memory_bytes = _memory_bytes()
-    chosen = automatic.choose(model, layout, memory_bytes)
+    there_bytes = memory_bytes()
+    chosen = automatic.choose(model, layout, there_bytes)
     args.mixpipe_k, args.mixpipe_gamma = chosen.mixpipe_k, chosen.mixpipe_gamma
     return (
         f"--mixpipe-k auto: K = {chosen.mixpipe_k}, Gamma = {chosen.mixpipe_gamma}, for which the planner expects "
-        f"{largest(model, chosen).total_bytes / GIB:.1f} of {memory_bytes / GIB:.1f} GiB"
+        f"{largest(model, chosen).total_bytes / GIB:.1f} of {there_bytes / GIB:.1f} GiB"
     )
 
 
@@ -49,7 +49,7 @@ def _has_fused_attention() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def _memory_bytes() -> float:
+def memory_bytes() -> float:
     """Of this rank's GPU, or its share of the machine's."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -28,6 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
+from megatron_2bw.mcore.automatic import memory_bytes
 from megatron_2bw.mcore.timing import Took, processors, repeated, timed
 from megatron_2bw.planner.measure.profile import DONE, LAYERS, AllReduce, Block, Pass, Profile, Update
 from megatron_2bw.planner.specs.layout import Recompute
@@ -81,12 +81,8 @@ def _identified(profile: Profile, path: Path) -> Profile:
 
 def _device() -> tuple[str, float, int]:
     """Name, GiB of memory for each rank, and processors that ranks share."""
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return properties.name, round(properties.total_memory / 2**30, 1), processors()
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory_gb = round(memory_bytes / dist.get_world_size() / 2**30, 1)
-    return f"CPU ({processors()} cores)", memory_gb, processors()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({processors()} cores)"
+    return name, round(memory_bytes() / 2**30, 1), processors()
 
 
 def _version(package: str) -> str | None:

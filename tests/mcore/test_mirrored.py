@@ -135,7 +135,7 @@ def test_k_and_gamma_fit_the_memory(
         "--num-attention-heads 16 --seq-length 1024 --vocab-size 50257 --hidden-dropout 0 --attention-dropout 0 --bf16 "
         f"--pipeline-model-parallel-size {stages} --micro-batch-size 8 --global-batch-size {8 * stages}"
     ).split()
-    monkeypatch.setattr(automatic, "_memory_bytes", lambda: gib * automatic.GIB)
+    monkeypatch.setattr(automatic, "memory_bytes", lambda: gib * automatic.GIB)
     monkeypatch.setattr(automatic, "_has_fused_attention", lambda: True)
     args = SimpleNamespace(world_size=stages)
     assert f"of {gib:.1f} GiB" in automatic.choose(args, words)
