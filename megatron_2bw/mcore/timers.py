@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from megatron.core.timers import DummyTimer, TimerBase, Timers
 
+from megatron_2bw.runtime.recorder import event_now
+
 
 class CallTimers(Timers):
     """Megatron's timers; inside a call of our executor they mark the stream where Megatron's wait for the device.
@@ -67,11 +69,7 @@ class _MarkedTimer:
 
 
 def _mark() -> Any:
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return event_now() if torch.cuda.is_available() else time.perf_counter()
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -76,17 +76,17 @@ class Recorder:
         self._noted = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            self._origin = _Origin(self._event(), None, time.perf_counter())
+            self._origin = _Origin(event_now(), None, time.perf_counter())
 
     def mark(self) -> object:
         """This moment, as the device sees it."""
-        return time.perf_counter() if self._origin is None else self._event()
+        return time.perf_counter() if self._origin is None else event_now()
 
     def note(self, action: Action, start: object, end: object) -> None:
         """Keep that ``action`` ran between two marks."""
         self._noted += 1
         if self._origin is not None and self._noted % _NOTES_PER_ORIGIN == 0:
-            before, self._origin = self._origin, _Origin(self._event(), self._origin)
+            before, self._origin = self._origin, _Origin(event_now(), self._origin)
             if before.event.query():
                 with self._appending:
                     before.time_s()  # It needs none before it any more: those without notes are let go.
@@ -141,8 +141,9 @@ class Recorder:
         start_s = origin_s + note.origin.event.elapsed_time(note.start) / 1000
         return Event(note.action, start_s, start_s + note.start.elapsed_time(note.end) / 1000)
 
-    @staticmethod
-    def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # Who waits gives its core away.
-        event.record()
-        return event
+
+def event_now() -> torch.cuda.Event:
+    """Recorded on the current stream."""
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # Who waits gives its core away.
+    event.record()
+    return event
