@@ -56,7 +56,7 @@ def oracle(
         evaluate_every=evaluate_every,
         delayed_batches=delayed_batches,
         ordinary_batches=max(ordinary_batches, sum(batch not in case.skipped for batch in range(case.synchronous))),
-        norms=None if norms is None else tuple(norms.tolist()),
+        norms=tuple(norms.tolist()) if norms is not None and case.clip else None,
         infinite=frozenset(fault.call // case.microbatches for fault in case.faults if fault.kind == INFINITE_GRADIENT),
         two_tied_copies=(case.tied or "--mtp-num-layers" in case.model) and case.stages > 1,
     )
