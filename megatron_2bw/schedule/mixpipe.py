@@ -39,6 +39,24 @@ def mixpipe(stages: int, microbatches: int, *, k: int | None = None, gamma: int 
     rank 3  a1 .  .  a0 A0--- a3 .  .  .  a2 A2--- A1--- .  .  A3---|
     a0 forward, A0 backward of microbatch 0 in batch a (b, c: the next ones); | update; . idle
     """
+    check(stages, microbatches, k=k, gamma=gamma)
+    if microbatches > stages:
+        largest = [_largest_limits(rank, stages, microbatches // 2) for rank in range(stages)]
+        return _best(stages, microbatches, [largest], None)
+    k, gamma = stages if k is None else k, gamma or 0
+    choices = [
+        [_limits(rank, stages, k, gamma, fills=fills) for rank in range(stages)]
+        for fills in ((True, False) if k < stages else (False,))
+    ]
+    return _best(stages, microbatches, choices, claimed_span(stages, k, gamma))
+
+
+def check(stages: int, microbatches: int, *, k: int | None = None, gamma: int | None = None) -> None:
+    """Whether ``mixpipe`` takes these numbers, without looking for an order.
+
+    Raises:
+        ScheduleError: it does not.
+    """
     check_even("mixpipe", stages)
     if microbatches % 2 or microbatches < stages:
         raise ScheduleError(
@@ -51,8 +69,7 @@ def mixpipe(stages: int, microbatches: int, *, k: int | None = None, gamma: int 
                 f"mixpipe got k or gamma with {microbatches} microbatches on {stages} stages: they say how to run one "
                 "microbatch per stage; leave them out, or use as many microbatches as stages"
             )
-        largest = [_largest_limits(rank, stages, microbatches // 2) for rank in range(stages)]
-        return _best(stages, microbatches, [largest], None)
+        return
     k, gamma = stages if k is None else k, gamma or 0
     if k % 2 or not 2 <= k <= stages:
         raise ScheduleError(f"mixpipe got k = {k} (--mixpipe-k); use an even number from 2 to the depth, {stages}")
@@ -60,11 +77,6 @@ def mixpipe(stages: int, microbatches: int, *, k: int | None = None, gamma: int 
         raise ScheduleError(
             f"mixpipe got gamma = {gamma} (--mixpipe-gamma); with k = {k}, use 0 to (d - k)/2 = {(stages - k) // 2}"
         )
-    choices = [
-        [_limits(rank, stages, k, gamma, fills=fills) for rank in range(stages)]
-        for fills in ((True, False) if k < stages else (False,))
-    ]
-    return _best(stages, microbatches, choices, claimed_span(stages, k, gamma))
 
 
 def claimed_span(stages: int, k: int, gamma: int) -> int:
@@ -94,11 +106,15 @@ def _largest_limits(rank: int, stages: int, each_way: int) -> Limits:
 
 def _best(stages: int, microbatches: int, choices: Iterable[list[Limits]], claimed: int | None) -> Schedule:
     """Choose in each of the ways; take the first that lasts as long as the paper says, or else the shortest."""
-    found = []
+    found: list[Greedy] = []
     for limits, (forwards, backwards) in product(choices, PREFERENCES):
         greedy = Greedy(stages, microbatches, limits, {ActionType.FORWARD: forwards, ActionType.BACKWARD: backwards})
-        if greedy.run():
-            found.append((greedy.now != claimed, greedy.now, greedy))
-    *_, best = min(found, key=lambda one: one[:2])
+        if not greedy.run():
+            continue
+        if greedy.now == claimed:
+            found = [greedy]
+            break
+        found.append(greedy)
+    best = min(found, key=lambda greedy: greedy.now)
     in_flight = tuple(rank.most_open for rank in best.ranks)
     return bidirectional("mixpipe", stages, microbatches, [rank.passes for rank in best.ranks], in_flight)

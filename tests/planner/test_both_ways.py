@@ -9,13 +9,17 @@ from random import Random
 
 import pytest
 
-from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s, least_both_ways_s
+from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s, least_both_ways_s, ordered_s
 from megatron_2bw.planner.pipeline.periods import Pipeline, Stage
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate
 from tests.planner.pipelines import SLOW_SENDS, durations, pipelines
 
-FOLLOWED = {"gems": gems_s, "chimera": chimera_s}
+FOLLOWED = {
+    "gems": gems_s,
+    "chimera": chimera_s,
+    "mixpipe": lambda p: ordered_s(build("mixpipe", stages=p.stages, microbatches=p.microbatches), p),
+}
 
 
 def drawn(name: str, count: int) -> Iterator[Pipeline]:
@@ -26,7 +30,7 @@ def drawn(name: str, count: int) -> Iterator[Pipeline]:
         each = tuple(Stage(random.randint(1, 5), random.randint(1, 9)) for _ in range(stages))
         yield Pipeline(
             stages=stages,
-            microbatches=random.randint(2, 12) * (stages if name == "chimera" else 1),
+            microbatches={"gems": 1, "chimera": stages, "mixpipe": stages}[name] * random.randint(2, 12),
             first=each[0],
             middle=max(each),
             last=each[-1],
@@ -58,13 +62,21 @@ def test_stages_and_links_of_all_kinds(name: str):
 
 @pytest.mark.parametrize("name", ["chimera", "mixpipe"])
 def test_the_least_is_nowhere_too_long(name: str):
-    shares = []
-    for p in drawn(name, 60):
-        if name == "mixpipe":
-            p = replace(p, microbatches=p.stages * (1 + p.microbatches % 2))
-        shares.append(least_both_ways_s(p) / simulated_s(name, p))
+    shares = [least_both_ways_s(p) / FOLLOWED[name](p) for p in drawn(name, 60)]
     assert max(shares) <= 1
     assert max(shares) > 0.8
+
+
+@pytest.mark.parametrize(("k", "gamma"), [(2, 0), (2, 1), (4, 0), (4, 2), (6, 1), (8, 0)])
+def test_few_forwards_in_flight_take_longer(k: int, gamma: int):
+    limited = build("mixpipe", stages=8, microbatches=8, k=k, gamma=gamma)
+    for p in (replace(p, microbatches=8) for p in drawn("mixpipe", 30) if p.stages == 8):
+        times = replace(durations(p), send_s=p.sends_s, update_s=p.update_s / 2)
+        exact_s = ordered_s(limited, p)
+        assert exact_s == simulate(limited, times, 1).makespan_s
+        assert least_both_ways_s(p) <= least_both_ways_s(p, in_flight=k + gamma) <= exact_s
+    even = replace(p, each=(), sends_s=(), first=Stage(1, 2), middle=Stage(1, 2), last=Stage(1, 2))
+    assert least_both_ways_s(even, in_flight=2) > least_both_ways_s(even)
 
 
 def test_units_that_take_turns():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -134,6 +136,23 @@ def test_units_of_microbatches_have_as_many_activations(schedule: str):
         fewer, lacks = programs.shortened(asked)
         assert (lacks, fewer.microbatches < count) == (units - 4, True)
         assert programs.programs_of(asked).in_flight == programs.programs_of(fewer).in_flight
+
+
+@pytest.mark.parametrize("stages", [2, 4, 6, 8])
+def test_mixpipe_keeps_no_more_activations_with_more_microbatches(stages: int):
+    asked = layout(schedule="mixpipe", pipeline=stages, data=1, microbatch=1, global_batch=10 * stages)
+    fewer, lacks = programs.shortened(asked)
+    assert (fewer.microbatches, lacks) == (8 * stages, stages)
+    assert programs.programs_of(asked).in_flight == programs.programs_of(fewer).in_flight
+
+
+def test_mixpipe_is_refused_as_it_is_when_it_is_built():
+    for stages, count, k, gamma in itertools.product((2, 3, 4), (2, 3, 4, 6), (0, 2, 3, 4, 6), (0, 1, 2)):
+        options = {"mixpipe_k": k, "mixpipe_gamma": gamma}
+        asked = layout(schedule="mixpipe", pipeline=stages, data=1, microbatch=1, global_batch=count, **options)
+        refused = programs.refusal(asked)
+        with pytest.raises(PlanError, match=re.escape(refused)) if refused else nullcontext():
+            programs.programs_of(asked)
 
 
 def test_a_refusal_is_about_all_microbatches():

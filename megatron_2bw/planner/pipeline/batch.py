@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.pipeline import endless, periods
-from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s, least_both_ways_s
+from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s, least_both_ways_s, ordered_s
 from megatron_2bw.planner.pipeline.followed import interleaved_s, uneven_one_f_one_b_s
 from megatron_2bw.planner.pipeline.periods import Pipeline
 from megatron_2bw.planner.pipeline.programs import programs_of
@@ -88,7 +88,7 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run, as ``simulated_s`` would find.
 
     By closed form; where none is exact, microbatches are followed, of 2bw until it is known to 1e-4 where that takes
-    long. PipeDream and MixPipe have neither and are simulated.
+    long. PipeDream has neither and is simulated.
     """
     if layout.chunks > 1:
         return interleaved_s(pipeline)
@@ -102,7 +102,9 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.inter_layer_s(pipeline)
     if layout.schedule in ("gems", "chimera"):
         return (gems_s if layout.schedule == "gems" else chimera_s)(pipeline)
-    if layout.schedule in ("mixpipe", "pipedream"):
+    if layout.schedule == "mixpipe":
+        return ordered_s(programs_of(layout), pipeline)
+    if layout.schedule == "pipedream":
         return simulated_s(layout, pipeline)
     is_closed = periods.one_f_one_b_is_exact(pipeline)
     return (periods.one_f_one_b_s if is_closed else uneven_one_f_one_b_s)(pipeline)
@@ -116,7 +118,9 @@ def least_s(layout: Layout, pipeline: Pipeline) -> float:
         return periods.two_bw_s(pipeline, **_of_two_bw(layout))
     if layout.schedule in ("1f1b-flush", "megatron"):
         return (periods.least_uneven_s if pipeline.each else periods.one_f_one_b_s)(pipeline)
-    return least_both_ways_s(pipeline) if layout.schedule in ("chimera", "mixpipe") else batch_s(layout, pipeline)
+    if layout.schedule in ("chimera", "mixpipe"):
+        return least_both_ways_s(pipeline, in_flight=layout.mixpipe_k + layout.mixpipe_gamma)
+    return batch_s(layout, pipeline)
 
 
 def is_bound_quicker(layout: Layout) -> bool:

@@ -1,8 +1,8 @@
-"""Seconds per batch of GEMS and Chimera, whatever stages and links are, by following the microbatches.
+"""Seconds per batch of pipelines in both directions, whatever stages and links are, by following the microbatches.
 
-They run one unit of microbatches after the other, each in the same order. How long one takes depends on when ranks and
-links were free of the one before. So once all of these are equally much later than some units ago, the units since then
-repeat, and the rest is not followed.
+GEMS and Chimera run one unit of microbatches after the other, each in the same order. How long one takes depends on
+when ranks and links were free of the one before. So once all of these are equally much later than some units ago, the
+units since then repeat, and the rest is not followed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from megatron_2bw.planner.pipeline.followed import shift_of
 from megatron_2bw.planner.pipeline.periods import Pipeline, flush_s
-from megatron_2bw.schedule.action import ActionType
+from megatron_2bw.schedule.action import COMPUTE, ActionType
 from megatron_2bw.schedule.chimera import slots
+from megatron_2bw.schedule.clock import clock
 from megatron_2bw.schedule.directions import Pass, stage_of
+from megatron_2bw.schedule.program import Schedule
 
 
 class _Turn(NamedTuple):
@@ -65,13 +67,37 @@ def chimera_s(pipeline: Pipeline) -> float:
     return _units_s(pipeline, turns, microbatches=stages, length=2 * stages)
 
 
-def least_both_ways_s(pipeline: Pipeline) -> float:
+def ordered_s(schedule: Schedule, pipeline: Pipeline) -> float:
+    """Exact, in the order of the Programs of any ``schedule`` in both directions; all of a batch is one unit.
+
+    >>> from megatron_2bw.planner.pipeline.periods import Stage
+    >>> from megatron_2bw.schedule.registry import build
+    >>> even = Stage(1, 2)
+    >>> p = Pipeline(stages=4, microbatches=4, first=even, middle=even, last=even)
+    >>> ordered_s(build("mixpipe", stages=4, microbatches=4, k=2, gamma=1), p)
+    19
+    """
+    calls = [[action for action in program.steady if action.type in COMPUTE] for program in schedule.programs]
+    ends = clock(schedule, calls)
+    turns = (
+        _Turn(ends[action[:4]], rank, Pass(action.type, action.microbatch))
+        for rank, call in enumerate(calls)
+        for action in call
+    )
+    return _units_s(pipeline, turns, microbatches=pipeline.microbatches, length=max(ends.values()) + 1)
+
+
+def least_both_ways_s(pipeline: Pipeline, *, in_flight: int = 0) -> float:
     """What Chimera and MixPipe take without waits: nowhere too long.
 
     Every rank has all passes of two stages to do. At least as many stages as there are between it and the nearer end
-    are passed before its first forward, and again after its last backward.
+    are passed before its first forward, and again after its last backward. And it has at most so many forwards
+    ``in_flight``, if not 0, each of which stays for a turn over all later stages.
     """
     p, up, way_s, longest_s = pipeline, pipeline.microbatches // 2, 0.0, 0.0
+    if in_flight:
+        last = p.stages - 1
+        longest_s = ((p.microbatches - up) * p.turn_s(0, last) + up * p.turn_s(last, last)) / in_flight
     stages = p.in_order
     for near in range(p.stages // 2):
         for rank in (near, p.stages - 1 - near):

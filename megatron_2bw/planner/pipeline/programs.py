@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.specs.layout import Layout
+from megatron_2bw.schedule import mixpipe
 from megatron_2bw.schedule.action import ActionType
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Schedule
@@ -35,6 +36,14 @@ def programs_of(layout: Layout) -> Schedule:
 
 def refusal(layout: Layout) -> str | None:
     """Why there are none; None if there are."""
+    if layout.schedule == "mixpipe":  # Whose order has to be looked for.
+        try:
+            mixpipe.check(
+                layout.pipeline, layout.microbatches, k=layout.mixpipe_k or None, gamma=layout.mixpipe_gamma or None
+            )
+        except ScheduleError as error:
+            return error.message
+        return None
     for same in (shortened(layout)[0], layout):  # The message is about the microbatches that there are.
         try:
             programs_of(same)
@@ -49,10 +58,13 @@ def shortened(layout: Layout) -> tuple[Layout, int]:
     """``layout`` with fewer microbatches where its Programs repeat themselves, and how many units of them it lacks.
 
     gems and chimera run one unit after the other: two microbatches, one in each direction, and as many as stages. They
-    have no more forwards in flight from the second on; four are kept.
+    have no more forwards in flight from the second on; four are kept. mixpipe has as many with all numbers of
+    microbatches above some, which is no more than 3.1 per stage as far as looked for; eight per stage are kept.
     """
-    unit = {"gems": 2, "chimera": layout.pipeline}.get(layout.schedule)
-    lacks = 0 if unit is None else max(layout.microbatches // unit - 4, 0)
+    unit, kept = {"gems": (2, 4), "chimera": (layout.pipeline, 4), "mixpipe": (2, 4 * layout.pipeline)}.get(
+        layout.schedule, (1, layout.microbatches)
+    )
+    lacks = max(layout.microbatches // unit - kept, 0)
     if not lacks:
         return layout, 0
     return replace(layout, global_batch=layout.global_batch - lacks * unit * layout.microbatch * layout.data), lacks
