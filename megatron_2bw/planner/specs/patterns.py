@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from itertools import takewhile
 
@@ -10,7 +11,8 @@ from megatron_2bw.planner.errors import PlanError
 _FREQUENCY = "--moe-layer-freq"
 _MOST = 10_000
 """Layers of a pattern."""
-_TOKEN = re.compile(r"\d+|[\[\](),+*]")
+_OTHERS = re.compile(r"[^\d\[\](),+*]")
+_LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
 
 
 def pattern_of(dense: int, layers: int) -> str:
@@ -58,57 +60,39 @@ def dense_first(text: str, layers: int | None = None) -> int:
 
 def _kinds(text: str) -> int | list[int]:
     words = text.replace(" ", "")
-    tokens = _TOKEN.findall(words)
     problem = PlanError(f"{_FREQUENCY} {text}: give a whole number, or a pattern such as ([0]*3+[1]*58)")
-    if not tokens or "".join(tokens) != words:
+    if _OTHERS.search(words):
         raise problem
     try:
-        value = _sum(tokens)
-    except (IndexError, RecursionError, TypeError, ValueError) as error:
+        value = _value(ast.parse(_LEADING_ZEROS.sub("", words), mode="eval").body)
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         raise problem from error
-    if tokens or isinstance(value, list) != ("[" in words):
+    if isinstance(value, list) != ("[" in words):
         raise problem
     return value
 
 
-def _sum(tokens: list[str]) -> int | list[int]:
-    """Of products, up to what is no part of it; takes its tokens away."""
-    value = _product(tokens)
-    while tokens and tokens[0] == "+":
-        tokens.pop(0)
-        value = value + _product(tokens)
-    return value
+def _value(node: ast.expr) -> int | list[int]:
+    """Of a number, a list of numbers, a sum or a product.
 
-
-def _product(tokens: list[str]) -> int | list[int]:
-    value = _one(tokens)
-    while tokens and tokens[0] == "*":
-        tokens.pop(0)
-        other = _one(tokens)
-        size = max(len(one) if isinstance(one, list) else 1 for one in (value, other))
-        times = min((one for one in (value, other) if isinstance(one, int)), default=1)
-        if size * times > _MOST:
-            raise ValueError("too many layers")
-        value = value * other
-    return value
-
-
-def _one(tokens: list[str]) -> int | list[int]:
-    token = tokens.pop(0)
-    if token.isdecimal():
-        return int(token)
-    if token not in "([":
-        raise ValueError(token)
-    values = []
-    closing = ")" if token == "(" else "]"
-    while tokens[0] != closing:
-        values.append(_sum(tokens))
-        if tokens[0] == ",":
-            tokens.pop(0)
-    tokens.pop(0)
-    if token == "[":
-        if not all(isinstance(value, int) for value in values):
-            raise TypeError("a list of lists")
-        return values
-    (value,) = values
-    return value
+    Raises:
+        TypeError: it is none of these, or adds or multiplies what does not go together.
+        ValueError: it has too many layers.
+    """
+    match node:
+        case ast.Constant(int(number)):
+            return number
+        case ast.List(elements):
+            values = list(map(_value, elements))
+            if all(isinstance(value, int) for value in values):
+                return values
+        case ast.BinOp(left, ast.Add(), right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            factors = [_value(left), _value(right)]
+            size = max(len(one) if isinstance(one, list) else 1 for one in factors)
+            times = min((one for one in factors if isinstance(one, int)), default=1)
+            if size * times > _MOST:
+                raise ValueError("too many layers")
+            return factors[0] * factors[1]
+    raise TypeError(node)
