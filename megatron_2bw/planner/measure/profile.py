@@ -19,7 +19,7 @@ from megatron_2bw.planner.cost.sizes import Split
 from megatron_2bw.planner.cost.work import NOTHING, Parts, Work
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.specs.cluster import Cluster, Gpu
-from megatron_2bw.planner.specs.inputs import build, checked, read_json, saved_model
+from megatron_2bw.planner.specs.inputs import build, checked, read_json
 from megatron_2bw.planner.specs.layout import Fp8, Optimizer, Precision, Recompute, RecomputeModule
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.space import Space
@@ -134,11 +134,10 @@ class Profile:
         """
         values, where = read_json(str(path)), str(path)
         parts: dict[str, Any] = {}
-        for name in ("model", "setting"):
+        for name, kind, place in (("model", Model, f"{where}: model"), ("setting", Setting, where)):
             if not isinstance(values.get(name), dict):
                 raise PlanError(f"{where}: {name} is missing; give a file that megatron-2bw profile wrote")
-            part = values.pop(name)
-            parts[name] = saved_model(part, f"{where}: {name}") if name == "model" else build(Setting, part, where)
+            parts[name] = build(kind, values.pop(name), place)
         for name, kind in _LISTS.items():
             rows = checked(values.pop(name, []), list, f"{where}: {name}")
             parts[name] = [build(kind, checked(row, dict, f"{where}: {name}"), f"{where}: {name}") for row in rows]

@@ -78,15 +78,6 @@ def model_of(values: dict[str, Any], where: str) -> Model:
     """
     if values.get("given_flags"):
         raise PlanError(f"{where}: given_flags are those of a command line; leave the key out, or give the flags there")
-    return saved_model(values, where)
-
-
-def saved_model(values: dict[str, Any], where: str) -> Model:
-    """The same of what a profile has saved, with the flags that the model was given by.
-
-    Raises:
-        PlanError: as `model_of`.
-    """
     return build(Model, values, where)
 
 
