@@ -154,9 +154,10 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     keep = max(args.top, args.verify_top or 0, 100 if args.plot else 10)
     plan = _searched(args, model, cluster, space, keep)
     if args.verify_top:
-        from megatron_2bw.planner.measure.verify import verified
+        from megatron_2bw.planner.measure.verify import measured
+        from megatron_2bw.planner.report.report import shown
 
-        plan = verified(plan, args.verify_top, args.script, args.run_args.split())
+        plan = measured(plan, shown(plan, args.verify_top), args.script, args.run_args.split())
     if args.plot:
         from megatron_2bw.planner.report.plot import plot
 

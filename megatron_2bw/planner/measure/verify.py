@@ -11,7 +11,7 @@ from statistics import median
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.measure.torchrun import LOGGED, gpus_here, lines_of, random_data
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.report.report import flags_of, shown
+from megatron_2bw.planner.report.report import flags_of
 from megatron_2bw.planner.search.finder import Choice
 from megatron_2bw.planner.search.search import Plan
 from megatron_2bw.planner.specs.cluster import Cluster
@@ -28,25 +28,21 @@ _TRAINING = (
 _EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pretrain_gpt.py"
 
 
-def verified(plan: Plan, count: int, script: Path | None = None, more_flags: Sequence[str] = ()) -> Plan:
-    """``plan`` with the best ``count`` layouts measured and ranked by that, before the others.
+def measured(
+    plan: Plan, choices: list[Choice], script: Path | None = None, more_flags: Sequence[str] = (), rounds: int = 1
+) -> Plan:
+    """``plan`` with ``choices`` measured and ranked by that, before the others; one that fails comes last.
 
     Args:
         plan: for one node, this one.
-        count: of layouts that differ in more than how they save memory.
+        choices: each run once a round.
         script: to train with; None for our example.
         more_flags: Megatron's, for the runs.
+        rounds: of runs.
 
     Raises:
         PlanError: they cannot run here.
     """
-    return measured(plan, shown(plan, count), script, more_flags)
-
-
-def measured(
-    plan: Plan, choices: list[Choice], script: Path | None = None, more_flags: Sequence[str] = (), rounds: int = 1
-) -> Plan:
-    """The same for layouts of choice, each run once a round; one that fails comes last."""
     script = script or _EXAMPLE
     if plan.model.kind is not Kind.GPT:
         raise PlanError(f"--verify-top with a model of kind {plan.model.kind}: only gpt can be run; leave it out")
