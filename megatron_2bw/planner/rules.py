@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megatron_2bw.planner.errors import Problem
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
@@ -24,6 +25,9 @@ from megatron_2bw.planner.specs.model import Kind, Model
 from megatron_2bw.planner.specs.pipeline_layout import MTP, has_an_empty_stage, predicts_early, stages_of
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON, TWO_BW
 from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
+
+if TYPE_CHECKING:
+    from megatron_2bw.planner.search.shapes import Shape
 
 _CACHES_NO_FP8 = DELAYED | BIDIRECTIONAL
 _BY_PROGRAMS = BIDIRECTIONAL | {"pipedream"}
@@ -51,14 +55,7 @@ def problem(model: Model, layout: Layout) -> Problem | None:
     """
     needed = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
     return (
-        tensor_problem(
-            model,
-            layout.tensor,
-            sequence_parallel=layout.sequence_parallel,
-            stage_gpus=layout.tensor * layout.replicas,
-            context=layout.context,
-            expert_tensor=layout.expert_tensor,
-        )
+        tensor_problem(model, layout, sequence_parallel=layout.sequence_parallel)
         or context_problem(model, layout)
         or expert_problem(model, layout)
         or schedule_problem(layout)
@@ -73,22 +70,13 @@ def problem(model: Model, layout: Layout) -> Problem | None:
     )
 
 
-def tensor_problem(
-    model: Model,
-    tensor: int,
-    *,
-    sequence_parallel: bool,
-    stage_gpus: int | None = None,
-    context: int = 1,
-    expert_tensor: int | None = None,
-) -> Problem | None:
-    """Why ``tensor`` ranks cannot share one layer; what is to be used instead divides ``stage_gpus`` where given.
+def tensor_problem(model: Model, split: Layout | Shape, *, sequence_parallel: bool) -> Problem | None:
+    """Why tensor-parallel ranks cannot share one layer; what is to be used instead divides the GPUs of a stage.
 
     Rules: TransformerConfig.__post_init__; ``divide`` in ColumnParallelLinear; MoELayer.forward.
     """
-    sizes = {"num_attention_heads": model.num_attention_heads}
-    experts_apart = model.num_experts and expert_tensor not in (None, tensor)
-    if not experts_apart:
+    sizes, tensor = {"num_attention_heads": model.num_attention_heads}, split.tensor
+    if not model.num_experts or split.expert_tensor == tensor:
         sizes["ffn_hidden_size"] = model.ffn_hidden_size
     if model.mtp_num_layers:
         sizes["hidden_size"] = model.hidden_size
@@ -96,9 +84,9 @@ def tensor_problem(
         if getattr(model, name):
             sizes[name] = getattr(model, name)
     if sequence_parallel:
-        sizes["seq_length" if context == 1 else "seq_length / context"] = model.seq_length // context
+        sizes["seq_length" if split.context == 1 else "seq_length / context"] = model.seq_length // split.context
     groups = model.num_query_groups
-    shared = math.gcd(*sizes.values(), stage_gpus or 0)
+    shared = math.gcd(*sizes.values(), tensor * split.replicas)
 
     def remedy() -> str:
         fitting = [count for count in divisors(shared) if not (groups % count and count % groups)]

@@ -48,9 +48,8 @@ class Request:
         for tensor in self.tensors:
             if ranks % tensor:
                 raise PlanError(f"tensor {tensor} does not divide gpus {ranks}; use {nearest_divisor(ranks, tensor)}")
-            sequence = self.setting.sequence_parallel and tensor > 1
-            problem = tensor_problem(self.model, tensor, sequence_parallel=sequence)
-            if problem:
+            layout = self.layout(tensor)
+            if problem := tensor_problem(self.model, layout, sequence_parallel=layout.sequence_parallel):
                 raise PlanError(problem)
 
     def begin(self) -> Profile:

@@ -252,8 +252,7 @@ class Candidates:
     def _sequence_parallel(self, shape: Shape) -> tuple[bool, ...]:
         """On where it works, unless the space says otherwise: it costs neither time nor memory."""
         choices = self.decisions.allowed("sequence_parallel", (True, False) if shape.tensor > 1 else (False,))
-        sizes = {"tensor": shape.tensor, "context": shape.context, "expert_tensor": shape.expert_tensor}
-        valid = [on for on in choices if not tensor_problem(self.model, sequence_parallel=on, **sizes)]
+        valid = [on for on in choices if not tensor_problem(self.model, shape, sequence_parallel=on)]
         return tuple(valid[:1])
 
     def _distributed(self, shape: Shape) -> tuple[bool, ...]:

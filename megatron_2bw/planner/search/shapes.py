@@ -151,14 +151,7 @@ class Shapes:
             return "tensor-parallel groups stay in a node", problem
         sequence = (True, False) if tensor > 1 else (False,)
         problems = [
-            tensor_problem(
-                self.model,
-                tensor,
-                sequence_parallel=choice,
-                stage_gpus=tensor * shape.replicas,
-                context=shape.context,
-                expert_tensor=shape.expert_tensor,
-            )
+            tensor_problem(self.model, shape, sequence_parallel=choice)
             for choice in self.decisions.space.allows("sequence_parallel", sequence) or sequence
         ]
         if all(problems):
