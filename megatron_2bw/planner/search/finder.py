@@ -207,10 +207,7 @@ class Finder:
 
     def of_other(self, **changes: Any) -> Finder:
         """The same of other ``Candidates``."""
-        given = {
-            name: getattr(self.candidates, name) for name in ("model", "cluster", "global_batch", "space", "delayed")
-        }
-        return replace(self, candidates=Candidates(**given | changes))
+        return replace(self, candidates=replace(self.candidates, **changes))
 
     def first(self) -> Choice | None:
         """A layout that runs and fits; None if there is none."""

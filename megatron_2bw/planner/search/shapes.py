@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, product
 
 from megatron_2bw.planner.cost.ends import balanced_ends, shorter_ends
@@ -53,6 +53,10 @@ class Shape:
         return ",".join([f"d{self.pipeline}", f"t{self.tensor}", *shared, f"w{self.data}"])
 
 
+_SIZES = tuple(field.name for field in fields(Shape) if field.name != "microbatches")
+"""What a Layout has, too."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Shapes:
     """Splits of the GPUs that suit model and batch."""
@@ -90,11 +94,11 @@ class Shapes:
         if shape.pipeline == 1 or space.has_ends or self.global_batch % shape.data:
             return
         usual = shape.first_stage_layers, shape.last_stage_layers
-        fields = {"schedule": MEGATRON} | self._usual_sequence(shape)
+        usual_fields = {"schedule": MEGATRON} | self._usual_sequence(shape)
         found: dict[tuple[int, int], tuple[int, ...]] = {}
         for microbatch in space.allows("microbatches", self.microbatches(shape)):
             layouts = [
-                self.layout(shape, fields | {"microbatch": microbatch, "recompute": recompute})
+                self.layout(shape, usual_fields | {"microbatch": microbatch, "recompute": recompute})
                 for recompute in (Recompute.NONE, Recompute.FULL)
             ]
             ends = {balanced_ends(self.model, one, machine) for one in layouts if not self.not_profiled(one)}
@@ -210,23 +214,11 @@ class Shapes:
 
     def layout(self, shape: Shape, more: dict[str, object]) -> Layout:
         """With these fields, and what is usual for the others."""
-        defaults = {
-            "pipeline": shape.pipeline,
-            "tensor": shape.tensor,
-            "context": shape.context,
-            "expert": shape.expert,
-            "expert_tensor": shape.expert_tensor,
-            "data": shape.data,
-            "first_stage_layers": shape.first_stage_layers,
-            "last_stage_layers": shape.last_stage_layers,
-            "global_batch": self.global_batch,
-            "optimizer": self.decisions.space.optimizer,
-            "precision": self.decisions.space.precision,
-            "fp8": self.decisions.space.fp8,
-            "dispatcher": self.decisions.space.dispatcher if shape.expert > 1 else Dispatcher.ALLTOALL,
-            "fused_attention": self.decisions.space.fused_attention,
-        }
-        return Layout(**(defaults | more))
+        space = self.decisions.space
+        defaults = {name: getattr(shape, name) for name in _SIZES}
+        defaults |= {name: getattr(space, name) for name in ("optimizer", "precision", "fp8", "fused_attention")}
+        defaults["dispatcher"] = space.dispatcher if shape.expert > 1 else Dispatcher.ALLTOALL
+        return Layout(**{"global_batch": self.global_batch, **defaults, **more})
 
     def size_problem(self, pipeline: int, tensor: int, context: int, data: int) -> Problem | None:
         """Why such a layout does not run on all of the GPUs and no others."""
