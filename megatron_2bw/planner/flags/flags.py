@@ -48,15 +48,12 @@ from megatron_2bw.planner.specs.pipeline_layout import COUNTED, counted_layout
 from megatron_2bw.planner.spelling import misspelled
 from megatron_2bw.planner.table import GIB
 
-LAYOUT_NUMBERS: dict[str, str] = {
-    "--pipeline-model-parallel-size": "pipeline",
+_COUNTS = {
     "--tensor-model-parallel-size": "tensor",
     "--context-parallel-size": "context",
     "--expert-model-parallel-size": "expert",
     "--expert-tensor-parallel-size": "expert_tensor",
-    "--micro-batch-size": "microbatch",
-    "--recompute-num-layers": "recompute_layers",
-    "--num-virtual-stages-per-pipeline-rank": "chunks",
+    "--pipeline-model-parallel-size": "pipeline",
     "--decoder-first-pipeline-num-layers": "first_stage_layers",
     "--decoder-last-pipeline-num-layers": "last_stage_layers",
     "--pipeline-extra-in-flight": "extra_in_flight",
@@ -65,6 +62,14 @@ LAYOUT_NUMBERS: dict[str, str] = {
     "--mixpipe-gamma": "mixpipe_gamma",
     "--pipeline-gradient-buffers": "gradient_buffers",
     "--num-distributed-optimizer-instances": "optimizer_instances",
+    "--micro-batch-size": "microbatch",
+}
+"""Flags with a number of the Layout that others do not depend on."""
+_USUAL = {"context": 1, "expert": 1, "gradient_buffers": 2, "optimizer_instances": 1}
+"""Of them, what no flag is needed for; of those that are not here, 0."""
+LAYOUT_NUMBERS = _COUNTS | {
+    "--recompute-num-layers": "recompute_layers",
+    "--num-virtual-stages-per-pipeline-rank": "chunks",
 }
 """Flags with a number of the Layout."""
 _MOE_LAYER = "--moe-layer-recompute"
@@ -408,24 +413,10 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
     --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --micro-batch-size 2 --global-batch-size 32 --bf16
     """
     words = [] if layout.schedule == MEGATRON else ["--pipeline-schedule", layout.schedule]
-    counts = {
-        "--tensor-model-parallel-size": (layout.tensor, 0),
-        "--context-parallel-size": (layout.context, 1),
-        "--expert-model-parallel-size": (layout.expert, 1),
-        "--expert-tensor-parallel-size": (layout.expert_tensor, layout.tensor),
-        "--pipeline-model-parallel-size": (layout.pipeline, 0),
-        "--decoder-first-pipeline-num-layers": (layout.first_stage_layers, 0),
-        "--decoder-last-pipeline-num-layers": (layout.last_stage_layers, 0),
-        "--pipeline-extra-in-flight": (layout.extra_in_flight, 0),
-        "--pipeline-delayed-microbatches": (layout.delayed_microbatches, 0),
-        "--mixpipe-k": (layout.mixpipe_k, 0),
-        "--mixpipe-gamma": (layout.mixpipe_gamma, 0),
-        "--pipeline-gradient-buffers": (layout.gradient_buffers, 2),
-        "--num-distributed-optimizer-instances": (layout.optimizer_instances, 1),
-        "--micro-batch-size": (layout.microbatch, 0),
-        "--global-batch-size": (layout.global_batch, 0),
-    }
-    words += [word for flag, (count, default) in counts.items() if count != default for word in (flag, str(count))]
+    usual = _USUAL | {"expert_tensor": layout.tensor}
+    for flag, field in {**_COUNTS, "--global-batch-size": "global_batch"}.items():
+        if (count := getattr(layout, field)) != usual.get(field, 0):
+            words += [flag, str(count)]
     if layout.pipeline_layout:
         words += [PIPELINE_LAYOUT, layout.pipeline_layout]
     elif layout.chunks > 1 and (layout.first_stage_layers or layout.last_stage_layers):
