@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_2bw.planner.pipeline import endless, periods
-from megatron_2bw.planner.pipeline.periods import Pipeline, Stage
+from megatron_2bw.planner.pipeline.periods import Delay, Pipeline, Stage
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.lowering import with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy
@@ -36,9 +36,10 @@ def simulated_s(p: Pipeline, times: Durations, *, copy: GradientCopy, **options:
 
 def check(p: Pipeline, times: Durations | None = None, **options: Any) -> None:
     """What is followed is the simulator's time, and so is the closed form where it says so; else it is not longer."""
-    found_s, exact_s = periods.two_bw_s(p, **options), simulated_s(p, times or durations(p), **options)
-    assert endless.two_bw_s(p, **options) == pytest.approx(exact_s, rel=1e-12), (p, options)
-    if periods.two_bw_is_exact(p, **options):
+    delay = Delay(**options)
+    found_s, exact_s = periods.two_bw_s(p, delay), simulated_s(p, times or durations(p), **options)
+    assert endless.two_bw_s(p, delay) == pytest.approx(exact_s, rel=1e-12), (p, options)
+    if periods.two_bw_is_exact(p, delay):
         assert found_s == pytest.approx(exact_s, rel=1e-12), (p, options)
     assert found_s <= exact_s * (1 + 1e-12), (p, options)
 
@@ -158,7 +159,7 @@ def test_what_two_updates_on_one_path_take():
     )
     options = {"extra_in_flight": 2, "copy": GradientCopy.WHOLE}
     check(p, **options)
-    assert periods.two_bw_s(p, **options) < endless.two_bw_s(p, **options)
+    assert periods.two_bw_s(p, Delay(**options)) < endless.two_bw_s(p, Delay(**options))
 
 
 LONG = {
@@ -179,8 +180,8 @@ def test_long_batches_are_not_followed_to_their_end(kind: str, monkeypatch: pyte
     found_s = []
     for microbatches in (1000, 10**6):
         p = Pipeline(stages=8, microbatches=microbatches, first=even, middle=even, **more)
-        assert not periods.two_bw_is_exact(p, copy=copy)
-        found_s.append(endless.two_bw_s(p, copy=copy))
+        assert not periods.two_bw_is_exact(p, Delay(copy=copy))
+        found_s.append(endless.two_bw_s(p, Delay(copy=copy)))
         assert len(steps) < 250
         steps.clear()
     per_microbatch_s = {"long sums": 4.5, "slow links": (8 * 3 + 1.5 + 14 * 2.5) / 8, "stages that differ": 3.75}[kind]
@@ -193,7 +194,7 @@ def test_a_slowest_stage_with_which_others_never_catch_up_in_time():
     p = Pipeline(
         stages=4, microbatches=8, first=even, middle=even, last=Stage(1.0, 2.000001), gradients_s=5.0, update_s=1.0
     )
-    assert endless.two_bw_s(p, copy=GradientCopy.SHARD) == pytest.approx(8 * 3.000001 + 1 + 4, rel=1e-12)
+    assert endless.two_bw_s(p, Delay(copy=GradientCopy.SHARD)) == pytest.approx(8 * 3.000001 + 1 + 4, rel=1e-12)
 
 
 def test_links_that_take_nearly_as_long_as_stages():
@@ -210,5 +211,5 @@ def test_links_that_take_nearly_as_long_as_stages():
         gradients_s=0.5591962717204153,
     )
     options = {"delayed": 32, "copy": GradientCopy.WHOLE}
-    assert not periods.two_bw_is_exact(p, **options)
-    assert endless.two_bw_s(p, **options) == pytest.approx(106.26440957038432, rel=1e-10)
+    assert not periods.two_bw_is_exact(p, Delay(**options))
+    assert endless.two_bw_s(p, Delay(**options)) == pytest.approx(106.26440957038432, rel=1e-10)

@@ -14,7 +14,7 @@ from megatron_2bw.planner.memory.activations import of_layer
 from megatron_2bw.planner.pipeline import interleaving, periods
 from megatron_2bw.planner.pipeline.batch import batch_s, simulated_s
 from megatron_2bw.planner.pipeline.followed import interleaved_s, uneven_one_f_one_b_s
-from megatron_2bw.planner.pipeline.periods import Pipeline, Stage, gpipe_s, inter_layer_s, two_bw_s
+from megatron_2bw.planner.pipeline.periods import Delay, Pipeline, Stage, gpipe_s, inter_layer_s, two_bw_s
 from megatron_2bw.planner.pipeline.stages import chunks_in_flight
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.layout import Layout
@@ -175,4 +175,4 @@ def test_2bw_with_stages_that_differ_is_followed():
     planned = layout(schedule="2bw", pipeline=5, global_batch=9)
     p = pipeline(each, 5, 9, send_s=3.0, update_s=2.0, norm_s=1.0)
     assert batch_s(planned, p) == simulated_s(planned, p)
-    assert two_bw_s(p) == 119 < simulated_s(planned, p) == 145
+    assert two_bw_s(p, Delay()) == 119 < simulated_s(planned, p) == 145

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.pipeline import endless, periods
@@ -93,9 +93,9 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     if layout.chunks > 1:
         return interleaved_s(pipeline)
     if layout.schedule == "2bw":
-        options = _of_two_bw(layout)
-        is_closed = periods.two_bw_is_exact(pipeline, **options)
-        return (periods.two_bw_s if is_closed else endless.two_bw_s)(pipeline, **options)
+        delay = _delay(layout)
+        is_closed = periods.two_bw_is_exact(pipeline, delay)
+        return (periods.two_bw_s if is_closed else endless.two_bw_s)(pipeline, delay)
     if layout.schedule == "gpipe":
         return periods.gpipe_s(pipeline)
     if layout.schedule == "inter-layer":
@@ -115,7 +115,7 @@ def least_s(layout: Layout, pipeline: Pipeline) -> float:
     if layout.chunks > 1:
         return periods.least_interleaved_s(pipeline)
     if layout.schedule == "2bw":
-        return periods.two_bw_s(pipeline, **_of_two_bw(layout))
+        return periods.two_bw_s(pipeline, _delay(layout))
     if layout.schedule in ("1f1b-flush", "megatron"):
         return (periods.least_uneven_s if pipeline.each else periods.one_f_one_b_s)(pipeline)
     if layout.schedule in ("chimera", "mixpipe"):
@@ -129,12 +129,8 @@ def is_bound_quicker(layout: Layout) -> bool:
     return layout.chunks > 1 or bool(layout.pipeline_layout) or (is_2bw and layout.distributed_optimizer)
 
 
-def _of_two_bw(layout: Layout) -> dict[str, Any]:
-    return {
-        "extra_in_flight": layout.extra_in_flight,
-        "delayed": layout.delayed_microbatches or None,
-        "copy": gradient_copy(layout),
-    }
+def _delay(layout: Layout) -> periods.Delay:
+    return periods.Delay(layout.extra_in_flight, layout.delayed_microbatches or None, gradient_copy(layout))
 
 
 def simulated_s(layout: Layout, pipeline: Pipeline) -> float:

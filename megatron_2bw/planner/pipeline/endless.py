@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron_2bw.planner.pipeline import periods
 from megatron_2bw.planner.pipeline.followed import shift_of
-from megatron_2bw.planner.pipeline.periods import ROUNDING, Pipeline, Stage
+from megatron_2bw.planner.pipeline.periods import ROUNDING, Delay, Pipeline, Stage
 from megatron_2bw.schedule.program import GradientCopy
 
 _MOST_BATCHES = 200
@@ -22,13 +22,7 @@ _NEAR = 1e-4
 """Of the time of a batch, that need not be known better; see ``two_bw_s``."""
 
 
-def two_bw_s(
-    pipeline: Pipeline,
-    *,
-    extra_in_flight: int = 0,
-    delayed: int | None = None,
-    copy: GradientCopy = GradientCopy.WHOLE,
-) -> float:
+def two_bw_s(pipeline: Pipeline, delay: Delay) -> float:
     """What ``periods.two_bw_s`` is for some pipelines, and for the others at least: exact once everything repeats.
 
     However much later than some batches before it is: a batch takes no longer than what became later by most, and no
@@ -36,21 +30,13 @@ def two_bw_s(
     many batches, the lower of both is taken once they differ by 1e-4 of it and 20,000 forwards have been
     followed, or after 200 batches or half a million forwards.
 
-    Args:
-        pipeline: to run.
-        extra_in_flight: x, microbatches more in flight for each boundary between stages.
-        delayed: microbatches of a batch; None for all.
-        copy: what is kept of finished gradients.
-
     >>> even = Stage(1, 2)
     >>> pipeline = Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even, gradients_s=3, update_s=1)
-    >>> two_bw_s(pipeline, copy=GradientCopy.WHOLE), two_bw_s(pipeline, copy=GradientCopy.SHARD)
-    (25, 27)
+    >>> [two_bw_s(pipeline, Delay(copy=copy)) for copy in (GradientCopy.WHOLE, GradientCopy.SHARD)]
+    [25, 27]
     """
-    least_s = periods.two_bw_s(pipeline, extra_in_flight=extra_in_flight, delayed=delayed, copy=copy)
-    m, per_boundary = pipeline.microbatches, 1 + extra_in_flight
-    run = _Run.of(pipeline, per_boundary, m if delayed is None else min(delayed, m), copy)
-    turn = per_boundary * (pipeline.stages - 1) + 1
+    least_s, run = periods.two_bw_s(pipeline, delay), _Run.of(pipeline, delay)
+    turn = (1 + delay.extra_in_flight) * (pipeline.stages - 1) + 1
     earlier, most_s = deque[list[float]](maxlen=turn + 1), math.inf
     for _ in range(_MOST_BATCHES):
         run.follow()
@@ -148,9 +134,11 @@ class _Run:
     """That were followed."""
 
     @classmethod
-    def of(cls, p: Pipeline, per_boundary: int, delayed: int, copy: GradientCopy) -> _Run:
+    def of(cls, p: Pipeline, delay: Delay) -> _Run:
+        per_boundary, m = 1 + delay.extra_in_flight, p.microbatches
+        delayed = m if delay.delayed is None else min(delay.delayed, m)
         stages = [
-            _Stage.of(work, send_s, per_boundary * (p.stages - 1 - stage), delayed, p.microbatches, copy)
+            _Stage.of(work, send_s, per_boundary * (p.stages - 1 - stage), delayed, m, delay.copy)
             for stage, (work, send_s) in enumerate(zip(p.in_order, (*p.links_s, 0), strict=True))
         ]
         for stage, following in zip(stages, [*stages[1:], None], strict=True):

@@ -289,13 +289,18 @@ def least_interleaved_s(pipeline: Pipeline) -> float:
     return max(ranks_s) + flush_s(p)
 
 
-def two_bw_is_exact(
-    pipeline: Pipeline,
-    *,
-    extra_in_flight: int = 0,
-    delayed: int | None = None,
-    copy: GradientCopy = GradientCopy.WHOLE,
-) -> bool:
+class Delay(NamedTuple):
+    """What 2bw keeps while its updates are delayed."""
+
+    extra_in_flight: int = 0
+    """x, microbatches more in flight for each boundary between stages."""
+    delayed: int | None = None
+    """Microbatches of a batch; None for all."""
+    copy: GradientCopy = GradientCopy.WHOLE
+    """Of finished gradients."""
+
+
+def two_bw_is_exact(pipeline: Pipeline, delay: Delay) -> bool:
     """Whether ``two_bw_s`` is exact, not only the least.
 
     Where more than the ends differ, paths turn in more ways than it knows. One path may take the updates of several
@@ -304,6 +309,7 @@ def two_bw_is_exact(
     takes longer than the one forward that hides it.
     """
     p, last, kinds = pipeline, pipeline.stages - 1, pipeline.kinds
+    extra_in_flight, delayed, copy = delay
     has_slow_links = 2 * p.send_s > min(stage.pair_s for stage in kinds)
     has_fewest = p.send_s > 0 and min(delayed or p.microbatches, p.microbatches) == (1 + extra_in_flight) * last
     takes_updates = last > 0 and p.update_s > 0 and (has_slow_links or has_fewest)
@@ -311,13 +317,7 @@ def two_bw_is_exact(
     return not (p.each or takes_updates or has_long_sums)
 
 
-def two_bw_s(
-    pipeline: Pipeline,
-    *,
-    extra_in_flight: int = 0,
-    delayed: int | None = None,
-    copy: GradientCopy = GradientCopy.WHOLE,
-) -> float:
+def two_bw_s(pipeline: Pipeline, delay: Delay) -> float:
     """``m*(F+B)`` of the slowest stage and its update, and more only where something cannot be hidden; never too long.
 
     - Transfers: a turn over all stages lets ``(1+x)*(d-1) + 1`` microbatches pass, x more in flight per boundary. Then
@@ -330,17 +330,12 @@ def two_bw_s(
 
     Each of them comes back to where it was a batch later, or several.
 
-    Args:
-        pipeline: to run.
-        extra_in_flight: x.
-        delayed: microbatches of a batch; None for all.
-        copy: what is kept of finished gradients.
-
     >>> even = Stage(1, 2)
     >>> pipeline = Pipeline(stages=4, microbatches=4, first=even, middle=even, last=even, send_s=0.1)
-    >>> two_bw_s(pipeline)
+    >>> two_bw_s(pipeline, Delay())
     12.6
     """
+    extra_in_flight, delayed, copy = delay
     p, m, last, paths = pipeline, pipeline.microbatches, pipeline.stages - 1, _Paths(pipeline, 1 + extra_in_flight)
     ahead, not_delayed = (1 + extra_in_flight) * last, 0 if delayed is None else max(m - delayed, 0)
     cycles = [
