@@ -50,13 +50,14 @@ def _holds(words: Sequence[str], *, patterns: bool) -> bool | None:
                 return decisive
             return None if None in answers else not decisive
     if words and words[0] == "!":
-        return _opposite(_holds(words[1:], patterns=patterns))
+        return opposite(_holds(words[1:], patterns=patterns))
     if len(words) > 2 and words[0] == "(" and words[-1] == ")":
         return _holds(words[1:-1], patterns=patterns)
     return _primary(words, patterns=patterns)
 
 
-def _opposite(answer: bool | None) -> bool | None:
+def opposite(answer: bool | None) -> bool | None:
+    """None where the answer is not known."""
     return None if answer is None else not answer
 
 
@@ -89,7 +90,7 @@ def _primary(words: Sequence[str], *, patterns: bool) -> bool | None:
         case [left, "=" | "==", right]:
             return matches(left, right) if patterns else left == right
         case [left, "!=", right]:
-            return _opposite(matches(left, right)) if patterns else left != right
+            return opposite(matches(left, right)) if patterns else left != right
         case [left, "=~", right]:
             return _found(left, right)
         case [left, compare, right] if compare in _NUMBERS:

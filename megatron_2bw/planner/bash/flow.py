@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron_2bw.planner.bash.conditions import holds
+from megatron_2bw.planner.bash.conditions import holds, opposite
 from megatron_2bw.planner.bash.expand import compute, fields, pattern_of, regex_of, text_of
 from megatron_2bw.planner.bash.patterns import matches
 from megatron_2bw.planner.bash.scope import Scope, is_gone, is_word, settled, unknown
@@ -24,7 +24,6 @@ from megatron_2bw.planner.bash.syntax import (
     Group,
     If,
     Pipeline,
-    Select,
     Simple,
     While,
 )
@@ -44,10 +43,6 @@ class Left(Exception):
     def __init__(self, word: str, *, status: Status = None, levels: int = 1) -> None:
         super().__init__(word)
         self.word, self.status, self.levels = word, status, levels
-
-
-def _opposite(status: Status) -> Status:
-    return None if status is None else not status
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +103,7 @@ class Flow:
         for command in pipeline.commands:
             run = partial(self.command, command)
             status = run() if len(pipeline.commands) == 1 else self.apart(run)
-            self.scope.status = _opposite(status) if pipeline.negated else status
+            self.scope.status = opposite(status) if pipeline.negated else status
         return self.scope.status
 
     def command(self, command: Command) -> Status:
@@ -125,8 +120,6 @@ class Flow:
                 return self.counted(command)
             case Case(subject, clauses):
                 return self.case(settled(text_of(subject.text, self.scope)), clauses)
-            case Select(name, body):
-                return self.perhaps(lambda: self.round(body, name=name, value=unknown(f"${name}")))
             case Group(body, subshell):
                 return self.apart(partial(self.list, body)) if subshell else self.list(body)
             case Function(name, body):
@@ -222,7 +215,7 @@ class Flow:
 
         def goes_on() -> Status:
             status = self.list(command.condition)
-            return _opposite(status) if command.until else status
+            return opposite(status) if command.until else status
 
         with self.joining("break") as early:
             while (answer := goes_on()) is not False:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from megatron_2bw.planner.bash.scope import unknown
 from megatron_2bw.planner.bash.tokens import Token, tokens
 from megatron_2bw.planner.errors import PlanError
 
@@ -59,11 +60,6 @@ class ArithmeticFor(NamedTuple):
     body: list[AndOr]
 
 
-class Select(NamedTuple):
-    name: str
-    body: list[AndOr]
-
-
 class Case(NamedTuple):
     subject: Token
     clauses: list[tuple[list[Token], list[AndOr]]]
@@ -90,7 +86,7 @@ class Conditional(NamedTuple):
     words: list[Token]
 
 
-Command = Simple | If | While | For | ArithmeticFor | Select | Case | Group | Function | Arithmetic | Conditional
+Command = Simple | If | While | For | ArithmeticFor | Case | Group | Function | Arithmetic | Conditional
 
 
 def parse(text: str) -> list[AndOr]:
@@ -239,9 +235,10 @@ class _Parser:
         self.expect("do")
         return For(name, values, self.until("done"))
 
-    def select(self) -> Select:
+    def select(self) -> For:
+        """A loop over choices that nobody knows."""
         command = self.for_()
-        return Select(command.name, command.body)
+        return command._replace(values=[Token(text=unknown(f"${command.name}"))])
 
     def case(self) -> Case:
         subject, clauses = self.next(), []
