@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_2bw.schedule.registry import DELAYED, MEGATRON, SCHEDULES
@@ -42,15 +42,15 @@ def sums_in_bf16(args: Any) -> bool:
     return args.bf16 and args.grad_reduce_in_bf16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """A flag that does not simply work, under some of the schedules."""
 
     flag: str
-    is_set: Callable[[Any], bool] | None = None
-    """Decides from the parsed arguments; None: whether the one that ``flag`` names is given."""
     schedules: frozenset[str]
     reason: str
+    is_set: Callable[[Any], bool] | None = field(default=None, kw_only=True)
+    """Decides from the parsed arguments; None: whether the one that ``flag`` names is given."""
 
     def applies(self, args: Any, schedule: str) -> bool:
         """Whether the run is under one of the schedules, with the flag set."""
@@ -58,7 +58,7 @@ class Row:
         return schedule in self.schedules and is_set(args)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Refused(Row):
     """Stops the run before training; asked before Megatron validates its arguments, and again after."""
 
@@ -69,12 +69,12 @@ class Refused(Row):
         return f"{self.flag} does not work with --pipeline-schedule {schedule}: {self.reason}; {self.remedy}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Slowed(Row):
     """Works and makes all ranks meet, with a one-line notice."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mapped(Row):
     """Gets another value, with a one-line notice."""
 

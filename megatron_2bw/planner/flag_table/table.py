@@ -27,17 +27,17 @@ __all__ = ["MAPPED", "REFUSED", "SLOWED", "table"]
 def _off(flag: str, schedules: frozenset[str], reason: str, is_set: Callable[[Any], bool] | None = None) -> Mapped:
     """A switch that is on."""
     change = set_to(attribute(flag), False)
-    return Mapped(flag=flag, is_set=is_set, schedules=schedules, becomes="off", reason=reason, change=change)
+    return Mapped(flag, schedules, reason, "off", change, is_set=is_set)
 
 
 MAPPED: tuple[Mapped, ...] = (
     Mapped(
-        flag="--rerun-mode",
+        "--rerun-mode",
+        DELAYED,
+        "Megatron's default makes all ranks meet after every batch",
+        "disabled",
+        set_to("rerun_mode", "disabled"),
         is_set=lambda args: args.rerun_mode == "validate_results",
-        schedules=DELAYED,
-        becomes="disabled",
-        reason="Megatron's default makes all ranks meet after every batch",
-        change=set_to("rerun_mode", "disabled"),
     ),
     _off(
         "--overlap-grad-reduce",
@@ -60,12 +60,12 @@ MAPPED: tuple[Mapped, ...] = (
         "a rank gives its weights to the other copy of its stage before the first forward",
     ),
     Mapped(
-        flag="--accumulate-allreduce-grads-in-fp32",
+        "--accumulate-allreduce-grads-in-fp32",
+        DELAYED,
+        "a delayed update removes the loss scale from gradients in fp32",
+        "on",
+        set_to("accumulate_allreduce_grads_in_fp32", True),
         is_set=lambda args: args.fp16 and not args.accumulate_allreduce_grads_in_fp32,
-        schedules=DELAYED,
-        becomes="on",
-        reason="a delayed update removes the loss scale from gradients in fp32",
-        change=set_to("accumulate_allreduce_grads_in_fp32", True),
     ),
     _off(
         "--ddp-reduce-scatter-with-fp32-accumulation",
@@ -85,82 +85,66 @@ MAPPED: tuple[Mapped, ...] = (
         is_set=lambda args: args.ckpt_assume_constant_structure and args.synchronous_warmup_iters,
     ),
     Mapped(
-        flag="--no-barrier-with-level-1-timing",
+        "--no-barrier-with-level-1-timing",
+        DELAYED,
+        "Megatron's default makes all ranks meet around every level-1 timer",
+        "on",
+        set_to("barrier_with_L1_time", False),
         is_set=lambda args: getattr(args, "timing_log_level", 0) > 0 and args.barrier_with_L1_time,
-        schedules=DELAYED,
-        becomes="on",
-        reason="Megatron's default makes all ranks meet around every level-1 timer",
-        change=set_to("barrier_with_L1_time", False),
     ),
     Mapped(
-        flag="--rampup-batch-size",
-        schedules=OURS,
-        becomes="ignored",
-        reason="Megatron's training loop no longer reads it; --step-batch-size-schedule does what it did",
-        change=set_to("rampup_batch_size", None),
+        "--rampup-batch-size",
+        OURS,
+        "Megatron's training loop no longer reads it; --step-batch-size-schedule does what it did",
+        "ignored",
+        set_to("rampup_batch_size", None),
     ),
 )
 
 
 SLOWED: tuple[Slowed, ...] = (
+    Slowed("--log-params-norm", DELAYED, "all stages finish their update before every log line that shows the norm"),
     Slowed(
-        flag="--log-params-norm",
-        schedules=DELAYED,
-        reason="all stages finish their update before every log line that shows the norm",
-    ),
-    Slowed(
-        flag="--sft / --dataloader-inter-document-masking",
+        "--sft / --dataloader-inter-document-masking",
+        DELAYED,
+        "all ranks add up the lengths of packed sequences after every batch",
         is_set=given("sft", "dataloader_inter_document_masking"),
-        schedules=DELAYED,
-        reason="all ranks add up the lengths of packed sequences after every batch",
     ),
     Slowed(
-        flag="--timing-log-level above 0",
-        is_set=above("timing_log_level", 0),
-        schedules=DELAYED,
-        reason="all ranks gather their timers at every log line, and level 1 waits for the device after every batch; "
+        "--timing-log-level above 0",
+        DELAYED,
+        "all ranks gather their timers at every log line, and level 1 waits for the device after every batch; "
         "there are no timers of what runs beside computation: transfers, reductions of gradients, clipping "
         "(--pipeline-trace shows when they end)",
+        is_set=above("timing_log_level", 0),
     ),
     Slowed(
-        flag="--train-sync-interval",
-        schedules=DELAYED,
-        reason="every rank waits for its device after so many batches, and so for transfers with the neighbours",
+        "--train-sync-interval",
+        DELAYED,
+        "every rank waits for its device after so many batches, and so for transfers with the neighbours",
+    ),
+    Slowed("--log-straggler", DELAYED, "all ranks compare their speeds at every log line"),
+    Slowed("--log-energy", DELAYED, "all ranks add up what they used at every log line"),
+    Slowed(
+        "--check-weight-hash-across-dp-replicas-interval",
+        DELAYED,
+        "replicas compare their weights after so many batches",
+    ),
+    Slowed("--gpu-sniff-test-interval", DELAYED, "all ranks compute and communicate for a test after so many batches"),
+    Slowed(
+        "--num-experts",
+        DELAYED,
+        "all stages add up the experts' losses at every log line and every entry in Tensorboard or W&B",
     ),
     Slowed(
-        flag="--log-straggler",
-        schedules=DELAYED,
-        reason="all ranks compare their speeds at every log line",
+        "--empty-unused-memory-level",
+        DELAYED,
+        "giving memory back waits for the device after every batch, and so for transfers with the neighbours",
     ),
     Slowed(
-        flag="--log-energy",
-        schedules=DELAYED,
-        reason="all ranks add up what they used at every log line",
-    ),
-    Slowed(
-        flag="--check-weight-hash-across-dp-replicas-interval",
-        schedules=DELAYED,
-        reason="replicas compare their weights after so many batches",
-    ),
-    Slowed(
-        flag="--gpu-sniff-test-interval",
-        schedules=DELAYED,
-        reason="all ranks compute and communicate for a test after so many batches",
-    ),
-    Slowed(
-        flag="--num-experts",
-        schedules=DELAYED,
-        reason="all stages add up the experts' losses at every log line and every entry in Tensorboard or W&B",
-    ),
-    Slowed(
-        flag="--empty-unused-memory-level",
-        schedules=DELAYED,
-        reason="giving memory back waits for the device after every batch, and so for transfers with the neighbours",
-    ),
-    Slowed(
-        flag="--async-save",
-        schedules=DELAYED,
-        reason="all ranks ask each other after every batch whether the checkpoint is written, while one is",
+        "--async-save",
+        DELAYED,
+        "all ranks ask each other after every batch whether the checkpoint is written, while one is",
     ),
 )
 
