@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from getopt import GetoptError, getopt
 
 from megatron_2bw.planner.bash.expand import compute
 from megatron_2bw.planner.bash.scope import Scope, settled, unknown
 from megatron_2bw.planner.errors import PlanError
-
-_VALUED = "adinNptu"
-"""Options of read that have a value."""
 
 
 def _set(scope: Scope, arguments: Sequence[str], _: str | None) -> bool | None:
@@ -55,36 +53,25 @@ def _let(scope: Scope, arguments: Sequence[str], _: str | None) -> bool | None:
 
 def _read(scope: Scope, arguments: Sequence[str], given: str | None) -> bool | None:
     """A line of what is ``given``, or with another delimiter all of it."""
-    names, options = _names(arguments)
+    try:
+        found, names = getopt(list(arguments), "eErsa:d:i:n:N:p:t:u:")
+    except GetoptError:
+        return False
+    options = dict(found)
+    names = [options["-a"]] if "-a" in options else names
     given = None if given is None else settled(given)
-    if given is None or scope.get("IFS") is not None or ("r" not in options and "\\" in given):
+    if given is None or scope.get("IFS") is not None or ("-r" not in options and "\\" in given):
         for name in names or ["REPLY"]:
             scope.set(name, unknown(f"${name}"))
         return None
-    text = (given if "d" in options else given.partition("\n")[0]).strip()
-    if "a" in options:
-        scope.set(options["a"], text.split())
-        return None if "d" in options else True
+    text = (given if "-d" in options else given.partition("\n")[0]).strip()
+    if "-a" in options:
+        scope.set(options["-a"], text.split())
+        return None if "-d" in options else True
     values = text.split(None, len(names) - 1) if len(names) > 1 else [text]
     for index, name in enumerate(names or ["REPLY"]):
         scope.set(name, values[index] if index < len(values) else "")
-    return None if "d" in options else True
-
-
-def _names(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Variables and options of read."""
-    options: dict[str, str] = {}
-    at = 0
-    while at < len(arguments) and arguments[at].startswith("-"):
-        letters, at = arguments[at][1:], at + 1
-        for index, letter in enumerate(letters):
-            options[letter] = letters[index + 1 :]
-            if letter in _VALUED:
-                if not options[letter]:
-                    options[letter], at = "".join(arguments[at : at + 1]), at + 1
-                break
-    names = list(arguments[at:])
-    return [options["a"]] if "a" in options else names, options
+    return None if "-d" in options else True
 
 
 def _read_lines(scope: Scope, arguments: Sequence[str], given: str | None) -> bool | None:
