@@ -121,8 +121,6 @@ def test_estimates_are_those_of_the_literature():
         assert blocks.activation_bytes == model.num_layers * s * (34 * h + 5 * a * s)
         assert blocks.sample_s * 45e12 == pytest.approx(72 * s * h**2 * (1 + s / (6 * h)), rel=1e-3)
         assert blocks.boundary_bytes == 2 * s * h
-        fused = estimate(model, CLUSTERS["p3.16xlarge"].gpu, fused_attention=True)
-        assert fused.activation_bytes == model.num_layers * s * 34 * h
 
 
 def test_only_chosen_experts_compute():

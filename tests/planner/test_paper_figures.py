@@ -59,7 +59,7 @@ def test_how_close_the_depth_of_the_3_8b_models_is():
 
 def test_weights_alone_do_not_decide_like_the_paper():
     """With |W| as 2 bytes per parameter nothing keeps the 3.8B model off 8 stages."""
-    blocks = estimate(GPT_3_8B, servers(8).gpu, state_bytes_per_parameter=2)
+    blocks = dataclasses.replace(estimate(GPT_3_8B, servers(8).gpu), state_bytes=2 * GPT_3_8B.parameters)
     assert paper.plan(GPT_3_8B, servers(8), 512, recompute=True, blocks=blocks)[0].depth == 8
 
 

@@ -47,18 +47,11 @@ class Blocks:
     """Forward and backward of one block: what each sample adds."""
 
 
-def estimate(
-    model: Model,
-    gpu: Gpu,
-    *,
-    state_bytes_per_parameter: float = STATE_BYTES_PER_PARAMETER,
-    fused_attention: bool = False,
-) -> Blocks:
+def estimate(model: Model, gpu: Gpu) -> Blocks:
     """Blocks of ``model`` on ``gpu`` in 16-bit precision, where no profile is at hand.
 
     Forward FLOPs per sample are ``2*s`` per weight of attention and MLP and ``4*s^2*h`` for the attention scores;
-    activations are ``s*(18*h + 4*f) + 5*a*s^2`` bytes (Korthikanti et al., arXiv 2205.05198, section 4.1),
-    the last term only where scores are stored.
+    activations are ``s*(18*h + 4*f) + 5*a*s^2`` bytes (Korthikanti et al., arXiv 2205.05198, section 4.1).
 
     Raises:
         PlanError: not all layers are alike.
@@ -76,11 +69,10 @@ def estimate(
     flops = 2 * tokens * (model.attention_parameters + experts * model.mlp_parameters + model.shared_parameters)
     flops += 2 * tokens**2 * (model.query_size + model.output_size)
     stored = tokens * (18 * hidden + (6 if model.swiglu else 4) * experts * model.ffn_hidden_size)
-    if not fused_attention:
-        stored += 5 * model.num_attention_heads * tokens**2
+    stored += 5 * model.num_attention_heads * tokens**2
     return Blocks(
         count=model.num_layers,
-        state_bytes=state_bytes_per_parameter * model.parameters,
+        state_bytes=STATE_BYTES_PER_PARAMETER * model.parameters,
         gradient_bytes=2 * model.parameters,
         activation_bytes=model.num_layers * stored,
         boundary_bytes=2 * tokens * hidden,
