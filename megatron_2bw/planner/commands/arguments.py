@@ -15,18 +15,11 @@ if TYPE_CHECKING:
     from megatron_2bw.planner.specs.cluster import Cluster
     from megatron_2bw.planner.specs.model import Model
 
-PRECISIONS = ("fp32", "fp16", "bf16")
-ATTENTION = ("flash", "fused", "unfused")
-
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model by name; it may also be given by Megatron's own flags."""
     parser.add_argument("--model", metavar="NAME|FILE", help="one that is built in, or a JSON file")
-    add_model_kind(parser)
-
-
-def add_model_kind(parser: argparse.ArgumentParser) -> None:
-    """Megatron has a script per kind and no flag."""
+    # Megatron has a script per kind and no flag.
     parser.add_argument("--model-kind", choices=("gpt", "bert"), help="of a model given by flags (default: gpt)")
 
 
@@ -48,10 +41,10 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 def add_kernels(parser: Any, default: str) -> None:
     """What decides which kernels run; ``default`` says what does without these."""
     precision = parser.add_mutually_exclusive_group()
-    for choice in PRECISIONS:
+    for choice in ("fp32", "fp16", "bf16"):
         text = f"of forward and backward (default: {default})"
         precision.add_argument(f"--{choice}", dest="precision", action="store_const", const=choice, help=text)
-    parser.add_argument("--attention-backend", choices=ATTENTION, help=f"(default: {default})")
+    parser.add_argument("--attention-backend", choices=("flash", "fused", "unfused"), help=f"(default: {default})")
 
 
 def add_run_args(parser: argparse.ArgumentParser) -> None:

@@ -56,7 +56,10 @@ class Progress:
             time_s: of a batch in ``layout``.
         """
         if self.synchronous and delay_of(layout):
-            flush_s = costs.iteration(model, _flushed(layout), cluster).time_s
+            # What runs on the same stages before the delay begins.
+            two_bw = {"extra_in_flight": 0, "delayed_microbatches": 0, "gradient_buffers": 2}
+            flushed = replace(layout, schedule="1f1b-flush", **two_bw, overlap_gradients=False)
+            flush_s = costs.iteration(model, flushed, cluster).time_s
             time_s += self.synchronous * (flush_s - time_s)
         return self.least_loss_time_s(layout, time_s)
 
@@ -65,15 +68,8 @@ class Progress:
         return time_s / self.efficiency if delay_of(layout) else time_s
 
 
-_OF_2BW = {"extra_in_flight": 0, "delayed_microbatches": 0, "gradient_buffers": 2}
-"""What is left out without it."""
 EXACT = Progress()
 """A delay costs nothing."""
-
-
-def _flushed(layout: Layout) -> Layout:
-    """What runs on the same stages before the delay begins."""
-    return replace(layout, schedule="1f1b-flush", **_OF_2BW, overlap_gradients=False)
 
 
 MEASURED = (
