@@ -9,7 +9,7 @@ import torch
 
 from megatron_2bw.runtime.executor import Executor
 from megatron_2bw.schedule.registry import build
-from tests.runtime.toy import Size, Trained, expected, train
+from tests.runtime.toy import Size, expected, train
 
 
 @pytest.fixture
@@ -53,26 +53,9 @@ MORE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def trained() -> dict[Size, Trained]:
-    """All sizes of a depth in the same processes, most of whose time is their start."""
-    depths = ([size for size in SIZES if size.stages == stages] for stages in (2, 3, 4))
-    return {size: found for sizes in depths for size, found in zip(sizes, train(sizes), strict=True)}
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_equals_the_loop(size: Size, trained: dict[Size, Trained], one_thread: None):
-    _assert_equals_the_loop(trained[size], size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", MORE, ids=str)
-def test_more_sizes_equal_the_loop(size: Size, one_thread: None):
-    _assert_equals_the_loop(train([size])[0], size)
-
-
-def _assert_equals_the_loop(found: Trained, size: Size) -> None:
-    wanted = expected(size)
+@pytest.mark.parametrize("size", [*SIZES, *(pytest.param(size, marks=pytest.mark.slow) for size in MORE)], ids=str)
+def test_equals_the_loop(size: Size, one_thread: None):
+    found, wanted = train(size), expected(size)
     assert found.losses == wanted.losses
     assert found.weights.keys() == wanted.weights.keys()
     for stage, weights in wanted.weights.items():

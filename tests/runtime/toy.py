@@ -193,19 +193,15 @@ def _accumulate(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 
-def train(sizes: list[Size]) -> list[Trained]:
-    """The same, one size after the other, with one process per rank; all sizes have as many stages.
+def train(size: Size) -> Trained:
+    """The same with one process per rank.
 
     Raises:
         AssertionError: two ranks differ in the weights of a stage that both have.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (sizes, folder), nprocs=sizes[0].stages, start_method="forkserver")
-        of_ranks = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(sizes[0].stages)]
-    return [_together(results) for results in zip(*of_ranks, strict=True)]
-
-
-def _together(results: tuple[dict, ...]) -> Trained:
+        mp.start_processes(_rank, (size, folder), nprocs=size.stages, start_method="forkserver")
+        results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size.stages)]
     weights: dict[int, list[torch.Tensor]] = {}
     for result in results:
         for stage, mine in result["weights"].items():
@@ -214,10 +210,10 @@ def _together(results: tuple[dict, ...]) -> Trained:
     return Trained(losses, weights, [result["in_flight"] for result in results])
 
 
-def _rank(rank: int, sizes: list[Size], folder: str) -> None:
+def _rank(rank: int, size: Size, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=sizes[0].stages)
-    torch.save([_trained(rank, size) for size in sizes], Path(folder) / f"{rank}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size.stages)
+    torch.save(_trained(rank, size), Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
