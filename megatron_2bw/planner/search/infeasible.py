@@ -142,8 +142,8 @@ class Infeasible:
         if nearest is not None:
             value, layout = nearest
             return f"{self._rule_broken(layout, field, value)}; use {field} {getattr(layout, field)}"
-        kept = {name: getattr(space, name) for name in ("optimizer", "precision", "fp8", "fused_attention", "tight")}
-        lifted = Space(**kept)
+        chosen = "optimizer", "precision", "fp8", "dispatcher", "fused_attention", "tight"
+        lifted = Space(**{name: getattr(space, name) for name in chosen})
         found = self.finder.of_other(space=lifted).first()
         given = ", ".join(map(str, limit))
         return (
