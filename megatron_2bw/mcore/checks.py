@@ -125,10 +125,15 @@ def lowering_of(args: Any) -> dict[str, Any]:
     copy = GradientCopy.WHOLE
     if args.pipeline_gradient_buffers == 1 or name in PER_MICROBATCH:
         copy = GradientCopy.NONE
-    elif args.use_distributed_optimizer and args.data_parallel_size * args.context_parallel_size > 1:
+    elif args.use_distributed_optimizer and _shards(args) > 1:
         copy = GradientCopy.SHARD
     tied = not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers)
     return {"copy": copy, "reductions": chain_of(tied=tied)}
+
+
+def _shards(args: Any) -> int:
+    """Ranks that share the optimizer of weights other than experts'."""
+    return args.data_parallel_size * args.context_parallel_size // args.num_distributed_optimizer_instances
 
 
 def check_layout(name: str, *, stages: int, microbatches: int, remedy: str, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""GEMS and Chimera, followed, take as long as the simulator says."""
+"""Pipelines in both directions, followed, take as long as the simulator says."""
 
 from __future__ import annotations
 

@@ -250,6 +250,11 @@ def test_a_ring_over_nodes_has_one_cards_share_of_the_network():
         (EXPERTS, {"expert": 4, "data": 2}, "expert 4 does not divide the 2 ranks that hold experts; use 2"),
         (
             EXPERTS,
+            {"expert": 2, "data": 2, "distributed_optimizer": True, "optimizer_instances": 2},
+            "optimizer_instances 2 does not divide the 1 replicas of an expert; use 1",
+        ),
+        (
+            EXPERTS,
             {"expert": 2, "data": 3, "global_batch": 9, "expert_tensor": 3},
             "expert_tensor 3 does not divide ffn_hidden_size 4096",
         ),

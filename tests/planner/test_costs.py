@@ -21,6 +21,7 @@ from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.specs.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.specs.model import Kind, Model
+from megatron_2bw.schedule.program import GradientCopy
 
 from . import measured
 
@@ -368,6 +369,15 @@ def test_an_optimizer_per_node_gathers_weights_inside_of_it():
     sum_s = machine.reduce_scatter_s(size_bytes, 8, 1) + machine.all_reduce_s(size_bytes / 8, 2, 8)
     assert each.gradients_s == pytest.approx(sum_s)
     assert each.update_s < one.update_s / 5
+
+
+def test_shards_are_kept_apart_only_if_they_are_smaller_than_the_whole():
+    base = layout(schedule="2bw", data=4)
+    copies = [
+        batch.gradient_copy(replace(base, distributed_optimizer=on, optimizer_instances=count))
+        for on, count in ((False, 1), (True, 1), (True, 2), (True, 4))
+    ]
+    assert copies == [GradientCopy.WHOLE, GradientCopy.SHARD, GradientCopy.SHARD, GradientCopy.WHOLE]
 
 
 def test_fused_attention_computes_scores_again():

@@ -248,7 +248,10 @@ def test_interleaving_keeps_more():
         ({"schedule": "2bw"}, (2, 2, 4, 4, 12)),
         ({"schedule": "2bw", "gradient_buffers": 1}, (2, 2, 4, 0, 12)),
         ({"schedule": "2bw", "distributed_optimizer": True}, (2, 2, 4, 2, 6)),
-        ({"schedule": "2bw", "distributed_optimizer": True, "optimizer_instances": 2}, (2, 2, 4, 4, 12)),
+        (
+            {"schedule": "2bw", "data": 4, "distributed_optimizer": True, "optimizer_instances": 2},
+            (2, 2, 4, 2, 6),
+        ),
         ({"schedule": "2bw", "gradients_in_bf16": True}, (2, 2, 2, 2, 12)),
         ({"schedule": "2bw", "gradients_in_bf16": True, "distributed_optimizer": True}, (2, 2, 2, 1, 6)),
         ({"precision": Precision.FP32}, (4, 0, 4, 0, 8)),

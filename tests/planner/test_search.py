@@ -19,7 +19,7 @@ from megatron_2bw.planner.report.report import compared
 from megatron_2bw.planner.rules import TWO_BW, problem
 from megatron_2bw.planner.search.candidates import Candidates
 from megatron_2bw.planner.search.efficiency import Progress
-from megatron_2bw.planner.search.finder import first_of_kinds
+from megatron_2bw.planner.search.finder import Finder, first_of_kinds
 from megatron_2bw.planner.search.search import Plan, search
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.inputs import sized
@@ -110,6 +110,24 @@ def test_nothing_beats_the_best(case: str, efficiency: float, synchronous: float
     choices = search(MODEL, machine, batch, SPACES[space], progress=progress).choices
     ours = fastest_by_schedule((choice.layout.schedule, choice.loss_time_s) for choice in choices)
     assert ours == pytest.approx(fastest_by_schedule(best), rel=1e-12)
+
+
+@pytest.mark.parametrize("batch", [8, 24])
+@pytest.mark.parametrize("memory_gb", [80, 5])
+@pytest.mark.parametrize("schedule", ["gems", "chimera", "mixpipe"])
+def test_nothing_beats_the_best_of_those_in_both_directions(schedule: str, memory_gb: float, batch: int):
+    """Of all layouts that the search knows, priced one by one."""
+    machine, space = cluster(8, memory_gb), equal(schedules=(schedule,))
+    candidates = Candidates(model=MODEL, cluster=machine, global_batch=batch, space=space)
+    finder = Finder(candidates=candidates, progress=Progress())
+    times_s = [
+        costs.iteration(MODEL, layout, machine).time_s
+        for layout in finder.every()
+        if memory.largest(MODEL, layout).total_bytes <= machine.memory_bytes
+    ]
+    assert len(times_s) > 20
+    best = search(MODEL, machine, batch, space, keep=1).best
+    assert best.iteration.time_s == pytest.approx(min(times_s), rel=1e-12)
 
 
 @pytest.mark.parametrize(("case", "share"), [("narrow", 0.5), ("v100", 0.5), ("far", 0.35)])

@@ -55,7 +55,9 @@ PLANNER_FOLDERS = (
 def imported_folders(folder: str) -> set[str]:
     """Which other folders of the planner the files of ``folder`` import from."""
     trees = (ast.parse(file.read_text()) for file in (PACKAGE / "planner" / folder).rglob("*.py"))
-    names = (node.module or "" for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = ((getattr(node, "module", None), alias.name) for node in nodes for alias in node.names)
+    names = (f"{module}.{name}" if module else name for module, name in modules)
     parts = (name.removeprefix(f"{PLANNER}.").split(".")[0] for name in names if name.startswith(f"{PLANNER}."))
     return set(parts) & set(PLANNER_FOLDERS) - {folder}
 

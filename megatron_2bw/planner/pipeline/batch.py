@@ -167,4 +167,5 @@ def gradient_copy(layout: Layout) -> GradientCopy:
     """What 2bw keeps of finished gradients with these flags."""
     if layout.gradient_buffers == 1:
         return GradientCopy.NONE
-    return GradientCopy.SHARD if layout.distributed_optimizer else GradientCopy.WHOLE
+    is_sharded = max(layout.shards(layout.replicas), layout.shards(layout.expert_replicas)) > 1
+    return GradientCopy.SHARD if is_sharded else GradientCopy.WHOLE

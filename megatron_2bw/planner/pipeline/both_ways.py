@@ -1,8 +1,8 @@
 """Seconds per batch of pipelines in both directions, whatever stages and links are, by following the microbatches.
 
-GEMS and Chimera run one unit of microbatches after the other, each in the same order. How long one takes depends on
-when ranks and links were free of the one before. So once all of these are equally much later than some units ago, the
-units since then repeat, and the rest is not followed.
+MixPipe's batch is followed as a whole. GEMS and Chimera run one unit of microbatches after the other, each in the same
+order. How long one takes depends on when ranks and links were free of the one before. So once all of these are equally
+much later than some units ago, the units since then repeat, and the rest is not followed.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def least_both_ways_s(pipeline: Pipeline, *, in_flight: int = 0) -> float:
     """What Chimera and MixPipe take without waits: nowhere too long.
 
     Every rank has all passes of two stages to do. At least as many stages as there are between it and the nearer end
-    are passed before its first forward, and again after its last backward. And it has at most so many forwards
-    ``in_flight``, if not 0, each of which stays for a turn over all later stages.
+    are passed before its first forward, and again after its last backward. And none has more forwards ``in_flight``
+    than that, if not 0: on the first rank, one of a microbatch down stays for a turn over all stages, one of a
+    microbatch up for one over the last.
     """
     p, up, way_s, longest_s = pipeline, pipeline.microbatches // 2, 0.0, 0.0
     if in_flight:
@@ -124,7 +125,11 @@ class _Step(NamedTuple):
 
 
 def _units_s(p: Pipeline, turns: Iterable[_Turn], *, microbatches: int, length: int) -> float:
-    """Units of so many ``microbatches``, one begun every ``length`` slots."""
+    """Units of so many ``microbatches``, one begun every ``length`` slots.
+
+    From one beginning to the next, a round has what is in these slots: of the unit that begins, and the end of the one
+    before. The last round has that end alone.
+    """
     steps, times_s = _steps(p, turns, microbatches, length)
     begun, later_s, full = 0, 0, p.microbatches // microbatches
     earlier = deque[list[float]](maxlen=p.stages)
