@@ -84,6 +84,17 @@ def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[ActionK
     return ends
 
 
+def passes(schedule: Schedule) -> dict[ActionKey, int]:
+    """When the forwards and backwards of one call end, if nothing is left of the call before.
+
+    >>> from megatron_2bw.schedule.registry import build
+    >>> max(passes(build("chimera", stages=4, microbatches=4)).values())
+    16
+    """
+    ends = clock(schedule, [program.steady for program in schedule.programs])
+    return {key: end for key, end in ends.items() if key[0] in SLOTS}
+
+
 def in_order_of_sends(receives: Iterable[Action], ends: dict[ActionKey, int]) -> list[tuple[int, Action]]:
     """With the slots after which their tensors are sent; those of tensors that are sent in another call come last."""
 

@@ -46,7 +46,7 @@ def durations(p: Pipeline) -> Durations:
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),
         update_s=p.update_s,
-        send_s=p.send_s,
+        send_s=p.sends_s or p.send_s,
         gradients_s=p.gradients_s,
         norm_s=p.norm_s,
     )

@@ -43,7 +43,7 @@ def drawn(name: str, count: int) -> Iterator[Pipeline]:
 
 
 def simulated_s(name: str, p: Pipeline) -> float:
-    times = replace(durations(p), send_s=p.sends_s or p.send_s, update_s=p.update_s / 2)
+    times = replace(durations(p), update_s=p.update_s / 2)
     return simulate(build(name, stages=p.stages, microbatches=p.microbatches), times, 1).makespan_s
 
 
@@ -71,7 +71,7 @@ def test_the_least_is_nowhere_too_long(name: str):
 def test_few_forwards_in_flight_take_longer(k: int, gamma: int):
     limited = build("mixpipe", stages=8, microbatches=8, k=k, gamma=gamma)
     for p in (replace(p, microbatches=8) for p in drawn("mixpipe", 30) if p.stages == 8):
-        times = replace(durations(p), send_s=p.sends_s, update_s=p.update_s / 2)
+        times = replace(durations(p), update_s=p.update_s / 2)
         exact_s = ordered_s(limited, p)
         assert exact_s == simulate(limited, times, 1).makespan_s
         assert least_both_ways_s(p) <= least_both_ways_s(p, in_flight=k + gamma) <= exact_s

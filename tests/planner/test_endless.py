@@ -11,7 +11,6 @@ import pytest
 
 from megatron_2bw.planner.pipeline import endless, periods
 from megatron_2bw.planner.pipeline.periods import Delay, Pipeline, Stage
-from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.lowering import with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import build
@@ -23,7 +22,7 @@ REDUCTIONS = [(0, 0), (1, 1), (8, 8), (1, 8), (8, 1)]
 """Of gradients and of the norm: from less than a forward to more than a batch."""
 
 
-def simulated_s(p: Pipeline, times: Durations, *, copy: GradientCopy, **options: Any) -> Fraction:
+def simulated_s(p: Pipeline, *, copy: GradientCopy, **options: Any) -> Fraction:
     programs = build(
         "2bw",
         stages=p.stages,
@@ -31,13 +30,13 @@ def simulated_s(p: Pipeline, times: Durations, *, copy: GradientCopy, **options:
         extra_in_flight=options.get("extra_in_flight", 0),
         delayed_microbatches=options.get("delayed"),
     )
-    return steady_state(with_gradient_copy(programs, copy), times).period_s
+    return steady_state(with_gradient_copy(programs, copy), durations(p)).period_s
 
 
-def check(p: Pipeline, times: Durations | None = None, **options: Any) -> None:
+def check(p: Pipeline, **options: Any) -> None:
     """What is followed is the simulator's time, and so is the closed form where it says so; else it is not longer."""
     delay = Delay(**options)
-    found_s, exact_s = periods.two_bw_s(p, delay), simulated_s(p, times or durations(p), **options)
+    found_s, exact_s = periods.two_bw_s(p, delay), simulated_s(p, **options)
     assert endless.two_bw_s(p, delay) == pytest.approx(exact_s, rel=1e-12), (p, options)
     if periods.two_bw_is_exact(p, delay):
         assert found_s == pytest.approx(exact_s, rel=1e-12), (p, options)
@@ -124,10 +123,8 @@ def test_stages_and_links_that_all_differ(copy: GradientCopy, seed: int):
             sends_s=sends_s,
             **more,
         )
-        forwards_s, backwards_s = zip(*each, strict=True)
-        times = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=sends_s, **more)
         delayed = rng.choice((None, rng.randint(ahead, microbatches)))
-        check(p, times, extra_in_flight=extra, delayed=delayed, copy=copy)
+        check(p, extra_in_flight=extra, delayed=delayed, copy=copy)
 
 
 @pytest.mark.parametrize("copy", GradientCopy)

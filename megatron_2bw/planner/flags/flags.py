@@ -21,11 +21,7 @@ from megatron_2bw.planner.flags.accepted import (
 )
 from megatron_2bw.planner.flags.model_flags import DROPOUT, MODEL_FLAGS, MODEL_NUMBERS, MODEL_SWITCHES, read_model
 from megatron_2bw.planner.flags.options import Options
-from megatron_2bw.planner.flags.unpriced import (
-    CHECKED,
-    check_priced,
-    optimizer_of,
-)
+from megatron_2bw.planner.flags.unpriced import CHECKED, check_priced, optimizer_of
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.papers.automatic import AUTO, choose, has_choice

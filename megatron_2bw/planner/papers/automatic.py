@@ -9,7 +9,7 @@ from megatron_2bw.planner.papers.mixpipe import choices
 from megatron_2bw.planner.pipeline.programs import programs_of
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.planner.specs.model import Model
-from megatron_2bw.schedule.durations import Durations
+from megatron_2bw.schedule.clock import passes
 
 AUTO = "auto"
 """Value of ``--mixpipe-k`` that asks for it."""
@@ -35,10 +35,4 @@ def choose(model: Model, layout: Layout, memory_bytes: float) -> Layout:
     fitting = [option for option in options if needed[option] <= memory_bytes]
     if not fitting:
         return min(options, key=needed.__getitem__)
-    return min(fitting, key=lambda option: (_span(option), needed[option]))
-
-
-def _span(layout: Layout) -> float:
-    from megatron_2bw.schedule.simulate import simulate  # A search does without it.
-
-    return simulate(programs_of(layout), Durations(forward_s=1, backward_s=2), 1).makespan_s
+    return min(fitting, key=lambda option: (max(passes(programs_of(option)).values()), needed[option]))

@@ -12,7 +12,7 @@ from megatron_2bw.planner.pipeline.periods import Pipeline
 from megatron_2bw.planner.pipeline.programs import programs_of
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout
-from megatron_2bw.schedule.action import COMPUTE
+from megatron_2bw.schedule.clock import SLOTS, passes
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED
@@ -69,13 +69,11 @@ def _running(layout: Layout, stages: int, steps: int) -> list[int]:
 
 def _running_both_ways(programs: Schedule) -> list[int]:
     """The same, with a backward that takes two forwards."""
-    from megatron_2bw.schedule.simulate import simulate
-
-    timeline = simulate(programs, Durations(forward_s=1, backward_s=2), 1)
-    running = [0] * int(timeline.makespan_s)
-    for event in (event for events in timeline.events for event in events if event.action.type in COMPUTE):
-        for step in range(int(event.start_s), int(event.end_s)):
-            running[step] += 1
+    ends = passes(programs)
+    running = [0] * max(ends.values())
+    for (type_, *_), end in ends.items():
+        for slot in range(end - SLOTS[type_], end):
+            running[slot] += 1
     return running
 
 

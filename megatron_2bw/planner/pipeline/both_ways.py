@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from megatron_2bw.planner.pipeline.followed import shift_of
 from megatron_2bw.planner.pipeline.periods import Pipeline, flush_s
-from megatron_2bw.schedule.action import COMPUTE, ActionType
+from megatron_2bw.schedule.action import ActionType
 from megatron_2bw.schedule.chimera import slots
-from megatron_2bw.schedule.clock import clock
+from megatron_2bw.schedule.clock import passes
 from megatron_2bw.schedule.directions import Pass, stage_of
 from megatron_2bw.schedule.program import Schedule
 
@@ -77,12 +77,10 @@ def ordered_s(schedule: Schedule, pipeline: Pipeline) -> float:
     >>> ordered_s(build("mixpipe", stages=4, microbatches=4, k=2, gamma=1), p)
     19
     """
-    calls = [[action for action in program.steady if action.type in COMPUTE] for program in schedule.programs]
-    ends = clock(schedule, calls)
+    ends, stages = passes(schedule), pipeline.stages
     turns = (
-        _Turn(ends[action[:4]], rank, Pass(action.type, action.microbatch))
-        for rank, call in enumerate(calls)
-        for action in call
+        _Turn(end, stage_of(stage, microbatch, stages), Pass(type_, microbatch))
+        for (type_, stage, microbatch, _), end in ends.items()
     )
     return _units_s(pipeline, turns, microbatches=pipeline.microbatches, length=max(ends.values()) + 1)
 
