@@ -59,7 +59,7 @@ def get_schedule(name: str, *, stages: int, microbatches: int, **options: int | 
 
 def __getattr__(name: str) -> Any:
     if name == "build_mirrored":
-        from megatron_2bw.mcore.mirror import build
+        from megatron_2bw.mcore.stages.mirror import build
 
         return build
     if name == "Pipeline":  # Imports Megatron, which reads the environment that `install` prepares.

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from megatron_2bw.cli import main
-from megatron_2bw.mcore.arguments import add_arguments
+from megatron_2bw.mcore.loop.arguments import add_arguments
 from megatron_2bw.planner.flag_table.table import table
 
 ROOT = Path(__file__).parents[1]

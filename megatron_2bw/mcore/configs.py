@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_2bw.mcore.timers import CallTimers
+from megatron_2bw.mcore.monitoring.timers import CallTimers
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED
 from megatron_2bw.schedule.registry import DELAYED
 

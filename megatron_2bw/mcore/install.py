@@ -2,15 +2,16 @@
 
 Not hooked: ``train_step`` and ``pretrain``, whose signatures change from release to release; the
 optimizers' classes; anything in ``megatron.core`` but what is imported from it by name. What Megatron needs without a
-GPU, or without Apex and Transformer Engine, is in `cpu_backend`.
+GPU, or without Apex and Transformer Engine, is in `cpu.backend`.
 """
 
 from __future__ import annotations
 
 import atexit
 
-from megatron_2bw.mcore import cpu_backend, wrappers
-from megatron_2bw.mcore.active import active
+from megatron_2bw.mcore.cpu import backend as cpu_backend
+from megatron_2bw.mcore.loop import wrappers
+from megatron_2bw.mcore.loop.active import active
 from megatron_2bw.mcore.symbols import Hook, apply, check, is_relied_on, revert
 from megatron_2bw.mcore.used import USED
 from megatron_2bw.runtime import gloo_workers

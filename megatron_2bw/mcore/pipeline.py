@@ -16,22 +16,21 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.configs import check_configs
-from megatron_2bw.mcore.driven_scheduler import DrivenScheduler
 from megatron_2bw.mcore.failure import end_at_once_on_errors, end_at_once_where_nccl_fails
-from megatron_2bw.mcore.mirror import Mirror
-from megatron_2bw.mcore.mirrored_stage import MirroredStage
-from megatron_2bw.mcore.moe_metrics import MoEMetrics
-from megatron_2bw.mcore.optimizer import DelayedOptimizer, unwrapped_optimizer
-from megatron_2bw.mcore.random_state import RandomState
-from megatron_2bw.mcore.stage import Call, DelayedStage, FlushedStage
+from megatron_2bw.mcore.stages.mirror import Mirror
+from megatron_2bw.mcore.stages.mirrored_stage import MirroredStage
+from megatron_2bw.mcore.stages.moe_metrics import MoEMetrics
+from megatron_2bw.mcore.stages.random_state import RandomState
+from megatron_2bw.mcore.stages.stage import Call, DelayedStage, FlushedStage
 from megatron_2bw.mcore.symbols import replace
+from megatron_2bw.mcore.updates.driven_scheduler import DrivenScheduler
+from megatron_2bw.mcore.updates.optimizer import DelayedOptimizer, unwrapped_optimizer
 from megatron_2bw.runtime.corrections import Correction
 from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.executor import Executor
 from megatron_2bw.runtime.links import ALL_LANES, LANES, Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Reduction
-from megatron_2bw.schedule.feasible import chain_of, lowered_as, refusal
 from megatron_2bw.schedule.registry import (
     BIDIRECTIONAL,
     DELAYED,
@@ -41,7 +40,8 @@ from megatron_2bw.schedule.registry import (
     canonical_name,
     check_options,
 )
-from megatron_2bw.schedule.validate import validate
+from megatron_2bw.schedule.validation.feasible import chain_of, lowered_as, refusal
+from megatron_2bw.schedule.validation.validate import validate
 
 WITHOUT_DELAY = "1f1b-flush"
 """How 2bw runs a batch that is to have no delay."""

@@ -27,7 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, training
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
-from megatron_2bw.mcore.automatic import memory_bytes
+from megatron_2bw.mcore.loop.automatic import memory_bytes
 from megatron_2bw.mcore.timing import Took, processors, repeated, timed
 from megatron_2bw.planner.measure.profile import DONE, LAYERS, AllReduce, Block, Pass, Profile, Update
 from megatron_2bw.planner.specs.layout import Recompute

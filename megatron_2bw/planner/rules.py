@@ -24,7 +24,7 @@ from megatron_2bw.planner.specs.layout import (
 from megatron_2bw.planner.specs.model import Kind, Model
 from megatron_2bw.planner.specs.pipeline_layout import MTP, has_an_empty_stage, predicts_early, stages_of
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON, TWO_BW
-from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
+from megatron_2bw.schedule.systems.two_bw import MOST_EXTRA_IN_FLIGHT
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.search.shapes import Shape

@@ -6,16 +6,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from megatron_2bw.schedule.chimera import chimera
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.gems import gems
-from megatron_2bw.schedule.gpipe import gpipe
-from megatron_2bw.schedule.inter_layer import inter_layer
-from megatron_2bw.schedule.mixpipe import mixpipe
-from megatron_2bw.schedule.one_f_one_b import one_f_one_b_flush
-from megatron_2bw.schedule.pipedream import pipedream
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.two_bw import two_bw
+from megatron_2bw.schedule.systems.chimera import chimera
+from megatron_2bw.schedule.systems.gems import gems
+from megatron_2bw.schedule.systems.gpipe import gpipe
+from megatron_2bw.schedule.systems.inter_layer import inter_layer
+from megatron_2bw.schedule.systems.mixpipe import mixpipe
+from megatron_2bw.schedule.systems.one_f_one_b import one_f_one_b_flush
+from megatron_2bw.schedule.systems.pipedream import pipedream
+from megatron_2bw.schedule.systems.two_bw import two_bw
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "2bw": two_bw,

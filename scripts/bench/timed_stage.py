@@ -30,7 +30,7 @@ from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.timeline import Event
-from megatron_2bw.schedule.validate import validate
+from megatron_2bw.schedule.validation.validate import validate
 
 FORWARD_S, BACKWARD_S = 0.05, 0.1
 """How long a stage waits, in all benches."""

@@ -25,9 +25,9 @@ from timed_stage import Arm as TimedArm
 from timed_stage import Run as TimedRun
 
 from megatron_2bw.schedule.commands.measured import report as report_of
-from megatron_2bw.schedule.measured import Run
+from megatron_2bw.schedule.pictures.measured import Run
+from megatron_2bw.schedule.pictures.run_file import read_run
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.run_file import read_run
 from megatron_2bw.schedule.timeline import Timeline
 
 MICROBATCHES, ITERATIONS = 4, 40

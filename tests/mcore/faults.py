@@ -35,17 +35,17 @@ def before_install(case: Case, rank: int) -> None:
 def before_training(case: Case, rank: int) -> None:
     """Faults inside the extension."""
     if _of(case, rank, "jitter"):
-        from megatron_2bw.mcore.stage import MegatronStage
+        from megatron_2bw.mcore.stages.stage import MegatronStage
 
         MegatronStage.backward = _after(MegatronStage.backward, _counted(case, rank))
     if _of(case, rank, "sleep before reduction"):
-        from megatron_2bw.mcore.stage import DelayedStage
+        from megatron_2bw.mcore.stages.stage import DelayedStage
 
         DelayedStage.reduce_start = _before_first_link(
             DelayedStage.reduce_start, _counted(case, rank, "sleep before reduction")
         )
     if _of(case, rank, "blocking step"):
-        from megatron_2bw.mcore.optimizer import DelayedOptimizer
+        from megatron_2bw.mcore.updates.optimizer import DelayedOptimizer
 
         DelayedOptimizer.step = _blocking(DelayedOptimizer.step)
 

@@ -63,7 +63,7 @@ def _prepare(loss: Loss) -> None:
 
     strike = in_call(loss.call, kill_process if loss.kind == "killed" else hang)
     if loss.place == "forward":
-        from megatron_2bw.mcore.stage import MegatronStage
+        from megatron_2bw.mcore.stages.stage import MegatronStage
 
         MegatronStage.forward = before(MegatronStage.forward, strike)
     else:

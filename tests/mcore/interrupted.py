@@ -34,7 +34,7 @@ def killed(case: Case, rank: int, port: int, folder: Path, *, kill: Kill) -> Non
     if rank == kill.rank:
         from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-        from megatron_2bw.mcore.stage import MegatronStage
+        from megatron_2bw.mcore.stages.stage import MegatronStage
 
         strike = in_call(kill.call, kill_process)
         if kill.place == "forward":

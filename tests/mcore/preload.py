@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_2bw.mcore import cpu_backend
+from megatron_2bw.mcore.cpu import backend as cpu_backend
 
 cpu_backend.install_as_needed()
 
@@ -21,8 +21,8 @@ import megatron.training.training  # noqa: E402, F401
 from megatron.training.argument_utils import ArgumentGroupFactory  # noqa: E402
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-import megatron_2bw.mcore.session  # noqa: E402
-import megatron_2bw.mcore.wrappers  # noqa: E402, F401
+import megatron_2bw.mcore.loop.session  # noqa: E402
+import megatron_2bw.mcore.loop.wrappers  # noqa: E402, F401
 
 
 def _remembered(read: Callable[[Any, type], dict[str, str]]) -> Callable[[Any, type], dict[str, str]]:

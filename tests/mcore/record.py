@@ -105,7 +105,7 @@ def record_updates(case: Case, record: RankRecord, models: list[Any]) -> Optimiz
 
     training.get_megatron_optimizer = make
     if case.schedule in ("2bw", "pipedream"):
-        from megatron_2bw.mcore.optimizer import DelayedOptimizer
+        from megatron_2bw.mcore.updates.optimizer import DelayedOptimizer
 
         _keep_norms_of_delayed(DelayedOptimizer, record)
     else:
@@ -143,7 +143,7 @@ def _of_distributed(part: Any, named: dict[torch.nn.Parameter, Shard]) -> Iterat
 
 def record_actions(record: RankRecord) -> None:
     """Keep what the executor's recorder saw; ``--pipeline-trace`` switches it on."""
-    from megatron_2bw.mcore import session
+    from megatron_2bw.mcore.loop import session
 
     def keep(path: Any, schedule: Any, recorder: Any, *rest: Any) -> None:
         record.actions += [(str(action), start_s, end_s) for action, start_s, end_s in recorder.events()]

@@ -101,7 +101,7 @@ def _checkpoint(folder: Path, text: str) -> Path:
 
 
 def test_a_complete_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
-    from megatron_2bw.mcore.checkpoint_folders import replace
+    from megatron_2bw.mcore.checkpoints.folders import replace
 
     present = _checkpoint(tmp_path / "iter_0000006", "old")
     _checkpoint(tmp_path / "replaced_iter_0000006", "left behind by a killed run")
@@ -112,7 +112,7 @@ def test_a_complete_checkpoint_takes_the_place_of_another(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("saves_there", [True, False])
 def test_a_replacement_that_was_stopped_halfway_is_finished_or_taken_back(saves_there: bool, tmp_path: Path) -> None:
-    from megatron_2bw.mcore.checkpoint_folders import finish_replacements
+    from megatron_2bw.mcore.checkpoints.folders import finish_replacements
 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
     _checkpoint(tmp_path / "iter_0000008", "present")
@@ -141,7 +141,7 @@ def test_a_replacement_that_was_stopped_halfway_is_finished_or_taken_back(saves_
 
 @pytest.mark.parametrize("saves_there", [True, False])
 def test_a_replacement_that_was_stopped_between_its_renames_is_finished(saves_there: bool, tmp_path: Path) -> None:
-    from megatron_2bw.mcore.checkpoint_folders import finish_replacements
+    from megatron_2bw.mcore.checkpoints.folders import finish_replacements
 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
     _checkpoint(tmp_path / "replaced_iter_0000006", "old")
@@ -151,7 +151,7 @@ def test_a_replacement_that_was_stopped_between_its_renames_is_finished(saves_th
 
 
 def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path: Path) -> None:
-    from megatron_2bw.mcore.checkpoint_folders import replace
+    from megatron_2bw.mcore.checkpoints.folders import replace
 
     target = _checkpoint(tmp_path / "elsewhere" / "iter_0000006", "old")
     present = tmp_path / "iter_0000006"
@@ -166,7 +166,7 @@ def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path: Path) ->
 def test_of_non_persistent_checkpoints_only_the_named_one_stays(
     tracker: str | None, left: list[str], tmp_path: Path
 ) -> None:
-    from megatron_2bw.mcore.checkpoint_folders import remove_all_but_the_named
+    from megatron_2bw.mcore.checkpoints.folders import remove_all_but_the_named
 
     for iteration in (2, 4, 6):
         _checkpoint(tmp_path / f"iter_{iteration:07d}", "")
@@ -193,7 +193,7 @@ def test_a_hybrid_model_goes_on_from_a_gpt(saved: Saved, more: tuple[str, ...], 
 
 @pytest.mark.parametrize("flag", ["finetune", "no_load_optim", None])
 def test_older_versions_belong_to_the_optimizers_state(flag, monkeypatch) -> None:
-    from megatron_2bw.mcore import checkpoint
+    from megatron_2bw.mcore.checkpoints import checkpoint
 
     args = SimpleNamespace(finetune=False, no_load_optim=False, pipeline_schedule="2bw", synchronous_warmup_iters=0)
     if flag is not None:
@@ -212,7 +212,7 @@ def test_older_versions_belong_to_the_optimizers_state(flag, monkeypatch) -> Non
 
 
 def test_no_save_optim_leaves_older_versions_out(monkeypatch) -> None:
-    from megatron_2bw.mcore import checkpoint
+    from megatron_2bw.mcore.checkpoints import checkpoint
 
     monkeypatch.setattr(checkpoint, "_manifest", lambda *_: {"versions": [6]})
     for leaves_out in (True, False):

@@ -22,7 +22,7 @@ def _checkpoint(folder: Path, text: str) -> Path:
 
 @pytest.fixture
 def saving(tmp_path, monkeypatch):
-    from megatron_2bw.mcore import checkpoint_folders as folders
+    from megatron_2bw.mcore.checkpoints import folders
 
     monkeypatch.setattr(folders, "dist", MagicMock(get_rank=lambda: 0))
     monkeypatch.setattr(folders, "maybe_finalize_async_save", lambda **_: None)
@@ -40,7 +40,7 @@ def saving(tmp_path, monkeypatch):
 
 
 def test_the_only_checkpoint_left_is_not_removed(tmp_path: Path) -> None:
-    from megatron_2bw.mcore.checkpoint_folders import finish_replacements
+    from megatron_2bw.mcore.checkpoints.folders import finish_replacements
 
     old = _checkpoint(tmp_path / "replaced_iter_0000006", "old, its successor was removed by hand")
     finish_replacements(tmp_path, saves_there=False)
@@ -64,7 +64,7 @@ def test_a_replacement_is_finished_before_arguments_are_read(saving, tmp_path) -
 @pytest.mark.parametrize("killed", [False, True])
 def test_another_job_may_finish_a_replacement_and_remove_what_was_there(tmp_path, monkeypatch, killed: bool) -> None:
     """One that loads from the same folder between the two renames of a save, which may be killed there, too."""
-    from megatron_2bw.mcore import checkpoint_folders as folders
+    from megatron_2bw.mcore.checkpoints import folders
 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
     present = _checkpoint(tmp_path / "iter_0000006", "old")
@@ -89,7 +89,7 @@ def test_another_job_may_finish_a_replacement_and_remove_what_was_there(tmp_path
 
 
 def test_what_another_one_removes_first_is_removed(tmp_path, monkeypatch) -> None:
-    from megatron_2bw.mcore import checkpoint_folders as folders
+    from megatron_2bw.mcore.checkpoints import folders
 
     checkpoint = _checkpoint(tmp_path / "replaced_iter_0000006", "old")
     unlink = os.unlink
@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_to_finetune_is_an_error(saving, tmp_path) -> None:
 
 @pytest.mark.parametrize("asked", [{}, {"pipeline_schedule": "megatron"}], ids=["by default", "by name"])
 def test_megatrons_own_schedule_loads_as_without_us(saving, asked, tmp_path, monkeypatch) -> None:
-    from megatron_2bw.mcore import wrappers
+    from megatron_2bw.mcore.loop import wrappers
 
     folders, args = saving
     vars(args).update(asked)

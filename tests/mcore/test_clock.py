@@ -24,8 +24,8 @@ def test_clocks_of_other_machines(tmp_path: Path) -> None:
 
 def _rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(MACHINES))
-    from megatron_2bw.mcore import clock
     from megatron_2bw.mcore.groups import TransferGroups
+    from megatron_2bw.mcore.monitoring import clock
     from megatron_2bw.runtime.links import LANES
 
     machine = MACHINES[rank]

@@ -10,13 +10,13 @@ import textwrap
 
 import pytest
 
-from megatron_2bw.mcore import cpu_backend
+from megatron_2bw.mcore.cpu import backend as cpu_backend
 
 RUNNER = """
 import json, sys, traceback
 import torch
 import torch._dynamo  # It replaces names of its own.
-from megatron_2bw.mcore import cpu_backend
+from megatron_2bw.mcore.cpu import backend as cpu_backend
 
 owners = (torch, torch.cuda, torch.cuda.random, torch.Tensor, torch.nn.Module)
 before = [dict(vars(owner)) for owner in owners]
@@ -175,14 +175,14 @@ def test_installed(name, failures):
 
 @pytest.mark.skipif(not cpu_backend.needed(), reason="replaces names that a GPU needs")
 def test_installing_after_megatron_says_so():
-    result = run("import megatron.core\nfrom megatron_2bw.mcore import cpu_backend\ncpu_backend.install()")
+    result = run("import megatron.core\nfrom megatron_2bw.mcore.cpu import backend\nbackend.install()")
     assert result.returncode != 0
     assert "after megatron.core was imported" in result.stderr
 
 
 def test_importing_replaces_nothing():
     result = run(
-        "import torch; zeros = torch.zeros; import megatron_2bw.mcore.cpu_backend; assert torch.zeros is zeros"
+        "import torch; zeros = torch.zeros; import megatron_2bw.mcore.cpu.backend; assert torch.zeros is zeros"
     )
     assert result.returncode == 0, result.stderr
 

@@ -121,7 +121,7 @@ def _with_what_nccl_says(case: Case, rank: int, port: int, folder: Path) -> None
     failure.nccl_failure = lambda: (None, "NCCL, group: TIMEOUT") if rank == 0 and hung.exists() else None
     set_environment(rank, case.ranks, port)
     install(case)
-    from megatron_2bw.mcore.stage import MegatronStage
+    from megatron_2bw.mcore.stages.stage import MegatronStage
 
     def hang() -> None:
         hung.touch()
@@ -190,7 +190,7 @@ def test_an_exit_waits_for_the_others_only_where_the_loop_itself_exits(
     loop: Callable[[int], None], code: int, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--exit-signal-handler-for-training exits wherever the signal comes, without process groups."""
-    from megatron_2bw.mcore import checks, wrappers
+    from megatron_2bw.mcore.loop import checks, wrappers
 
     session = MagicMock()
     monkeypatch.setattr(wrappers.active, "session", session)
@@ -205,7 +205,7 @@ def test_an_exit_waits_for_the_others_only_where_the_loop_itself_exits(
 def test_an_error_after_training_ends_the_process() -> None:
     program = (
         "from unittest.mock import MagicMock\n"
-        "from megatron_2bw.mcore.active import active\n"
+        "from megatron_2bw.mcore.loop.active import active\n"
         "active.session = MagicMock()\n"
         "active.end()\n"
         "import threading, time\n"

@@ -52,6 +52,6 @@ class _Router(torch.nn.Module):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_frozen_bias_of_experts_stays_as_it_is(frozen: bool) -> None:
-    from megatron_2bw.mcore.routers import Routers
+    from megatron_2bw.mcore.updates.routers import Routers
 
     assert len(Routers(_Router(frozen)).biases) == (not frozen)

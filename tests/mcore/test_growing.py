@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import num_microbatches_calculator as calculator
 
-from megatron_2bw.mcore.batches import BatchSizes
+from megatron_2bw.mcore.loop.batches import BatchSizes
 
 from .case import Case
 from .compare import differing

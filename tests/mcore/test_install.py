@@ -13,13 +13,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_2bw.mcore import checks, wrappers
 from megatron_2bw.mcore.install import HOOKS
+from megatron_2bw.mcore.loop import checks, wrappers
 from megatron_2bw.mcore.used import USED
 
 REPLACED = """
 import importlib, operator
-from megatron_2bw.mcore import cpu_backend
+from megatron_2bw.mcore.cpu import backend as cpu_backend
 cpu_backend.install()  # Before Megatron is imported.
 import megatron_2bw
 from megatron_2bw.mcore.install import HOOKS
@@ -64,7 +64,7 @@ def test_everything_is_replaced_once_and_put_back() -> None:
 
 CHANGED = """
 import sys, torch
-from megatron_2bw.mcore import cpu_backend
+from megatron_2bw.mcore.cpu import backend as cpu_backend
 cuda = torch.Tensor.cuda
 cpu_backend.install()
 from megatron.core import timers

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_2bw.mcore import wrappers
+from megatron_2bw.mcore.loop import wrappers
 
 from .case import Case
 from .features import EXPERTS, SEVERAL_TOKENS
@@ -186,7 +186,7 @@ def test_experts_are_reported_to_wandb(
 
 def _batches(asked: str, monkeypatch: pytest.MonkeyPatch, **log: object) -> list[int]:
     """Of ten batches, those of which a session says so under these arguments."""
-    from megatron_2bw.mcore import session
+    from megatron_2bw.mcore.loop import session
 
     args, running = SimpleNamespace(**log), SimpleNamespace(pipeline=SimpleNamespace())
     running.logs_this_batch = partial(session.Session.logs_this_batch, running)

@@ -124,7 +124,7 @@ def test_k_and_gamma_fit_the_memory(
     stages: int, gib: float, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The paper's formula would take (2, 2) of 8 stages, whose order takes longer than the formula says."""
-    from megatron_2bw.mcore import automatic
+    from megatron_2bw.mcore.loop import automatic
 
     words = (
         f"--pipeline-schedule mixpipe --mixpipe-k auto --num-layers {2 * stages} --hidden-size 1024 "

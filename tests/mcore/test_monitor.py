@@ -23,7 +23,7 @@ from .harness import launch, run
 from .worker import main
 
 if TYPE_CHECKING:
-    from megatron_2bw.mcore.monitor import PipelineMonitor
+    from megatron_2bw.mcore.monitoring.monitor import PipelineMonitor
 
 CASE = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=8, flags=("--log-interval", "1"))
 LOGGED = re.compile(r"iteration +(\d+)/.*\| pipeline bubble: (\S+) \|(?: stage imbalance: (\S+) \|)?(.*)")
@@ -69,7 +69,7 @@ def test_a_slow_stage_shows(tmp_path: Path) -> None:
 
 
 def test_what_is_logged_is_what_ran() -> None:
-    from megatron_2bw.mcore.monitor import Busy, busy, numbers
+    from megatron_2bw.mcore.monitoring.monitor import Busy, busy, numbers
 
     schedule = build("2bw", stages=2, microbatches=2)
     durations = Durations(forward_s=(1.0, 1.5), backward_s=2.0, update_s=0.5)
@@ -84,7 +84,7 @@ def test_what_is_logged_is_what_ran() -> None:
 
 @pytest.fixture
 def monitor(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> PipelineMonitor:
-    from megatron_2bw.mcore import monitor
+    from megatron_2bw.mcore.monitoring import monitor
 
     monkeypatch.setattr(monitor.parallel_state, "get_pipeline_model_parallel_group", lambda: world)
     return monitor.PipelineMonitor(Recorder(torch.device("cpu")), timedelta(seconds=10))

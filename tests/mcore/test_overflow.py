@@ -84,7 +84,7 @@ def test_the_log_has_the_loss_scale_of_the_newest_weights() -> None:
 
 
 def test_the_loss_scale_of_the_newest_weights_is_on_the_host() -> None:
-    from megatron_2bw.mcore.loss_scales import LossScales
+    from megatron_2bw.mcore.updates.loss_scales import LossScales
     from megatron_2bw.runtime.weights import WeightVersions
 
     weights, scaler = WeightVersions([torch.nn.Parameter(torch.zeros(2))]), SimpleNamespace(scale=torch.tensor([8.0]))
@@ -130,7 +130,7 @@ def _loss_scales(results: Results) -> list[float]:
 
 def test_two_updates_in_one_call() -> None:
     """After a drain: the norm and the zeros of the newer one, and that one of them was skipped."""
-    from megatron_2bw.mcore.optimizer import DelayedOptimizer, UpdateOutcome
+    from megatron_2bw.mcore.updates.optimizer import DelayedOptimizer, UpdateOutcome
 
     optimizer = DelayedOptimizer.__new__(DelayedOptimizer)
     optimizer._is_released = False
@@ -140,6 +140,6 @@ def test_two_updates_in_one_call() -> None:
 
 
 def test_zeros_are_counted() -> None:
-    from megatron_2bw.mcore.reductions import _zeros_among
+    from megatron_2bw.mcore.updates.reductions import _zeros_among
 
     assert _zeros_among([torch.tensor([0.0, 1.0, 0.0]), torch.tensor([2.0, 3.0])]) == 2

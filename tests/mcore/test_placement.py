@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.parametrize("reason", ["", "initialized", "another order", "some ranks elsewhere"])
 def test_ranks_stay_where_they_are_when(reason, monkeypatch) -> None:
-    from megatron_2bw.mcore import placement
+    from megatron_2bw.mcore.loop import placement
 
     environment = {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "1"}
     for name, value in environment.items():

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_2bw.mcore.arguments import add_arguments
-from megatron_2bw.mcore.checks import validated
+from megatron_2bw.mcore.loop.arguments import add_arguments
+from megatron_2bw.mcore.loop.checks import validated
 from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.cost.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
@@ -137,7 +137,7 @@ def accept(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> 
     # Experts in 8 bits need Transformer Engine.
     monkeypatch.setattr("megatron.core.transformer.transformer_config.is_te_min_version", lambda *version: True)
 
-    monkeypatch.setattr("megatron_2bw.mcore.cpu_backend.needed", lambda: False)
+    monkeypatch.setattr("megatron_2bw.mcore.cpu.backend.needed", lambda: False)
     monkeypatch.setattr(arguments, "_print_args", lambda title, args: None)  # Takes longer than all else.
 
     def with_flags(words: list[str], gpus: int) -> argparse.Namespace:

@@ -20,7 +20,7 @@ def test_only_an_attribute_that_megatron_has_is_replaced() -> None:
 
 @pytest.mark.parametrize("name", ["adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"])
 def test_what_a_training_loop_passes_and_we_do_not_use(name: str) -> None:
-    from megatron_2bw.mcore.stage import Call
+    from megatron_2bw.mcore.stages.stage import Call
 
     keywords = dict.fromkeys(Call.__slots__) | {"num_microbatches": 2}
     assert Call.of({**keywords, name: None}, "2bw").num_microbatches == 2

@@ -12,7 +12,7 @@ import torch
 
 @pytest.mark.parametrize("name", ["seq_length", "micro_batch_size", "decoder_seq_length"])
 def test_a_call_of_another_shape_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_2bw.mcore import stage as module
+    from megatron_2bw.mcore.stages import stage as module
 
     config = SimpleNamespace(variable_seq_lengths=False, pipeline_dtype=torch.float32)
     monkeypatch.setattr(module, "parallel_state", MagicMock())
@@ -35,7 +35,7 @@ def test_a_call_of_another_shape_is_refused(name: str, monkeypatch: pytest.Monke
 
 
 def test_sequences_of_variable_length_are_refused(monkeypatch) -> None:
-    from megatron_2bw.mcore import stage
+    from megatron_2bw.mcore.stages import stage
 
     monkeypatch.setattr(stage, "parallel_state", MagicMock())
     monkeypatch.setattr(stage, "get_model_config", lambda model: SimpleNamespace(variable_seq_lengths=True))

@@ -8,8 +8,8 @@ from copy import copy
 
 import pytest
 
-from megatron_2bw.mcore.arguments import add_arguments
-from megatron_2bw.mcore.checks import ArgumentError, adapt, exit_with, refuse
+from megatron_2bw.mcore.loop.arguments import add_arguments
+from megatron_2bw.mcore.loop.checks import ArgumentError, adapt, exit_with, refuse
 from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.flag_table.conditions import LEAD, leads_too_far
 from megatron_2bw.planner.flag_table.rows import OURS, STOCK
@@ -389,7 +389,7 @@ def test_noticed_once_and_then_settled(defaults: argparse.Namespace, row) -> Non
     ],
 )
 def test_a_run_is_told_what_makes_ranks_wait_for_each_other(environment: dict[str, str], told: list[str]) -> None:
-    from megatron_2bw.mcore.session import notices
+    from megatron_2bw.mcore.loop.session import notices
 
     found = [*notices(environment)]
     assert len(found) == len(told)

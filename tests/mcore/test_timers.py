@@ -9,7 +9,7 @@ import torch
 
 
 def test_no_timer_waits_for_the_device_inside_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_2bw.mcore import timers as ours
+    from megatron_2bw.mcore.monitoring import timers as ours
 
     waits: list[None] = []
     clock_s = itertools.count(0.0, 7.0)
@@ -28,7 +28,7 @@ def test_no_timer_waits_for_the_device_inside_a_call(monkeypatch: pytest.MonkeyP
 
 
 def test_on_a_device_a_call_is_added_at_the_end_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_2bw.mcore import timers as ours
+    from megatron_2bw.mcore.monitoring import timers as ours
 
     clock_s = itertools.count(0.0, 7.0)
     monkeypatch.setattr(ours, "_mark", lambda: next(clock_s))
@@ -45,7 +45,7 @@ def test_on_a_device_a_call_is_added_at_the_end_of_the_next(monkeypatch: pytest.
 
 
 def test_timers_above_the_log_level_stay_silent_inside_a_call() -> None:
-    from megatron_2bw.mcore.timers import CallTimers
+    from megatron_2bw.mcore.monitoring.timers import CallTimers
 
     timers = CallTimers(1, "all")
     with timers.inside_call():

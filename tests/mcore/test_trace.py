@@ -11,7 +11,7 @@ import pytest
 
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType
 from megatron_2bw.schedule.durations import Durations
-from megatron_2bw.schedule.run_file import read_run
+from megatron_2bw.schedule.pictures.run_file import read_run
 from megatron_2bw.schedule.simulate import simulate
 from megatron_2bw.schedule.timeline import Event
 

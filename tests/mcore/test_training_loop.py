@@ -105,7 +105,7 @@ def test_replicas_compare_the_newest_weights(tmp_path: Path) -> None:
 
 def _recording_compared_weights(case: Case, rank: int, port: int, folder: Path, *, folder_of_weights: Path) -> None:
     set_environment(rank, case.ranks, port)
-    from megatron_2bw.mcore import cpu_backend
+    from megatron_2bw.mcore.cpu import backend as cpu_backend
 
     cpu_backend.install()
     from megatron.training import training
@@ -156,7 +156,7 @@ def _with_a_jump_of_the_clock(case: Case, rank: int, port: int, folder: Path, *,
     import megatron_2bw
 
     megatron_2bw.install()
-    from megatron_2bw.mcore.stage import MegatronStage
+    from megatron_2bw.mcore.stages.stage import MegatronStage
 
     if rank == of:
         MegatronStage.backward = before(MegatronStage.backward, in_call(call, _jump))
@@ -168,7 +168,7 @@ def _with_a_jump_in_an_evaluation(case: Case, rank: int, port: int, folder: Path
     import megatron_2bw
 
     megatron_2bw.install()
-    from megatron_2bw.mcore.session import Session
+    from megatron_2bw.mcore.loop.session import Session
 
     run_batch = Session.forward_backward
 
@@ -195,7 +195,7 @@ def _with_packed_sequences(case: Case, rank: int, port: int, folder: Path) -> No
     megatron_2bw.install()
     from megatron.training import training
 
-    from megatron_2bw.mcore.stage import MegatronStage
+    from megatron_2bw.mcore.stages.stage import MegatronStage
 
     ends = torch.tensor([0, 5, 16], dtype=torch.int32)
     count = partial(training.update_seqlen_stats_from_cu_seqlens, ends)

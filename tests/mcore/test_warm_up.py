@@ -38,7 +38,7 @@ class _Kernels(TorchDispatchMode):
 def _recorded(case: Case, rank: int, port: int, folder: Path) -> None:
     set_environment(rank, case.ranks, port)
     install(case)
-    from megatron_2bw.mcore.reductions import GradientReductions
+    from megatron_2bw.mcore.updates.reductions import GradientReductions
 
     statistics = GradientReductions.statistics
     calls: list[set[tuple[str, ...]]] = []

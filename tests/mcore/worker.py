@@ -132,7 +132,7 @@ def set_environment(rank: int, ranks: int, port: int) -> None:
 def install(case: Case) -> None:
     """Load the extension, or only what Megatron needs to run here."""
     if case.schedule is None:
-        from megatron_2bw.mcore import cpu_backend
+        from megatron_2bw.mcore.cpu import backend as cpu_backend
 
         cpu_backend.install_as_needed()
     else:

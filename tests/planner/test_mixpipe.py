@@ -15,9 +15,9 @@ from megatron_2bw.planner.papers.blocks import Blocks, compute_s, estimate
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.durations import Durations
-from megatron_2bw.schedule.mixpipe import claimed_span
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate
+from megatron_2bw.schedule.systems.mixpipe import claimed_span
 
 GIB = 2**30
 SERVERS = dataclasses.replace(CLUSTERS["p3dn.24xlarge"], nodes=4)

@@ -23,7 +23,7 @@ from megatron_2bw.schedule.calls import groups
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, build
-from megatron_2bw.schedule.validate import validate
+from megatron_2bw.schedule.validation.validate import validate
 
 WIDTH, ROWS, RATE = 5, 3, 0.1
 REDUCTIONS = (Reduction.GRADIENTS, Reduction.NORM)

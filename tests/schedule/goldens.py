@@ -6,11 +6,11 @@ from pathlib import Path
 
 from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.calls import WHOLE
-from megatron_2bw.schedule.draw import grid
-from megatron_2bw.schedule.feasible import works
-from megatron_2bw.schedule.listing import listing
 from megatron_2bw.schedule.lowering import lower
+from megatron_2bw.schedule.pictures.draw import grid
 from megatron_2bw.schedule.registry import SCHEDULES, build
+from megatron_2bw.schedule.validation.feasible import works
+from megatron_2bw.schedule.validation.listing import listing
 
 from .others import ONE_WAY
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_2bw.schedule.action import COMPUTE, Action, ActionType
 from megatron_2bw.schedule.program import Program, Schedule, backward, forward, programs_of, update
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.two_bw import _call as two_bw_call
+from megatron_2bw.schedule.systems.two_bw import _call as two_bw_call
 
 PIPELINED = ("2bw", "1f1b-flush", "gpipe")
 """The shipped ones with one stage per rank in which microbatches overlap."""

@@ -10,11 +10,11 @@ import pytest
 
 from megatron_2bw.schedule.calls import lowered
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.listing import MARK
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.rules import Rule
-from megatron_2bw.schedule.validate import validate
+from megatron_2bw.schedule.validation.listing import MARK
+from megatron_2bw.schedule.validation.rules import Rule
+from megatron_2bw.schedule.validation.validate import validate
 
 from .interpreter import is_right
 from .mutations import ALWAYS_WRONG, SOMETIMES_WRONG, random_mirrored_schedule, random_schedule, with_actions

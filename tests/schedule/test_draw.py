@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from megatron_2bw.schedule.action import Action, ActionType
-from megatron_2bw.schedule.draw import LEGEND, grid
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.listing import MARK, listing
+from megatron_2bw.schedule.pictures.draw import LEGEND, grid
+from megatron_2bw.schedule.pictures.svg import svg
+from megatron_2bw.schedule.pictures.trace import chrome_trace
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate
-from megatron_2bw.schedule.svg import svg
 from megatron_2bw.schedule.timeline import Event, Timeline
-from megatron_2bw.schedule.trace import chrome_trace
+from megatron_2bw.schedule.validation.listing import MARK, listing
 
 from .goldens import FOLDER, goldens
 from .others import PIPELINED

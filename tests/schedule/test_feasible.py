@@ -2,11 +2,11 @@
 
 import pytest
 
-from megatron_2bw.schedule import feasible
 from megatron_2bw.schedule.action import Reduction
-from megatron_2bw.schedule.feasible import chain_of, lowered_as, refusal
 from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import DELAYED, SCHEDULES
+from megatron_2bw.schedule.validation import feasible
+from megatron_2bw.schedule.validation.feasible import chain_of, lowered_as, refusal
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from megatron_2bw.schedule.first_calls import FIRST_CALLS, first_calls
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
-from megatron_2bw.schedule.validate import validate
+from megatron_2bw.schedule.validation.validate import validate
 
 Order = Callable[[tuple[Action, ...], dict, int], Iterable[Action]]
 MOST_EXTRA = 3

@@ -46,26 +46,32 @@ def test_the_check_sees_what_is_loaded():
     assert loaded_by(["json", "xml"], ("json", "xml", "torch")) == ["json", "xml"]
 
 
-PLANNER_FOLDERS = (
-    *("bash", "specs", "flag_table", "pipeline", "cost", "memory", "papers"),
-    *("search", "flags", "report", "rows", "measure", "commands"),
-)
+FOLDERS = {
+    "schedule": ("systems", "validation", "pictures", "commands"),
+    "planner": (
+        *("bash", "specs", "flag_table", "pipeline", "cost", "memory", "papers"),
+        *("search", "flags", "report", "rows", "measure", "commands"),
+    ),
+    "mcore": ("updates", "stages", "checkpoints", "cpu", "monitoring", "loop"),
+}
 
 
-def imported_folders(folder: str) -> set[str]:
-    """Which other folders of the planner the files of ``folder`` import from."""
-    trees = (ast.parse(file.read_text()) for file in (PACKAGE / "planner" / folder).rglob("*.py"))
+def imported_folders(layer: str, folder: str) -> set[str]:
+    """Which other folders of ``layer`` the files of ``folder`` import from."""
+    trees = (ast.parse(file.read_text()) for file in (PACKAGE / layer / folder).rglob("*.py"))
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = ((getattr(node, "module", None), alias.name) for node in nodes for alias in node.names)
     names = (f"{module}.{name}" if module else name for module, name in modules)
-    parts = (name.removeprefix(f"{PLANNER}.").split(".")[0] for name in names if name.startswith(f"{PLANNER}."))
-    return set(parts) & set(PLANNER_FOLDERS) - {folder}
+    before = f"megatron_2bw.{layer}."
+    parts = (name.removeprefix(before).split(".")[0] for name in names if name.startswith(before))
+    return set(parts) & set(FOLDERS[layer]) - {folder}
 
 
-@pytest.mark.parametrize("folder", PLANNER_FOLDERS)
-def test_a_folder_of_the_planner_imports_only_from_those_before_it(folder: str):
-    assert imported_folders(folder) <= set(PLANNER_FOLDERS[: PLANNER_FOLDERS.index(folder)])
+@pytest.mark.parametrize(("layer", "folder"), [(layer, folder) for layer in FOLDERS for folder in FOLDERS[layer]])
+def test_a_folder_imports_only_from_those_before_it(layer: str, folder: str):
+    assert imported_folders(layer, folder) <= set(FOLDERS[layer][: FOLDERS[layer].index(folder)])
 
 
-def test_these_are_the_folders_of_the_planner():
-    assert {file.parent.name for file in (PACKAGE / "planner").glob("*/__init__.py")} == set(PLANNER_FOLDERS)
+@pytest.mark.parametrize("layer", FOLDERS)
+def test_these_are_the_folders(layer: str):
+    assert {file.parent.name for file in (PACKAGE / layer).glob("*/__init__.py")} == set(FOLDERS[layer])

@@ -17,9 +17,9 @@ from megatron_2bw.schedule.action import Action, ActionType
 from megatron_2bw.schedule.commands.measured import beside_each_other
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.measured import Run
+from megatron_2bw.schedule.pictures.measured import Run
+from megatron_2bw.schedule.pictures.run_file import read_run, trace_of
 from megatron_2bw.schedule.registry import build
-from megatron_2bw.schedule.run_file import read_run, trace_of
 from megatron_2bw.schedule.simulate import simulate, steady_state
 from megatron_2bw.schedule.timeline import DATA, Event, Timeline
 

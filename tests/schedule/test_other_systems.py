@@ -10,12 +10,12 @@ from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.lowering import lower
-from megatron_2bw.schedule.mixpipe import claimed_span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate, steady_state
+from megatron_2bw.schedule.systems.mixpipe import claimed_span
 from megatron_2bw.schedule.timeline import Timeline
-from megatron_2bw.schedule.validate import validate
+from megatron_2bw.schedule.validation.validate import validate
 
 ONE_TWO = Durations(forward_s=1, backward_s=2)
 RECOMPUTING = Durations(forward_s=1, backward_s=3)

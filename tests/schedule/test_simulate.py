@@ -10,12 +10,12 @@ from megatron_2bw.schedule.action import Action, ActionType, Reduction
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.engine import Model, run
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.feasible import works
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
 from megatron_2bw.schedule.simulate import simulate, steady_state
 from megatron_2bw.schedule.timeline import Event, Timeline
+from megatron_2bw.schedule.validation.feasible import works
 
 from . import others
 

@@ -9,14 +9,14 @@ import pytest
 
 from megatron_2bw.schedule.action import Action, ActionType, Reduction
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.feasible import works
-from megatron_2bw.schedule.listing import MARK
 from megatron_2bw.schedule.lowering import lower, with_gradient_copy
 from megatron_2bw.schedule.program import GradientCopy, Program, Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
-from megatron_2bw.schedule.rules import Rule
-from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
-from megatron_2bw.schedule.validate import validate
+from megatron_2bw.schedule.systems.two_bw import MOST_EXTRA_IN_FLIGHT
+from megatron_2bw.schedule.validation.feasible import works
+from megatron_2bw.schedule.validation.listing import MARK
+from megatron_2bw.schedule.validation.rules import Rule
+from megatron_2bw.schedule.validation.validate import validate
 
 from . import others
 from .interpreter import is_right

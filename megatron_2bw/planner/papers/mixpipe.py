@@ -19,7 +19,7 @@ from megatron_2bw.planner.memory.memory import CONTEXT_BYTES, FRAGMENTED_SHARE
 from megatron_2bw.planner.papers.blocks import Blocks, compute_s, estimate, link_bytes_per_s
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.model import Model
-from megatron_2bw.schedule.mixpipe import claimed_span
+from megatron_2bw.schedule.systems.mixpipe import claimed_span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from megatron_2bw.planner.pipeline.followed import shift_of
 from megatron_2bw.planner.pipeline.periods import Pipeline, flush_s
 from megatron_2bw.schedule.action import ActionType
-from megatron_2bw.schedule.chimera import slots
 from megatron_2bw.schedule.clock import passes
-from megatron_2bw.schedule.directions import Pass, stage_of
 from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.systems.chimera import slots
+from megatron_2bw.schedule.systems.directions import Pass, stage_of
 
 
 class _Turn(NamedTuple):

@@ -7,11 +7,11 @@ from functools import lru_cache
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.specs.layout import Layout
-from megatron_2bw.schedule import mixpipe
 from megatron_2bw.schedule.action import ActionType
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.systems import mixpipe
 
 
 def programs_of(layout: Layout) -> Schedule:

@@ -11,7 +11,7 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.search.finder import Choice
 from megatron_2bw.planner.search.search import Plan
 from megatron_2bw.planner.table import GIB, gib
-from megatron_2bw.schedule.svg import text_at
+from megatron_2bw.schedule.pictures.svg import text_at
 
 _COLOURS = dict(
     zip(

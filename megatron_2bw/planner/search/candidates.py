@@ -37,7 +37,7 @@ from megatron_2bw.planner.specs.layout import WITHOUT_OVERLAP, Layout, Recompute
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.pipeline_layout import chunks_of, stages_of
 from megatron_2bw.planner.specs.space import Space, field_of
-from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
+from megatron_2bw.schedule.systems.two_bw import MOST_EXTRA_IN_FLIGHT
 
 _WITHOUT_ENDS = {"first_stage_layers": 0, "last_stage_layers": 0}
 """Where a ``pipeline_layout`` says how many layers they have."""

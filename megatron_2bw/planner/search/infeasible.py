@@ -18,7 +18,7 @@ from megatron_2bw.planner.search.finder import Finder, parts_of
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.planner.specs.space import Space, field_of
 from megatron_2bw.planner.table import GIB, billions, gib
-from megatron_2bw.schedule.two_bw import MOST_EXTRA_IN_FLIGHT
+from megatron_2bw.schedule.systems.two_bw import MOST_EXTRA_IN_FLIGHT
 
 _ROUND = tuple(sorted(size * 2**exponent for size in (1, 3) for exponent in range(12)))
 """Numbers of nodes, and of times as many as there are, that models and batches are likely to split over."""

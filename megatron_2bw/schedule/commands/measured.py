@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_2bw.schedule.action import COMPUTE, ActionType
 from megatron_2bw.schedule.commands.arguments import plural, table
-from megatron_2bw.schedule.measured import STEPS, Run, cut
+from megatron_2bw.schedule.pictures.measured import STEPS, Run, cut
 from megatron_2bw.schedule.timeline import Event, Timeline, percent
 
 

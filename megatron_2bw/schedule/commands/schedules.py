@@ -21,8 +21,8 @@ def add(commands: Any) -> None:
 
 def _list(args: argparse.Namespace) -> int:
     from megatron_2bw.schedule.durations import Durations
-    from megatron_2bw.schedule.feasible import works
     from megatron_2bw.schedule.simulate import simulate, steady_state
+    from megatron_2bw.schedule.validation.feasible import works
 
     size = f"{plural(args.stages, 'stage')} and {plural(args.microbatches, 'microbatch')}"
     durations = Durations(forward_s=Fraction(1), backward_s=Fraction(2))

@@ -115,7 +115,7 @@ def _show_simulated(args: argparse.Namespace) -> int:
 
 def _show_measured(args: argparse.Namespace) -> int:
     from megatron_2bw.schedule.commands.measured import beside_each_other, report
-    from megatron_2bw.schedule.run_file import read_run
+    from megatron_2bw.schedule.pictures.run_file import read_run
 
     others = {"schedules": [], "stages": None, "microbatches": None, "programs": False, **_DEFAULTS}
     given = [name.replace("_", "-") for name, default in others.items() if getattr(args, name) != default]
@@ -131,7 +131,7 @@ def _show_measured(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace, timelines: list[Timeline], title: str, notes: list[str]) -> None:
     """The files that were asked for."""
     if args.svg or args.png:
-        from megatron_2bw.schedule.svg import svg
+        from megatron_2bw.schedule.pictures.svg import svg
 
         picture = svg(*timelines, title=title, notes=notes)
         if args.svg:
@@ -139,7 +139,7 @@ def _write(args: argparse.Namespace, timelines: list[Timeline], title: str, note
         if args.png:
             args.png.write_bytes(_pixels(picture))
     if args.trace:
-        from megatron_2bw.schedule.trace import chrome_trace
+        from megatron_2bw.schedule.pictures.trace import chrome_trace
 
         args.trace.write_text(json.dumps(chrome_trace(*timelines)), encoding="utf-8")
 
@@ -150,7 +150,7 @@ def _pixels(picture: str) -> bytes:
     except ImportError as error:
         raise ScheduleError("--png needs a package that draws SVG: pip install resvg-py, or use --svg") from error
 
-    from megatron_2bw.schedule.svg import FONTS
+    from megatron_2bw.schedule.pictures.svg import FONTS
 
     def pixels(drawn: str) -> bytes:
         return bytes(resvg_py.svg_to_bytes(svg_string=drawn, zoom=2))
@@ -162,8 +162,8 @@ def _pixels(picture: str) -> bytes:
 
 def _shown(schedule: Schedule, timeline: Timeline, steady_bubble: Fraction, args: argparse.Namespace) -> Iterable[str]:
     from megatron_2bw.schedule.calls import WHOLE, lowered
-    from megatron_2bw.schedule.draw import grid
-    from megatron_2bw.schedule.listing import listing
+    from megatron_2bw.schedule.pictures.draw import grid
+    from megatron_2bw.schedule.validation.listing import listing
 
     unit_s = min(args.forward_time, args.backward_time)
     forward, backward = (min(round(t / unit_s), _MOST_SLOTS) for t in (args.forward_time, args.backward_time))
@@ -192,7 +192,7 @@ def _schedules(args: argparse.Namespace) -> Iterator[Schedule]:
         ScheduleError: a named one does not work, with the number of microbatches that it needs; or none takes an
             option.
     """
-    from megatron_2bw.schedule.feasible import enough_microbatches, refusal
+    from megatron_2bw.schedule.validation.feasible import enough_microbatches, refusal
 
     options = {
         "extra_in_flight": args.extra_in_flight,

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from megatron_2bw.schedule.feasible import refusal
+    from megatron_2bw.schedule.validation.feasible import refusal
 
     names = dict.fromkeys(canonical_name(name) for name in args.schedules or SCHEDULES)
     found_all = True

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_2bw.mcore.cpu_streams import CpuEvent, CpuStream
+from megatron_2bw.mcore.cpu.streams import CpuEvent, CpuStream
 
 from .order import Access, Line, Memory, Seen
 from .progress import Meeting, Step

@@ -17,8 +17,8 @@ from megatron.core.timers import Timers
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from megatron_2bw.mcore.stage import DelayedStage
-from megatron_2bw.mcore.timers import CallTimers
+from megatron_2bw.mcore.monitoring.timers import CallTimers
+from megatron_2bw.mcore.stages.stage import DelayedStage
 from megatron_2bw.runtime.links import Links
 
 from ..case import Case
@@ -85,7 +85,8 @@ FLAWS = {
 @contextlib.contextmanager
 def simulated() -> Iterator[Device]:
     """Inside, this process has a simulated GPU; the CPU backend must be installed. To be left by its end."""
-    from megatron_2bw.mcore import groups, session
+    from megatron_2bw.mcore import groups
+    from megatron_2bw.mcore.loop import session
     from megatron_2bw.runtime import background, executor, update
 
     device = Device()

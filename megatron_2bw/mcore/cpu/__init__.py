@@ -1,0 +1,1 @@
+"""Megatron on a machine without a GPU."""

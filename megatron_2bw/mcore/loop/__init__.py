@@ -1,0 +1,1 @@
+"""Megatron's training loop under one of our schedules."""

@@ -1,0 +1,1 @@
+"""When things ran: clocks, timers, the log line and the recorded timeline."""

@@ -1,0 +1,1 @@
+"""What a rank computes: Megatron's forward and backward steps of one stage or two."""

@@ -1,0 +1,150 @@
+"""What Megatron's optimizers, one in the other, are asked about a stage's weights, gradients and hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+from megatron_2bw.mcore.symbols import replace
+from megatron_2bw.mcore.updates.routers import Routers
+from megatron_2bw.runtime.weights import WeightVersions
+
+
+def buffers_of(model: Any) -> list[Any]:
+    """In which Megatron's DistributedDataParallel accumulates gradients: those of experts are apart."""
+    return [*model.buffers, *model.expert_parallel_buffers]
+
+
+def versions_of(inner: Any, model: torch.nn.Module, routers: Routers, versions: int) -> WeightVersions:
+    """Weight versions of a stage; with the distributed optimizer, of the buffers that hold its weights."""
+    parameters = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *routers.biases]
+    buffers = [buffer for buffer in buffers_of(model) if buffer.param_data is not None]
+    views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
+    for optimizer in inner.chained_optimizers if buffers else ():
+        if not is_layer_wise(optimizer):
+            views += chain.from_iterable([*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups])
+    return WeightVersions(parameters, versions, buffers=[buffer.param_data for buffer in buffers], views=views)
+
+
+def leaf_optimizers(inner: Any) -> list[Any]:
+    """Of Megatron's chain, however deep: those that wrap one optimizer of torch's each."""
+    nested = (part.chained_optimizers if is_layer_wise(part) else [part] for part in inner.chained_optimizers)
+    return list(chain.from_iterable(nested))
+
+
+def is_layer_wise(optimizer: Any) -> bool:
+    """Whether each replica updates whole matrices, which need no shards of weights."""
+    return isinstance(optimizer, LayerWiseDistributedOptimizer)
+
+
+def let_state_be_loaded(optimizer: Any) -> None:
+    """Give SGD's momentum a place in a torch_dist checkpoint that is being loaded; Megatron has none for it."""
+    for part in leaf_optimizers(optimizer):
+        if not part.is_stub_optimizer and part.init_state_fn is None:
+            part.init_state_fn = _with_momentum
+
+
+def _with_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def statistics_group(optimizer: Any) -> dist.ProcessGroup:
+    """Over which Megatron sums the squares of its gradients."""
+    return dist.group.WORLD if is_layer_wise(optimizer) else optimizer.get_grad_stats_parallel_group()
+
+
+def forget_shards_of_weights(model: torch.nn.Module) -> None:
+    """Bucket groups remember views of their parameter buffers, which have moved to another version."""
+    for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
+        replace(group, "cached_param_buffer_shard_list", [None] * len(group.buckets))
+
+
+def scaler_of(optimizer: Any) -> Any:
+    """Megatron's gradient scaler; None in fp32 and bf16."""
+    return optimizer.grad_scaler if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer) else None
+
+
+class Accumulated(NamedTuple):
+    """What one of Megatron's optimizers updates with: views of accumulation buffers, in their precision."""
+
+    gradients: list[tuple[torch.nn.Parameter, torch.Tensor]]
+    """By the parameter that the optimizer updates."""
+    for_norm: list[torch.Tensor]
+    """Those that count in the global norm."""
+
+
+def accumulated(inner: Any, model: torch.nn.Module) -> list[Accumulated]:
+    """Find the gradients of each chained optimizer; Megatron's own code says which these are.
+
+    Args:
+        inner: Megatron's optimizer (a ChainedOptimizer).
+        model: the stage, wrapped in DistributedDataParallel.
+    """
+    with _accumulating_in_fp32(model) as buffered:
+        return [_accumulated(optimizer, buffered) for optimizer in inner.chained_optimizers]
+
+
+def _accumulated(optimizer: Any, buffered: Callable[[torch.Tensor], torch.Tensor]) -> Accumulated:
+    if optimizer.is_stub_optimizer:
+        return Accumulated([], [])
+    if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer):
+        optimizer._copy_model_grads_to_main_grads()
+    else:
+        optimizer.prepare_grads()
+    gradients = [
+        (parameter, buffered(parameter.grad))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    for_norm = [buffered(gradient) for gradient in _gradients_for_norm(optimizer)]
+    optimizer.zero_grad()
+    return Accumulated(gradients, for_norm)
+
+
+@contextmanager
+def _accumulating_in_fp32(model: torch.nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Inside, all buffers seem to be in fp32, and Megatron copies nothing; yields what finds the true view.
+
+    The stand-ins take memory before there are activations and moments.
+    """
+    buffers: dict[int, torch.Tensor] = {}
+
+    def buffered(grad: torch.Tensor) -> torch.Tensor:
+        buffer = buffers.get(grad.untyped_storage().data_ptr())
+        if buffer is None:
+            return grad
+        return buffer.as_strided(grad.shape, grad.stride(), buffer.storage_offset() + grad.storage_offset())
+
+    with ExitStack() as replaced:
+        for buffer in buffers_of(model):
+            data = buffer.grad_data
+            if data.dtype == torch.float32:
+                continue
+            stand_in = torch.empty_like(data, dtype=torch.float32)
+            buffers[stand_in.untyped_storage().data_ptr()] = data
+            for parameter in buffer.params:
+                grad = parameter.main_grad
+                view = stand_in.as_strided(grad.shape, grad.stride(), grad.storage_offset() - data.storage_offset())
+                replaced.enter_context(replace(parameter, "main_grad", view))
+        yield buffered
+
+
+def _gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
+    if hasattr(optimizer, "get_grads_for_grad_norm"):
+        return optimizer.get_grads_for_grad_norm()
+    return optimizer.get_main_grads_for_grad_norm()  # Megatron 0.18.
+
+
+def hyperparameters_of(group: dict[str, Any]) -> dict[str, float]:
+    """What Megatron's scheduler changes from batch to batch."""
+    return {name: group[name] for name in ("lr", "weight_decay")}

@@ -1,0 +1,1 @@
+"""Timelines as pictures and files, and measured runs beside simulated ones."""

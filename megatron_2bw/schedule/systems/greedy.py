@@ -1,0 +1,172 @@
+"""Finds the order of passes on ranks that are part of two pipelines, by running all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import NamedTuple
+
+from megatron_2bw.schedule.action import ActionType
+from megatron_2bw.schedule.clock import SLOTS
+from megatron_2bw.schedule.systems.directions import Pass, stage_of
+
+
+class Limits(NamedTuple):
+    """How many forwards a rank runs ahead."""
+
+    each_way: tuple[int, int]
+    """Before its first backward: so many down and up."""
+    in_flight: int
+    """At most, at any time."""
+    twice: int = 0
+    """After so many backwards two forwards follow."""
+    fills: bool = False
+    """Two forwards follow for as long as `in_flight` allows, however many backwards there were."""
+    yields: bool = False
+    """A backward that is ready takes the turn of a forward that is not; `each_way` holds all the time, and one more."""
+
+
+class Rank:
+    """What one rank has done, and what it has to do next."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.passes: list[Pass] = []
+        self.free_at = 0
+        self._forwards = self._backwards = 0
+        self._open = [0, 0]
+        """Forwards without their backward, down and up."""
+        self.most_open = 0
+        self._due = sum(limits.each_way)
+        """Forwards before the next backward."""
+
+    def wanted(self, microbatches: int) -> ActionType:
+        return ActionType.FORWARD if self._due and self._forwards < microbatches else ActionType.BACKWARD
+
+    @property
+    def yields(self) -> bool:
+        """Whether a backward that is ready may take the turn of a forward that is not."""
+        return self.limits.yields and self._backwards > 0
+
+    def allows(self, one: Pass) -> bool:
+        """Whether there is room for it."""
+        if one.type is ActionType.BACKWARD:
+            return True
+        room = self.limits.each_way[one.microbatch % 2] - self._open[one.microbatch % 2]
+        if not self._backwards:
+            return room > 0
+        return not self.limits.yields or (room >= 0 and sum(self._open) < self.limits.in_flight)
+
+    def run(self, one: Pass, now: int) -> int:
+        """Returns when it ends."""
+        self.passes.append(one)
+        if one.type is ActionType.FORWARD:
+            self._forwards += 1
+            self._open[one.microbatch % 2] += 1
+            self.most_open = max(self.most_open, sum(self._open))
+            self._due -= 1
+            self.free_at = now + SLOTS[ActionType.FORWARD]
+        else:
+            self._backwards += 1
+            self._open[one.microbatch % 2] -= 1
+            self._due = 2 if self._takes_two() else 1
+            self.free_at = now + SLOTS[ActionType.BACKWARD]
+        return self.free_at
+
+    def _takes_two(self) -> bool:
+        if self.limits.fills:
+            return sum(self._open) + 2 <= self.limits.in_flight
+        return self._backwards <= self.limits.twice
+
+
+class _Ready(NamedTuple):
+    """A pass whose input is there."""
+
+    since: int
+    one: Pass
+    stage: int
+
+
+Preference = Callable[[_Ready], tuple[int, ...]]
+"""The least goes first."""
+
+
+def _longest_ready(ready: _Ready) -> tuple[int, ...]:
+    return ready.since, ready.one.microbatch // 2, -ready.stage
+
+
+def _oldest(ready: _Ready) -> tuple[int, ...]:
+    return ready.one.microbatch // 2, -ready.stage, ready.since
+
+
+def _longest_way_to_go(ready: _Ready) -> tuple[int, ...]:
+    return -ready.stage, ready.one.microbatch // 2, ready.since
+
+
+PREFERENCES = tuple(product((_longest_ready, _oldest), (_longest_ready, _longest_way_to_go, _oldest)))
+"""Of forwards, of backwards."""
+
+
+class Greedy:
+    """Runs all ranks together; each takes the preferred one of what is ready, of the type that it wants.
+
+    Args:
+        stages: as many as ranks.
+        microbatches: half of them go down, half up.
+        limits: of each rank.
+        preferences: among forwards, and among backwards.
+    """
+
+    def __init__(
+        self, stages: int, microbatches: int, limits: list[Limits], preferences: dict[ActionType, Preference]
+    ) -> None:
+        self.now = 0
+        """In slots; after a run, when it ended."""
+        self.ranks = [Rank(limit) for limit in limits]
+        self._stages, self._microbatches, self._preferences = stages, microbatches, preferences
+        self._ready: list[list[_Ready]] = [[] for _ in limits]
+        self._ends: dict[int, list[tuple[int, Pass]]] = {}
+        """By time: rank and pass."""
+        for microbatch in range(microbatches):
+            self._make_ready(0 if microbatch % 2 == 0 else stages - 1, Pass(ActionType.FORWARD, microbatch), 0)
+
+    def run(self) -> bool:
+        """Whether all passes ran; False if ranks wait for each other."""
+        self._start()
+        while self._ends:
+            self.now = min(self._ends)
+            for rank, one in self._ends.pop(self.now):
+                self._hand_on(rank, one)
+            self._start()
+        return all(len(rank.passes) == 2 * self._microbatches for rank in self.ranks)
+
+    def _start(self) -> None:
+        for number, rank in enumerate(self.ranks):
+            if rank.free_at > self.now:
+                continue
+            wanted = rank.wanted(self._microbatches)
+            ready = self._ready_of(wanted, number)
+            if not ready and rank.yields:
+                wanted = ActionType.BACKWARD
+                ready = self._ready_of(wanted, number)
+            if ready:
+                first = min(ready, key=self._preferences[wanted])
+                self._ready[number].remove(first)
+                self._ends.setdefault(rank.run(first.one, self.now), []).append((number, first.one))
+
+    def _ready_of(self, type_: ActionType, number: int) -> list[_Ready]:
+        return [r for r in self._ready[number] if r.one.type is type_ and self.ranks[number].allows(r.one)]
+
+    def _hand_on(self, rank: int, one: Pass) -> None:
+        """To the next stage, or back from the last one."""
+        stage = stage_of(rank, one.microbatch, self._stages)
+        if one.type is ActionType.FORWARD and stage == self._stages - 1:
+            self._make_ready(rank, Pass(ActionType.BACKWARD, one.microbatch), self.now)
+            return
+        following = stage + (1 if one.type is ActionType.FORWARD else -1)
+        if following >= 0:
+            # The rank of a stage is the stage of a rank, seen in the same direction.
+            self._make_ready(stage_of(following, one.microbatch, self._stages), one, self.now)
+
+    def _make_ready(self, rank: int, one: Pass, since: int) -> None:
+        self._ready[rank].append(_Ready(since, one, stage_of(rank, one.microbatch, self._stages)))

@@ -1,0 +1,1 @@
+"""Proof that the Programs of all ranks work together."""
