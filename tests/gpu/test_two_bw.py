@@ -41,6 +41,9 @@ SETTINGS = {
     "gradients in bf16, distributed optimizer": replace(
         TWO_REPLICAS, model=IN_BF16, precision="bf16", distributed_optimizer=True
     ),
+    "bf16, precision-aware optimizer": replace(
+        TWO_REPLICAS, precision="bf16", distributed_optimizer=True, moments="bf16"
+    ),
     "fp16, distributed optimizer, one gradient buffer": replace(
         TWO_REPLICAS,
         precision="fp16",

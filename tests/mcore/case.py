@@ -88,6 +88,8 @@ class Case:
     """Groups of replicas that each have a whole distributed optimizer; gradients are summed within them first."""
     optimizer: str = "adam"
     """adam, muon (adam for what is no matrix) or lion."""
+    moments: str = ""
+    """Precision of Adam's moments in the precision-aware optimizer, see ``fused_adam``; none is the usual one."""
     correction: str = "lead"
     """Value of ``--delay-correction``, where there is a lead."""
     lead: float = 0.0
@@ -162,6 +164,7 @@ class Case:
             "--no-rope-fusion",
             *(("--pipeline-trace", os.devnull) if self.record_actions else ()),
             *_OPTIMIZER[self.optimizer].split(),
+            *(self._precision_aware() if self.moments and self.schedule else ()),
             *(("--adam-beta1", "0.95") if self.lead else ()),
             *(self._correction() if self.lead and self.schedule else ()),
             *(("--pipeline-delayed-microbatches", str(self.delayed)) if self.delayed and self.schedule else ()),
@@ -188,6 +191,10 @@ class Case:
         skipping = ["--iterations-to-skip", *(str(batch + 1) for batch in self.skipped)] if self.skipped else []
         rates = f"--lr-warmup-samples {consumed // 5} --lr-decay-samples {consumed}".split()
         return [*sized, "--train-samples", str(consumed), *rates, *skipping]
+
+    def _precision_aware(self) -> tuple[str, ...]:
+        moments = ("--exp-avg-dtype", self.moments, "--exp-avg-sq-dtype", self.moments)
+        return "--use-precision-aware-optimizer", *moments
 
     def _correction(self) -> tuple[str, ...]:
         return "--delay-correction", self.correction, "--delay-lead", str(self.lead)

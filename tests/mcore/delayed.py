@@ -7,6 +7,7 @@ two can be equal to the last bit.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .case import EVALUATION_ITERATIONS, LAYERS, MICRO_BATCH_SIZE, Case
+from .fused_adam import FusedAdam, nearest_above
 from .loss_scale import LossScale
 from .record import Optimizers, RankRecord, weights
 from .routers import Routers
@@ -82,6 +84,7 @@ class Training:
     per_token: bool
     accumulated_in: torch.dtype
     """Sums of gradients over microbatches, replicas and ranks."""
+    clipped_in: torch.dtype
     replicas_in_fp32: bool
     """The sum over replicas is in fp32 before it is rounded."""
     more_delay: list[int]
@@ -126,6 +129,8 @@ class Training:
         mains = [main.detach() for main in self.main]
         if self.before and self.case.correction == "update-lead":
             mains = [torch.lerp(old, main, 1 + self.lead(batch)) for old, main in zip(self.before, mains, strict=True)]
+        if self.case.moments and self.case.precision == "bf16":
+            return list(map(nearest_above, mains))
         return [main.to(p.dtype, copy=True) for main, p in zip(mains, self.model.parameters(), strict=True)]
 
     def load(self, version: list[torch.Tensor]) -> None:
@@ -227,7 +232,9 @@ class Training:
         used = norm if self.rules.norms is None else self.rules.norms[batch]
         coefficient = self.case.clip / (used + 1.0e-6)
         for main, gradient in zip(dict.fromkeys(self.main), gradients, strict=True):
-            main.grad = gradient * coefficient if 0.0 < coefficient < 1.0 else gradient
+            if 0.0 < coefficient < 1.0:
+                gradient = (gradient.to(self.clipped_in) * coefficient).float()
+            main.grad = gradient
         self.step(batch)
         self.scheduler.step(increment=self.case.samples(len(span)))
         self.record.norms.append(norm)
@@ -351,6 +358,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
     read_or_write = {"embedding.word_embeddings.weight", "output_layer.weight"}
     matrices = {main for shard, main in main_of.items() if len(shard.shape) == 2 and shard.name not in read_or_write}
     optimizers = _optimizers(case, config, groups, matrices)
+    accumulated_in = torch.bfloat16 if args.bf16 and args.grad_reduce_in_bf16 else torch.float32
     return Training(
         case=case,
         rules=rules,
@@ -367,7 +375,8 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
         sequences=parallel_state.get_context_parallel_group(),
         partial_sums=[_is_partial_sum(shard.name, parameter, args) for parameter, shard in named.items()],
         per_token=args.calculate_per_token_loss,
-        accumulated_in=torch.bfloat16 if args.bf16 and args.grad_reduce_in_bf16 else torch.float32,
+        accumulated_in=accumulated_in,
+        clipped_in=accumulated_in if case.moments else torch.float32,
         replicas_in_fp32=args.ddp_reduce_scatter_with_fp32_accumulation,
         more_delay=[
             _pipedream_delay(name, rules.pipedream_stages)
@@ -391,6 +400,9 @@ def _optimizers(case: Case, config: Any, groups: list[Any], matrices: set[torch.
         of_matrices = [group | {"params": [p for p in group["params"] if p in matrices]} for group in groups]
         groups = [group | {"params": [p for p in group["params"] if p not in matrices]} for group in groups]
         optimizers.append(_for_matrices(case, config, [group for group in of_matrices if group["params"]]))
+    if case.moments:
+        moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), _DTYPES[case.moments])
+        Adam = functools.partial(FusedAdam, **moments)
     adam = Adam(
         [group for group in groups if group["params"]],
         lr=config.lr,

@@ -125,6 +125,24 @@ EXACT = {
     "an instance of the distributed optimizer per part of the sequences, loss per token, fp16": replace(
         CASE, context_parallel=2, instances=2, model=PER_TOKEN, precision="fp16", distributed_optimizer=True, tied=True
     ),
+    "precision-aware optimizer, moments in bf16, remainders of main weights": replace(
+        TWO_REPLICAS, precision="bf16", distributed_optimizer=True, moments="bf16", tied=True
+    ),
+    "precision-aware optimizer, gradients in bf16": replace(
+        TWO_REPLICAS,
+        precision="bf16",
+        distributed_optimizer=True,
+        moments="fp32",
+        model=IN_BF16,
+        flags=("--main-grads-dtype", "bf16"),
+    ),
+    "precision-aware optimizer, fp16, one gradient buffer": replace(
+        TWO_REPLICAS,
+        precision="fp16",
+        distributed_optimizer=True,
+        moments="fp32",
+        flags=("--pipeline-gradient-buffers", "1"),
+    ),
     "one gradient buffer, bf16, distributed optimizer": replace(
         TWO_REPLICAS,
         precision="bf16",

@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .case import Case
+from .fused_adam import FusedAdam
 from .routers import biases
 from .shards import Shard
 
@@ -67,6 +68,7 @@ class Optimizers:
         self._keeps_gradients = case.record_gradients
         self._record = record
         self._shards: dict[torch.Tensor, Shard] = {}
+        self._seen: set[torch.optim.Optimizer] = set()
         register_optimizer_step_pre_hook(self._before_step)
 
     def know(self, pairs: Iterable[tuple[Shard, torch.Tensor]]) -> None:
@@ -75,16 +77,22 @@ class Optimizers:
 
     def main_weights(self) -> dict[Shard, torch.Tensor]:
         """A copy of what the optimizers hold."""
-        return {shard: tensor.detach().clone().view(1, -1) for tensor, shard in self._shards.items()}
+        return {shard: self._main_weight(tensor).detach().clone().view(1, -1) for tensor, shard in self._shards.items()}
+
+    def _main_weight(self, tensor: torch.Tensor) -> torch.Tensor:
+        precision_aware = (optimizer for optimizer in self._seen if isinstance(optimizer, FusedAdam))
+        return next((each.main_weight(tensor) for each in precision_aware if tensor in each.state), tensor)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # The norm of a batch is recorded when its update is complete.
+        self._seen.add(optimizer)
         rates = self._record.rates.setdefault(len(self._record.norms), set())
         for group in optimizer.param_groups:
             rates.add((group["lr"], group["weight_decay"]))
             for tensor in group["params"] if self._keeps_gradients else ():
                 gradients = self._record.gradients.setdefault(self._shards[tensor], [])
-                gradients.append(tensor.grad.detach().clone().view(-1))
+                gradient = tensor.grad if tensor.grad is not None else tensor.decoupled_grad
+                gradients.append(gradient.detach().clone().view(-1))
 
 
 def record_updates(case: Case, record: RankRecord, models: list[Any]) -> Optimizers:
@@ -132,8 +140,9 @@ def _of_megatron(optimizer: Any, model: Any) -> Iterator[tuple[Shard, torch.Tens
 
 
 def _of_distributed(part: Any, named: dict[torch.nn.Parameter, Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:
+    is_apart = part.config.use_precision_aware_optimizer
     for parameters, mains in (
-        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_float16_groups, part.shard_float16_groups if is_apart else part.shard_fp32_from_float16_groups),
         (part.model_fp32_groups, part.shard_fp32_groups),
     ):
         for parameter, main in zip(chain(*parameters), chain(*mains), strict=True):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import fused_adam
 from .case import Case
 
 
@@ -34,6 +35,8 @@ def install(case: Case, args: Any) -> None:
                 wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
             )
             layers._grad_accum_fusion_available = True
+    if case.moments:
+        fused_adam.install()
     if case.sequence_parallel:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 

@@ -62,9 +62,9 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         ["--cuda-graph-impl", "1f1b-flush", "--pipeline-schedule megatron"],
     ),
     "fp8": (replace(TWO_BW, flags=("--fp8-format", "hybrid")), ["--fp8-format", "2bw", "1f1b-flush"]),
-    "precision-aware optimizer": (
-        replace(TWO_BW, flags=("--use-precision-aware-optimizer",)),
-        ["--use-precision-aware-optimizer", "2bw", "1f1b-flush"],
+    "precision-aware optimizer, corrected": (
+        replace(TWO_BW, flags=("--use-precision-aware-optimizer", "--delay-correction", "lead")),
+        ["--use-precision-aware-optimizer", "--delay-correction", "2bw", "leave one of the two out"],
     ),
     "Megatron-FSDP": (
         replace(TWO_BW, flags=("--use-megatron-fsdp",)),

@@ -41,6 +41,9 @@ CASES = {
         distributed_optimizer=True,
         flags=tuple("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3".split()),
     ),
+    "chimera, precision-aware optimizer, 2 replicas": replace(
+        CHIMERA, precision="bf16", replicas=2, distributed_optimizer=True, moments="bf16"
+    ),
     "chimera, bf16, tensor parallel, recompute": replace(
         CHIMERA, precision="bf16", tensor_parallel=2, recompute="full", microbatches=2
     ),

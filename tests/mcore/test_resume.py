@@ -52,6 +52,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
             "torch_dist",
             id="two-instances-fp16",
         ),
+        pytest.param(
+            replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16", moments="bf16"),
+            "torch_dist",
+            id="precision-aware-bf16",
+        ),
+        pytest.param(
+            replace(CASE, replicas=2, distributed_optimizer=True, precision="fp16", moments="fp32"),
+            "torch",
+            id="precision-aware-fp16",
+        ),
         pytest.param(replace(CASE, flags=("--dataloader-type", "cyclic")), "torch_dist", id="data-in-another-order"),
         pytest.param(replace(DETERMINED, model=BIASED), "torch_dist", id="biases-of-experts"),
         pytest.param(replace(DETERMINED, model=BIASED, precision="bf16"), "torch", id="biases-of-experts-bf16"),

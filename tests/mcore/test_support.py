@@ -7,12 +7,13 @@ import math
 from copy import copy
 
 import pytest
+import torch
 
 from megatron_2bw.mcore.loop.arguments import add_arguments
 from megatron_2bw.mcore.loop.checks import ArgumentError, adapt, exit_with, refuse
 from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.flag_table.conditions import LEAD, leads_too_far
-from megatron_2bw.planner.flag_table.rows import OURS, STOCK
+from megatron_2bw.planner.flag_table.rows import OURS, STOCK, sums_in_bf16
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.flags.refusals import BY_FLAGS, DEFAULTS, refusal
@@ -41,6 +42,9 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"delay_correction": "lead", "delay_lead": 9.0},
         {"delay_correction": "lead", "optimizer": "sgd", "sgd_momentum": 0.5},
     ],
+    "--delay-correction with --use-precision-aware-optimizer": [
+        {"delay_correction": "update-lead", "bf16": True, "use_precision_aware_optimizer": True}
+    ],
     "--clip-grad / grad_norm_skip_threshold of the config": [{"clip_grad": 1.0}, {"grad_norm_skip_threshold": 10.0}],
     "--untie-embeddings-and-output-weights": [{"untie_embeddings_and_output_weights": False}],
     "--fp16 / --loss-scale": [{"fp16": True}, {"bf16": True, "loss_scale": 128.0}],
@@ -62,7 +66,10 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--pipeline-model-parallel-comm-backend ucc": [{"pipeline_model_parallel_comm_backend": "ucc"}],
     "--use-ring-exchange-p2p": [{"use_ring_exchange_p2p": True}],
     OLD_EXPERTS: [{"num_experts": 4, "expert_tensor_parallel_size": 2}],
-    "--loss-scale with --grad-reduce-in-bf16": [{"loss_scale": 1000.0, "bf16": True, "grad_reduce_in_bf16": True}],
+    "--loss-scale with --grad-reduce-in-bf16": [
+        {"loss_scale": 1000.0, "bf16": True, "grad_reduce_in_bf16": True},
+        {"loss_scale": 1000.0, "bf16": True, "use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"},
+    ],
     "--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective": [
         {
             "ddp_reduce_scatter_with_fp32_accumulation": True,
@@ -75,7 +82,6 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--ddp-param-name-patterns-for-fp32-local-accumulation": [
         {"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]}
     ],
-    "--use-precision-aware-optimizer": [{"use_precision_aware_optimizer": True}],
     "--use-megatron-fsdp / --use-torch-fsdp2": [{"use_megatron_fsdp": True}, {"use_torch_fsdp2": True}],
     "--num-distributed-optimizer-instances above 1, with muon or lion": [
         {
@@ -394,3 +400,12 @@ def test_a_run_is_told_what_makes_ranks_wait_for_each_other(environment: dict[st
     found = [*notices(environment)]
     assert len(found) == len(told)
     assert all(expected in notice for expected, notice in zip(told, found, strict=True))
+
+
+@pytest.mark.parametrize("written", ["bf16", torch.bfloat16])
+def test_main_gradients_in_bf16_are_sums_in_bf16(written: object):
+    """Before and after Megatron validates its arguments."""
+    args = argparse.Namespace(bf16=True, grad_reduce_in_bf16=False, main_grads_dtype=written)
+    assert sums_in_bf16(args)
+    args.main_grads_dtype = {"bf16": "fp32", torch.bfloat16: torch.float32}[written]
+    assert not sums_in_bf16(args)

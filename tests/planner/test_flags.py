@@ -15,6 +15,7 @@ from megatron_2bw.planner.flags.model_flags import model_flags, read_model
 from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import GPUS
 from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.specs.model import Kind, Model
@@ -57,6 +58,14 @@ LAYOUTS = {
         gradients_in_bf16=True,
         fused_loss=True,
         overlap_tensor=True,
+    ),
+    "a state in 16 bits": Layout(
+        schedule="2bw",
+        pipeline=2,
+        data=2,
+        global_batch=8,
+        distributed_optimizer=True,
+        adam_state=AdamState("fp16", "bf16", "fp8"),
     ),
     "two optimizers": Layout(
         schedule="2bw", pipeline=2, data=4, global_batch=8, distributed_optimizer=True, optimizer_instances=2
@@ -254,6 +263,7 @@ def test_flags_are_unique_and_strings():
         assert all(type(word) is str and word == word.strip() != "" for word in map(str, words))
 
 
+AWARE = "--use-precision-aware-optimizer --use-distributed-optimizer"
 MODEL = "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 1000"
 
 
@@ -326,6 +336,10 @@ def test_values_that_megatron_would_not_take(more: str, message: str):
         ("--bf16 --fp8-recipe mxfp8", "fp8", Fp8.NONE),
         ("--bf16 --grad-reduce-in-bf16", "gradients_in_bf16", True),
         ("--fp16 --grad-reduce-in-bf16", "gradients_in_bf16", False),
+        (f"--bf16 {AWARE} --main-grads-dtype bf16", "gradients_in_bf16", True),
+        (f"--bf16 {AWARE}", "adam_state", AdamState()),
+        (f"--bf16 {AWARE} --exp-avg-sq-dtype fp8", "adam_state", AdamState(second_moment="fp8")),
+        ("--bf16 --main-params-dtype fp32", "adam_state", None),
         ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "fused_loss", True),
         ("--cross-entropy-fusion-impl te", "fused_loss", False),
         ("--cross-entropy-loss-fusion", "fused_loss", False),
@@ -474,6 +488,17 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         (f"{RUN} --experimental-attention-variant gated_delta_net", "does not cover attention of other kinds"),
         (f"{RUN} --is-hybrid-model", "does not cover layers of several kinds"),
         (f"{RUN} --bf16 --fp16", "--bf16 and --fp16 exclude each other; leave one out"),
+        (
+            f"{RUN} --use-precision-aware-optimizer",
+            "--use-precision-aware-optimizer needs --use-distributed-optimizer and Adam; give them, or leave it out",
+        ),
+        (f"{RUN} {AWARE} --optimizer sgd", "needs --use-distributed-optimizer and Adam; give them, or leave it out"),
+        (f"{RUN} --exp-avg-dtype bf16", "bf16 needs --use-precision-aware-optimizer; give it, or use fp32"),
+        (f"{RUN} {AWARE} --exp-avg-dtype bf8", "--exp-avg-dtype bf8"),
+        (
+            f"{RUN} {AWARE} --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32",
+            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; use fp32",
+        ),
         (
             f"{RUN} --overlap-param-gather --overlap-grad-reduce",
             "--overlap-param-gather needs --use-distributed-optimizer",

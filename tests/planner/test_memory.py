@@ -11,6 +11,7 @@ from megatron_2bw.planner.memory import activations, memory
 from megatron_2bw.planner.pipeline.stages import chunks_in_flight, contents_of
 from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.rules import problem
+from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.durations import Durations
@@ -21,6 +22,7 @@ from . import measured
 from .interleaved import interleaved
 
 MODEL = Model(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=50257)
+HALVED = AdamState(first_moment="bf16", second_moment="bf16")
 LLAMA = replace(
     MODEL, num_query_groups=4, ffn_hidden_size=5504, swiglu=True, rmsnorm=True, bias=False, dropout=False, tied=False
 )
@@ -254,6 +256,10 @@ def test_interleaving_keeps_more():
         ),
         ({"schedule": "2bw", "gradients_in_bf16": True}, (2, 2, 2, 2, 12)),
         ({"schedule": "2bw", "gradients_in_bf16": True, "distributed_optimizer": True}, (2, 2, 2, 1, 6)),
+        ({"distributed_optimizer": True, "adam_state": AdamState()}, (2, 0, 4, 0, 5)),
+        ({"schedule": "2bw", "adam_state": HALVED, "gradients_in_bf16": True}, (2, 2, 2, 2, 6)),
+        ({"precision": Precision.FP16, "adam_state": HALVED}, (2, 0, 2, 0, 8)),
+        ({"adam_state": AdamState("fp16", "fp8", "fp16")}, (2, 0, 4, 0, 5)),
         ({"precision": Precision.FP32}, (4, 0, 4, 0, 8)),
         ({"schedule": "2bw", "precision": Precision.FP32}, (4, 4, 4, 4, 8)),
         ({"precision": Precision.FP16}, (2, 0, 2, 0, 12)),
@@ -337,6 +343,18 @@ def test_copies_of_gradients_beside_activations():
         expected = max(whole.working_bytes, copied) + (copied if at_once else 0)
         assert half.working_bytes == pytest.approx(expected)
         assert half.activations_bytes == whole.activations_bytes
+
+
+def test_copies_of_moments_for_the_update():
+    """Two moments in bf16 are read as they are, and so are gradients; but for 2bw's norm."""
+    mixed = AdamState("fp32", "bf16", "fp16")
+    for state, in_update, in_norm in ((AdamState(), 0, 4), (HALVED, 0, 4), (mixed, 8, 4)):
+        shape = {"schedule": "2bw", "recompute": Recompute.FULL, "adam_state": state}
+        half, whole = (memory.stages(MODEL, layout(**shape, gradients_in_bf16=on))[1] for on in (True, False))
+        weights = 6 * MODEL.layer_parameters
+        computing = memory.stages(MODEL, layout(**shape | {"adam_state": None}))[1].working_bytes
+        assert whole.working_bytes == pytest.approx(max(computing, in_update * weights))
+        assert half.working_bytes - whole.working_bytes == pytest.approx(in_norm * weights)
 
 
 def test_fp16_copies_gradients_for_the_update():

@@ -24,6 +24,7 @@ from megatron_2bw.mcore.updates.stock_optimizer import (
     accumulated,
     buffers_of,
     forget_shards_of_weights,
+    gradient_name,
     hyperparameters_of,
     is_layer_wise,
     leaf_optimizers,
@@ -314,8 +315,9 @@ class DelayedOptimizer:
 
     def _prepare_grads(self, optimizer: Any) -> bool:
         """In place of Megatron's; the chain has removed the loss scale and looked for overflows."""
+        name = gradient_name(optimizer)
         for parameter, gradient in self._main_gradients[optimizer]:
-            parameter.grad = gradient.float()
+            setattr(parameter, name, gradient.float() if name == "grad" else gradient)
         scaler = scaler_of(optimizer)
         if scaler is None:
             return False
@@ -371,6 +373,8 @@ def _check_correction(correction: Correction, optimizer: Any) -> None:
     Raises:
         ValueError: with the reason and the remedy.
     """
+    if gradient_name(optimizer) != "grad":
+        raise ValueError("a precision-aware optimizer keeps moments and main weights to itself: correct nothing")
     correction.check(optimizer.optimizer)
     if isinstance(correction, UpdateLead):
         in_place = [getattr(optimizer, name, []) for name in ("fp32_from_fp32_groups", "shard_fp32_groups")]

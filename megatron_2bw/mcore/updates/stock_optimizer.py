@@ -73,6 +73,12 @@ def scaler_of(optimizer: Any) -> Any:
     return optimizer.grad_scaler if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer) else None
 
 
+def gradient_name(optimizer: Any) -> str:
+    """Where the parameters that it updates have their gradients; a precision-aware one reads them in any precision."""
+    is_apart = getattr(optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+    return "decoupled_grad" if is_apart else "grad"
+
+
 class Accumulated(NamedTuple):
     """What one of Megatron's optimizers updates with: views of accumulation buffers, in their precision."""
 
@@ -100,12 +106,9 @@ def _accumulated(optimizer: Any, buffered: Callable[[torch.Tensor], torch.Tensor
         optimizer._copy_model_grads_to_main_grads()
     else:
         optimizer.prepare_grads()
-    gradients = [
-        (parameter, buffered(parameter.grad))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    found = ((parameter, getattr(parameter, gradient_name(optimizer), None)) for parameter in parameters)
+    gradients = [(parameter, buffered(gradient)) for parameter, gradient in found if gradient is not None]
     for_norm = [buffered(gradient) for gradient in _gradients_for_norm(optimizer)]
     optimizer.zero_grad()
     return Accumulated(gradients, for_norm)

@@ -47,6 +47,11 @@ def leads_lion(args: Any) -> bool:
     return by_lion and getattr(args, "delay_correction", None) == "lead"
 
 
+def corrects_precision_aware(args: Any) -> bool:
+    """A correction of updates that Transformer Engine's optimizer makes in precisions of its own."""
+    return args.use_precision_aware_optimizer and getattr(args, "delay_correction", None) not in (None, "none")
+
+
 def is_sharded_by_layers(args: Any) -> bool:
     """The distributed optimizer gives whole layers to ranks: Muon's and Lion's."""
     is_distributed = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)

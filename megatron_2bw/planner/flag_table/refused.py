@@ -6,6 +6,7 @@ from math import inf
 
 from megatron_2bw.planner.flag_table.conditions import (
     attends_sparsely,
+    corrects_precision_aware,
     gathers_weights_one_by_one,
     interleaves,
     is_sharded_by_layers,
@@ -108,6 +109,13 @@ REFUSED: tuple[Refused, ...] = (
         is_set=lambda args: getattr(args, "delay_correction", None) == "update-lead" and not (args.bf16 or args.fp16),
     ),
     Refused(
+        "--delay-correction with --use-precision-aware-optimizer",
+        TWO_BW,
+        "that optimizer keeps moments and main weights to itself, in a precision of its own",
+        "leave one of the two out",
+        is_set=corrects_precision_aware,
+    ),
+    Refused(
         "--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
         DELAYED,
         "interleaving shrinks a bubble, and this schedule leaves none",
@@ -207,12 +215,6 @@ REFUSED: tuple[Refused, ...] = (
         DELAYED | BIDIRECTIONAL,
         "it keeps some gradients outside of the buffer that is captured, or added to that of another rank",
         "leave the flag out",
-    ),
-    Refused(
-        "--use-precision-aware-optimizer",
-        DELAYED,
-        "it keeps gradients where a captured batch cannot put them",
-        USE_FLUSH,
     ),
     Refused(
         "--use-megatron-fsdp / --use-torch-fsdp2",

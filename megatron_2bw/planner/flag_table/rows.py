@@ -38,8 +38,9 @@ def above(name: str, limit: float) -> Callable[[Any], bool]:
 
 
 def sums_in_bf16(args: Any) -> bool:
-    """Whether gradients are summed in bf16; the flag says nothing in other precisions."""
-    return args.bf16 and args.grad_reduce_in_bf16
+    """Whether gradients are summed in bf16; the flags say nothing in other precisions."""
+    is_in_bf16 = str(getattr(args, "main_grads_dtype", None)) in ("bf16", "torch.bfloat16")
+    return args.bf16 and (args.grad_reduce_in_bf16 or is_in_bf16)
 
 
 @dataclass(frozen=True, slots=True)

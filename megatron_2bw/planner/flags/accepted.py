@@ -62,6 +62,14 @@ _ACTIVATIONS = ("--swiglu", "--squared-relu", "--quick-geglu")
 """Functions of the MLP, of which it has one."""
 _UNFUSED = ("--no-bias-gelu-fusion", "--disable-bias-linear")
 """What keeps Megatron from its fused kernel of bias and GELU."""
+PRECISION_AWARE = "--use-precision-aware-optimizer"
+STORED_IN = {
+    "--main-params-dtype": ("fp32", "fp16"),
+    "--exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "--exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
+}
+"""What that optimizer keeps, in the order of ``AdamState``, and in which precisions Megatron lets it."""
+MAIN_GRADIENTS = "--main-grads-dtype"
 _OF_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 
 
@@ -96,6 +104,7 @@ def check_accepted(options: Options) -> None:
     if "--bf16" in options and "--fp16" in options:
         raise PlanError("--bf16 and --fp16 exclude each other; leave one out")
     _check_chunks(options)
+    _check_precision_aware(options)
     is_delayed = "--fp8-format" in options and options.text("--fp8-recipe", "delayed") == "delayed"
     if "--first-last-layers-bf16" in options and is_delayed:
         raise PlanError(
@@ -128,6 +137,19 @@ def check_accepted(options: Options) -> None:
         for flag in _OF_SHARDS[shards_by_itself:]:
             if flag not in options:
                 raise PlanError(f"--overlap-param-gather needs {flag}; give it, or leave the overlap out")
+
+
+def _check_precision_aware(options: Options) -> None:
+    """Whether Adam's state and gradients may be in those precisions: ``OptimizerConfig``, ``validate_args``."""
+    is_adam = options.text("--optimizer", "adam") == "adam"
+    if PRECISION_AWARE in options and not (is_adam and "--use-distributed-optimizer" in options):
+        raise PlanError(f"{PRECISION_AWARE} needs --use-distributed-optimizer and Adam; give them, or leave it out")
+    for flag in (MAIN_GRADIENTS, *STORED_IN):
+        precision = options.text(flag, "fp32")
+        if precision != "fp32" and PRECISION_AWARE not in options:
+            raise PlanError(f"{flag} {precision} needs {PRECISION_AWARE}; give it, or use fp32")
+    if options.text(MAIN_GRADIENTS) == "bf16" and "--accumulate-allreduce-grads-in-fp32" in options:
+        raise PlanError(f"{MAIN_GRADIENTS} bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; use fp32")
 
 
 def _check_chunks(options: Options) -> None:

@@ -13,9 +13,12 @@ from megatron_2bw.planner.flags.accepted import (
     DIST_MUON,
     FLEX,
     GROUPED,
+    MAIN_GRADIENTS,
     MODULES,
     PIPELINE_LAYOUT,
+    PRECISION_AWARE,
     STEPS,
+    STORED_IN,
     check_accepted,
     counted,
 )
@@ -26,6 +29,7 @@ from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.papers.automatic import AUTO, choose, has_choice
 from megatron_2bw.planner.rules import MEGATRON, problem
+from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import Gpu
 from megatron_2bw.planner.specs.inputs import modules_of
 from megatron_2bw.planner.specs.kernels import fuses_attention, gpu_problem
@@ -80,7 +84,7 @@ SWITCHES = frozenset(
         *"--bf16 --fp16 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce".split(),
         *"--overlap-param-gather --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --tp-comm-overlap".split(),
         *"--recompute-activations --use-flash-attn --no-bias-swiglu-fusion --cross-entropy-loss-fusion".split(),
-        *"--fp8-param-gather".split(),
+        *("--fp8-param-gather", PRECISION_AWARE),
         *COUNTED,
         "--overlap-moe-expert-parallel-comm",
     }
@@ -96,7 +100,7 @@ SPELLED = frozenset(
         *CHECKED,
         *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --transformer-impl".split(),
         *"--recompute-granularity --recompute-method --attention-backend --cross-entropy-fusion-impl".split(),
-        *(MODULES, _MOE_LAYER),
+        *(MODULES, _MOE_LAYER, MAIN_GRADIENTS, *STORED_IN),
         *f"--merge-file --vocab-file --fp8-format --fp8-recipe {PIPELINE_LAYOUT}".split(),
         # Megatron's own, which look like others.
         *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
@@ -233,11 +237,12 @@ def _layout(
         ),
         sequence_parallel="--sequence-parallel" in options and numbers["tensor"] > 1,
         optimizer=optimizer_of(optimizer) or Optimizer.ADAM,
+        adam_state=_adam_state(options) if PRECISION_AWARE in options else None,
         distributed_optimizer="--use-distributed-optimizer" in options or optimizer == DIST_MUON,
         overlap_gradients="--overlap-grad-reduce" in options,
         overlap_parameters="--overlap-param-gather" in options,
         gradients_in_fp32=precision is Precision.FP16 and "--accumulate-allreduce-grads-in-fp32" in options,
-        gradients_in_bf16=precision is Precision.BF16 and "--grad-reduce-in-bf16" in options,
+        gradients_in_bf16=precision is Precision.BF16 and _sums_in_bf16(options),
         fused_loss=_FUSED_LOSS.issubset(options.values) and options.text("--cross-entropy-fusion-impl") == "te",
         overlap_tensor="--tp-comm-overlap" in options,
         dispatcher=_dispatcher(options) if model.num_experts else Dispatcher.ALLTOALL,
@@ -249,6 +254,15 @@ def _layout(
         fused_swiglu=not (model.swiglu and "--no-bias-swiglu-fusion" in options),
         **numbers,
     )
+
+
+def _adam_state(options: Options) -> AdamState:
+    """Megatron's choices and defaults."""
+    return AdamState(*(options.choice(flag, choices, choices[0]) for flag, choices in STORED_IN.items()))
+
+
+def _sums_in_bf16(options: Options) -> bool:
+    return "--grad-reduce-in-bf16" in options or options.choice(MAIN_GRADIENTS, ("fp32", "bf16"), "fp32") == "bf16"
 
 
 def _global_batch(options: Options, least: int) -> int:
@@ -426,6 +440,9 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         words += [MODULES, *layout.modules_again]
     if layout.recompute is Recompute.FULL:
         words += ["--recompute-method", layout.recompute_method, "--recompute-num-layers", str(layout.recompute_layers)]
+    if layout.adam_state is not None:
+        stored = zip(STORED_IN, layout.adam_state, strict=True)
+        words += [PRECISION_AWARE, *(word for pair in stored if pair[1] != "fp32" for word in pair)]
     if layout.fp8 is not Fp8.NONE:
         words += ["--fp8-format", FP8_FORMATS[layout.fp8 in _IN_BLOCKS], "--fp8-recipe", layout.fp8]
     # On Ampere and later; fp32 and attention that is not fused are those of a CPU, too.

@@ -154,7 +154,6 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         "priced with Adam for what is no matrix",
     ),
     **{flag: (_orthogonalizes_otherwise, f"priced with {usual}") for flag, usual in _OF_MUON.items()},
-    "--use-precision-aware-optimizer": (_given, "priced with Adam's state in fp32"),
     "--ddp-reduce-scatter-with-fp32-accumulation": (
         lambda options, flag: flag in options and "--grad-reduce-in-bf16" in options,
         "priced without a second copy of the gradients in bf16 while replicas sum them",

@@ -15,7 +15,7 @@ from megatron_2bw.planner.pipeline.programs import open_losses
 from megatron_2bw.planner.pipeline.stages import Contents, chunks_in_flight, contents_of, free_stages
 from megatron_2bw.planner.pipeline.weights import Weights, weights_of
 from megatron_2bw.planner.rules import TWO_BW
-from megatron_2bw.planner.specs.layout import FP32_BYTES, Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.layout import FP32_BYTES, Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.schedule.registry import BIDIRECTIONAL
@@ -173,19 +173,19 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int, kept_as: L
         optimizer_bytes=states.optimizer,
         activations_bytes=kept,
         logits_bytes=logits,
-        working_bytes=_with_update(layout, working, states.update, kept + logits),
+        working_bytes=_with_update(layout, working, states, kept + logits),
         reserve_bytes=CONTEXT_BYTES + FRAGMENTED_SHARE * (kept + logits + working),
     )
 
 
-def _with_update(layout: Layout, working: float, update: float, kept: float) -> float:
+def _with_update(layout: Layout, working: float, states: WeightStates, kept: float) -> float:
     """Bytes of what is under way: of computation, and of an update, beside the activations that are kept."""
     if layout.schedule in TWO_BW:
         # The norm has copies of its own, made while the stage computes, on a stream whose memory others do not get.
-        return update + max(working, update)
+        return states.norm + max(working, states.update)
     if layout.schedule == "pipedream":
-        return max(working, update)
-    return max(working, update - kept)  # A flush leaves no activations.
+        return max(working, states.update)
+    return max(working, states.update - kept)  # A flush leaves no activations.
 
 
 class WeightStates(NamedTuple):
@@ -197,8 +197,10 @@ class WeightStates(NamedTuple):
     gradient: float
     captured_gradient: float
     optimizer: float
+    norm: float
+    """Copies while the gradients' norm is computed."""
     update: float
-    """While weights are updated."""
+    """The same while weights are updated."""
 
     @property
     def total(self) -> float:
@@ -244,16 +246,17 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
     delayed = layout.schedule in TWO_BW
     width, shards = layout.precision.width, layout.shards(replicas)
     in_16_bits = layout.gradient_width < FP32_BYTES
-    main_weight = 0 if layout.precision == Precision.FP32 else FP32_BYTES
     captures = delayed and layout.gradient_buffers > 1
     kept = in_16_bits and layout.keeps_main_gradients
+    copied = FP32_BYTES if in_16_bits and not kept else 0
     return WeightStates(
         weight=width,
         older_weight=width if delayed or layout.schedule == "pipedream" else 0,
         gradient=layout.gradient_width,
         captured_gradient=_shared(layout.gradient_width, shards) if captures else 0,
-        optimizer=_shared(main_weight + layout.optimizer.moments * FP32_BYTES + kept * FP32_BYTES, shards),
-        update=_shared(FP32_BYTES, shards) if in_16_bits and not kept else 0,
+        optimizer=_shared(layout.state_width + kept * FP32_BYTES, shards),
+        norm=_shared(copied, shards) if delayed else 0,
+        update=_shared(copied if layout.adam_state is None else layout.adam_state.copied_width, shards),
     )
 
 

@@ -66,8 +66,8 @@ _MEGATRONS = {
 OF_PRECISION = ("bf16", "fp16", "fp32", "params_dtype")
 _PRECISIONS = {"torch.bfloat16": Precision.BF16, "torch.float16": Precision.FP16, "torch.float32": Precision.FP32}
 MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "given_flags"}
-LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name != "optimizer"}
-"""Fields that a row may have. Megatron has more optimizers than ours; its flag says which one."""
+LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name not in ("optimizer", "adam_state")}
+"""Fields that a row may have. Megatron has more optimizers than ours; its flags say which one, and what it keeps."""
 KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
 _NAMES_OF_VALUES = ("precision", "recompute", "recompute_granularity", "recompute_method", "fp8", "kind", "dispatcher")
 """Keys whose values tables have in capitals, too."""

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from megatron_2bw.planner.errors import MOST, PlanError, Problem, wrong_count
 from megatron_2bw.planner.multiples import nearest_multiple
+from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.pipeline_layout import chunks_of
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED
 
@@ -200,6 +201,8 @@ class Layout:
     chunks: int = 1
     """Virtual stages per rank."""
     optimizer: Optimizer = Optimizer.ADAM
+    adam_state: AdamState | None = None
+    """``--use-precision-aware-optimizer``; None: main weights and moments in fp32."""
     precision: Precision = Precision.BF16
     fp8: Fp8 = Fp8.NONE
     """Of the products of layers; attention, logits and all else stay in ``precision``."""
@@ -276,6 +279,14 @@ class Layout:
         """Bytes per number of the buffer in which microbatches are summed."""
         in_fp16 = self.precision is Precision.FP16 and not self.gradients_in_fp32 and self.schedule != "2bw"
         return 2 if in_fp16 or (self.gradients_in_bf16 and self.precision is Precision.BF16) else 4
+
+    @property
+    def state_width(self) -> int:
+        """Bytes per weight of what the optimizer keeps: moments, and main weights where the model's are in 16 bits."""
+        if self.adam_state is not None:
+            return self.adam_state.width(in_bf16=self.precision is Precision.BF16)
+        main_weight = 0 if self.precision is Precision.FP32 else FP32_BYTES
+        return main_weight + self.optimizer.moments * FP32_BYTES
 
     def shards(self, replicas: int) -> int:
         """Of the optimizer's state of weights that so many ranks have."""
