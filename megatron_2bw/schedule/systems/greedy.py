@@ -127,8 +127,8 @@ class Greedy:
         self._ready: list[list[_Ready]] = [[] for _ in limits]
         self._ends: dict[int, list[tuple[int, Pass]]] = {}
         """By time: rank and pass."""
-        for microbatch in range(microbatches):
-            self._make_ready(0 if microbatch % 2 == 0 else stages - 1, Pass(ActionType.FORWARD, microbatch), 0)
+        for microbatch in range(min(2, microbatches)):
+            self._let_in(microbatch)
 
     def run(self) -> bool:
         """Whether all passes ran; False if ranks wait for each other."""
@@ -152,10 +152,17 @@ class Greedy:
             if ready:
                 first = min(ready, key=self._preferences[wanted])
                 self._ready[number].remove(first)
+                if first.stage == 0 and wanted is ActionType.FORWARD:
+                    self._let_in(first.one.microbatch + 2)
                 self._ends.setdefault(rank.run(first.one, self.now), []).append((number, first.one))
 
     def _ready_of(self, type_: ActionType, number: int) -> list[_Ready]:
         return [r for r in self._ready[number] if r.one.type is type_ and self.ranks[number].allows(r.one)]
+
+    def _let_in(self, microbatch: int) -> None:
+        """The next one of its direction: all are ready from the beginning, and none is preferred to one before it."""
+        if microbatch < self._microbatches:
+            self._make_ready(stage_of(0, microbatch, self._stages), Pass(ActionType.FORWARD, microbatch), 0)
 
     def _hand_on(self, rank: int, one: Pass) -> None:
         """To the next stage, or back from the last one."""
