@@ -118,7 +118,7 @@ def test_a_run_that_was_left_is_forgotten_where_the_next_one_begins(monkeypatch:
 
 def test_every_name_that_is_imported_from_megatron_is_checked() -> None:
     checked = {(used.module, used.name.partition(".")[0]) for used in (*HOOKS, *USED)}
-    files = set((ROOT / "megatron_2bw" / "mcore").glob("*.py")) - {ROOT / "megatron_2bw" / "mcore" / "profile.py"}
+    files = set((ROOT / "megatron_2bw" / "mcore").rglob("*.py")) - {ROOT / "megatron_2bw" / "mcore" / "profile.py"}
     imported = set().union(*map(_imported, files))
     assert len(imported) > 50
     assert imported <= checked | {("megatron.core.package_info", "__version__")}
