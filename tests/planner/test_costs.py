@@ -560,3 +560,14 @@ def test_the_interleaved_schedule_has_no_programs():
     interleaved = layout(schedule="megatron", chunks=2)
     with pytest.raises(PlanError, match="executor has no interleaved schedule"):
         batch.simulated_s(interleaved, costs.times_of(SMALL, interleaved, DGX).pipeline)
+
+
+def test_an_embeddings_gradient_has_all_rows():
+    """Zeroed, read, and added to the sum: 8 bytes of gradient and 4 of bf16 per weight, in two more kernels."""
+    machine, (small, large) = machine_of(DGX), (replace(SMALL, vocab_size=51200 * times) for times in (1, 3))
+    for tensor in (1, 2):
+        split = Split.of(layout(tensor=tensor))
+        works = [works_of(model, split, machine).embedding for model in (small, large)]
+        added_s = machine.elementwise_s(12 * 2 * 51200 * SMALL.hidden_size / tensor, 0)
+        assert works[1].forward_s == works[0].forward_s
+        assert works[1].backward_s - works[0].backward_s == pytest.approx(added_s)

@@ -357,6 +357,17 @@ def test_copies_of_moments_for_the_update():
         assert half.working_bytes - whole.working_bytes == pytest.approx(in_norm * weights)
 
 
+def test_the_gradient_of_a_large_embedding():
+    """All rows of it, when the activations of its own forward are given back."""
+    for schedule, in_flight in (("1f1b-flush", 4), ("2bw", 4), ("gpipe", 32)):
+        shape = {"schedule": schedule, "recompute": Recompute.FULL, "global_batch": 128}
+        large = replace(MODEL, vocab_size=1_000_000)
+        first = memory.stages(large, layout(**shape))[0]
+        assert memory.stages(MODEL, layout(**shape))[0].activations_bytes == first.activations_bytes
+        gradient = 2 * large.padded_vocab_size() * large.hidden_size
+        assert first.working_bytes == pytest.approx(gradient - first.activations_bytes / in_flight)
+
+
 def test_fp16_copies_gradients_for_the_update():
     """Where activations leave no room that is free again by then."""
     half = replace(layout(precision=Precision.FP16, microbatch=1, recompute=Recompute.FULL), global_batch=2)

@@ -179,11 +179,17 @@ def _backward(sizes: Sizes, machine: Machine) -> Parts:
 
 
 def _embedding(model: Model, split: Split, machine: Machine) -> Work:
-    """Gather rows, add positions, drop out; the backward adds rows to the gradient; one all-reduce forward."""
+    """Gather rows, add positions, drop out; one all-reduce forward.
+
+    The backward adds rows to a gradient that has all others, too: zeros in the precision of the weights
+    (``embedding_dense_backward``), which DistributedDataParallel's hook adds to the sum over microbatches.
+    """
     width, tokens = split.precision.width, model.tokens(split.microbatch, split.context)
     moved = 6 * width * tokens * model.hidden_size
     reduced_s = machine.all_reduce_s(width * tokens * model.hidden_size, split.tensor, 1)
-    return Work.of(Parts(0.0, machine.elementwise_s(moved, 4), reduced_s), Parts(0.0, machine.elementwise_s(moved, 4)))
+    weights = model.padded_vocab_size(split.tensor) / split.tensor * model.hidden_size
+    backward_s = machine.elementwise_s(moved + 2 * (width + split.gradient_width) * weights, 6)
+    return Work.of(Parts(0.0, machine.elementwise_s(moved, 4), reduced_s), Parts(0.0, backward_s))
 
 
 def _loss(model: Model, split: Split, machine: Machine) -> Work:

@@ -56,9 +56,9 @@ A100 = Speed(
     hbm_efficiency=0.82,
     kernel_s=25e-6,
     nvlink_efficiency=0.70,
-    network_efficiency=0.64,
-    collective_s=48e-6,
-    launch_s=56e-6,
+    network_efficiency=0.65,
+    collective_s=49e-6,
+    launch_s=55e-6,
 )
 """Fitted, with two digits."""
 

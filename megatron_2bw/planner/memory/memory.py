@@ -159,7 +159,7 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int, kept_as: L
     every = [chunk for chunks in held for chunk in chunks]
     losses = _losses(layout, stage) if any(chunk.loss for chunk in every) else 0
     kept = _kept(model, kept_as or layout, shares, stage, every, losses)
-    logits, working = _peak(model, layout, shares, every, losses)
+    logits, working = _peak(model, layout, shares, every, losses, kept / max(chunks_in_flight(layout, stage), 1))
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
     of_layers = sum(shares.weights.of_layers(chunk) + shares.weights.experts_of(chunk) for chunk in held[0])
     return StageMemory(
@@ -310,9 +310,18 @@ def _losses(layout: Layout, stage: int) -> int:
     return layout.microbatches if layout.schedule == "gpipe" else 1
 
 
-def _peak(model: Model, layout: Layout, shares: _Shares, held: Sequence[Contents], losses: int) -> tuple[float, float]:
-    """Bytes of so many losses, and of what is under way in a chunk's layers, at the moment that takes more."""
+def _peak(
+    model: Model, layout: Layout, shares: _Shares, held: Sequence[Contents], losses: int, kept_by_one: float
+) -> tuple[float, float]:
+    """Bytes of so many losses, and of what is under way in a chunk, at the moment that takes more.
+
+    Args:
+        kept_by_one: bytes that one forward of a chunk left, which are given back when its embedding has its backward.
+    """
     working = max(_working(layout, shares, chunk) for chunk in held)
+    if any(chunk.embedding or chunk.mtp for chunk in held):
+        embedding = layout.precision.width * model.padded_vocab_size(layout.tensor) / layout.tensor * model.hidden_size
+        working = max(working, embedding - kept_by_one)  # Its gradient has all rows.
     if not losses:
         return 0.0, working
     loss = activations.of_loss(model, layout)
