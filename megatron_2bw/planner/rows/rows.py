@@ -26,7 +26,7 @@ from megatron_2bw.planner.rows.arguments import (
     in_our_names,
     without,
 )
-from megatron_2bw.planner.rows.spelling import as_arguments, check_spelling
+from megatron_2bw.planner.rows.spelling import as_arguments, check_spelling, unclear
 from megatron_2bw.planner.rules import MEGATRON
 from megatron_2bw.planner.search.finder import price
 from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster
@@ -68,8 +68,9 @@ def predicted_rows(
     given. Megatron's arguments (``micro_batch_size``, ``bf16``), as ``vars(args)`` has them, mean what its flags do;
     short names (``tp``, ``pp``, ``vp``, ``dp``, ``cp``, ``ep``, ``etp``, ``sp``, ``mbs``, ``gbs``, ``layers``,
     ``hidden``, ``heads``, ``seq_len``, ``vocab``) say the same as long ones. All of these may be in capitals or have
-    hyphens; numbers and truth values may be texts. A ``model`` that is not known is a label where the sizes are
-    given. What else a row has stays in it, unless it looks like one of these misspelled.
+    hyphens; sizes may have the names of other tables (``num_gpus``, ``tensor_parallel``); numbers and truth values may
+    be texts. A ``model`` that is not known is a label where the sizes are given. What else a row has stays in it, unless
+    it looks like one of these misspelled.
 
     Args:
         file: a JSON object per line.
@@ -125,9 +126,9 @@ def predicted(
     row = without(_completed(as_arguments(row), defaults or {}), ignored)
     check_spelling(row)
     ours, theirs = in_our_names(row)
-    notes = []
+    notes = unclear(row)
     if ours.keys() >= _MAIN_SIZES and isinstance(ours.get("model"), str) and not is_model(ours["model"]):
-        notes = [f"model {ours.pop('model')!r} is none of ours, so a label: priced is what the sizes beside it say"]
+        notes += [f"model {ours.pop('model')!r} is none of ours, so a label: priced is what the sizes beside it say"]
     options = Options(values=flags_of(theirs))
     model, base = _model(ours, options), _cluster(ours)
     layout = _layout(ours, model, base, microbatches=theirs.get("num_microbatches"))

@@ -19,6 +19,33 @@ _TEXTS = {"model", "cluster", "name"}
 """Keys whose values are texts, even if they look like numbers."""
 _HEADINGS = {"Model", "Name", "Kind", "Data", "Context", "Schedule"}
 """What a table may have over remarks of its own."""
+_SIZES = {
+    "tensor": r"tensor(model)?parallel(ism)?(size|degree)?|tp(size|degree)",
+    "pipeline": r"pipeline(model)?parallel(ism)?(size|degree)?|pp(size|degree)|(num)?(pipeline)?stages|depth",
+    "context": r"context(parallel)(ism)?(size|degree)?|cp(size|degree)",
+    "expert": r"expert(model)?parallel(ism)?(size|degree)?|ep(size|degree)",
+    "expert_tensor": r"experttensorparallel(ism)?(size|degree)?|etp(size|degree)",
+    "data": r"dataparallel(ism)?(size|degree)?|dp(size|degree)",
+    "chunks": r"virtualpipeline(parallel)?(size|stages)?|(num)?virtualstages|vpp?(size|degree)",
+    "sequence_parallel": r"seq(uence)?parallel(ism)?",
+    "gpus": r"(num|n|numberof|of)?gpus?(count)?",
+    "nodes": r"(num|n|numberof|of)?nodes?(count)?",
+    "global_batch": r"(global|train)batch(size)?",
+    "microbatch": r"microbatch(size)?|trainmicrobatchsizepergpu",
+    "seq_length": r"seq(uence)?len(gth)?",
+    "num_layers": r"(num|n)?layers",
+    "hidden_size": r"hidden(size|dim)",
+    "num_attention_heads": r"(num|n)?(attention)?heads",
+    "vocab_size": r"vocab(ulary)?size",
+}
+"""What tables call the sizes of a row, in small letters and without all else; none of it means anything else."""
+_UNCLEAR = re.compile(
+    "b|batch(size)?|m|mp(size)?|modelparallel(ism)?(size)?|zero(stage|level)?|(activation|gradient)?checkpointing|"
+    "recomputation|maxseq(uence)?len(gth)?|(num)?devices"
+)
+"""What a table could call a size or a choice of ours, and something else."""
+_NOTHING_GIVEN = ("", "-", "n/a", "na")
+"""What a table has where there is no value."""
 _NUMBER = re.compile(r"[+-]?\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?")
 
 
@@ -34,7 +61,7 @@ def as_arguments(row: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in row.items():
-        if value is None or value == "":
+        if value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING_GIVEN):
             continue
         name = _name(key)
         if name not in _TEXTS:
@@ -48,9 +75,16 @@ def as_arguments(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(key: str) -> str:
-    """What a key is called in Megatron's arguments, if it is one of them."""
+    """What a key is called in Megatron's arguments, if it is one of them; or among our names, if it is a size.
+
+    >>> _name("TP"), _name("# of GPUs"), _name("tensor_parallel"), _name("Context"), _name("tokens/s")
+    ('tp', 'gpus', 'tensor', 'Context', 'tokens/s')
+    """
     name = key.removeprefix("--").replace("-", "_")
     name = name.lower() if name.isupper() else name
+    if not _means_something(name):
+        letters = re.sub("[^a-z]", "", key.lower())
+        name = next((size for size, other in _SIZES.items() if re.fullmatch(other, letters)), name)
     return _SAME.get(name, name)
 
 
@@ -81,6 +115,16 @@ def _meant(value: Any) -> Any:
     if _NUMBER.fullmatch(text.lower()):
         return float(text) if set(".eE") & set(text) else int(text)
     return text
+
+
+def unclear(row: dict[str, Any]) -> list[str]:
+    """A note per key that may say what nothing here reads.
+
+    >>> unclear({"zero_stage": 1, "mp": 4, "tp": 2, "tokens_per_s": 3.5})
+    ['zero_stage: nothing here reads it', 'mp: nothing here reads it']
+    """
+    unread = (key for key in row if not _means_something(key))
+    return [f"{key}: nothing here reads it" for key in unread if _UNCLEAR.fullmatch(re.sub("[^a-z]", "", key.lower()))]
 
 
 def check_spelling(row: dict[str, Any]) -> None:

@@ -143,11 +143,20 @@ def parsed(text: str, where: str) -> dict[str, Any]:
         PlanError: it is malformed, or no object.
     """
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{where}: no JSON: {error}") from error
     if not isinstance(values, dict):
         raise PlanError(f"{where}: {text.strip()[:40]!r} is no JSON object; write {{...}}")
+    return values
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets keys repeat, and Python would take the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is given twice")
     return values
 
 
