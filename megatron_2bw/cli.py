@@ -68,6 +68,9 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """As the base class does."""
         self.words = sys.argv[1:] if args is None else args
+        for word in self.words:
+            if word.startswith("--") and word.endswith("=--"):  # Argparse would take it for no value at all.
+                self.error(f"argument {word[:-3]}: expected one argument")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -653,6 +653,8 @@ BAD = {
     f"{FROM_SCRIPT} --gpus 0": "gpus 0: give a whole number of at least 1",
     f"{PLAN} --json --flags-only": "--flags-only and --json exclude each other; leave one out",
     f"{PLAN} --gpus": "--gpus has no value; give one",
+    f"{PLAN} --nodes=--": "--nodes has no value; give one",
+    f"{PLAN} --synchronous-warmup-fraction=--": "--synchronous-warmup-fraction has no value; give one",
     f"{PLAN} --synchronous-warmup-fraction x": "--synchronous-warmup-fraction x: give a number",
     f"{PLAN} --top 0": "--top 0: give a whole number of at least 1",
     f"{PLAN} --explain 2bw:z9": "'z9' is none of dN",

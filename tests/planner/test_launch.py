@@ -213,6 +213,7 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
             f"((A = $(cores) + 1)); {TRAINING} --vocab-size 9 --micro-batch-size $A",
             "((A = $(cores) + 1)): nothing sets it",
         ),
+        ("$(" * 3000, "it is nested too deeply; give a simpler script"),
     ],
 )
 def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, tmp_path: Path):

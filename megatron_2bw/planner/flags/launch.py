@@ -74,6 +74,8 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
         found = commands(text, file=file, environment={**slurm, **environment}, arguments=arguments)
     except PlanError as error:
         raise PlanError(f"--from-script {file}: {error}") from error
+    except RecursionError as error:
+        raise PlanError(f"--from-script {file}: it is nested too deeply; give a simpler script") from error
     described = dict.fromkeys(tuple(words) for words in found if len(_TELLING.intersection(words)) > 1)
     training = [words for words in described if _matching(_NO_TRAINING, words) is None]
     if described and not training:
