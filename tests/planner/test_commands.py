@@ -653,6 +653,9 @@ BAD = {
     f"{FROM_SCRIPT} --gpus 0": "gpus 0: give a whole number of at least 1",
     f"{PLAN} --json --flags-only": "--flags-only and --json exclude each other; leave one out",
     f"{PLAN} --gpus": "--gpus has no value; give one",
+    f"{PLAN} --exp-avg-dtype bf16": "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer; give it, or use fp32",
+    f"{PLAN} --use-precision-aware-optimizer --optimizer sgd": "--use-precision-aware-optimizer is a distributed Adam; "
+    "leave it out, or --optimizer and --no-use-distributed-optimizer",
     f"{PLAN} --nodes=--": "--nodes has no value; give one",
     f"{PLAN} --synchronous-warmup-fraction=--": "--synchronous-warmup-fraction has no value; give one",
     f"{PLAN} --synchronous-warmup-fraction x": "--synchronous-warmup-fraction x: give a number",

@@ -17,6 +17,7 @@ from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.search.search import search
+from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.inputs import sized
 from megatron_2bw.planner.specs.layout import Layout, Optimizer, Precision
@@ -131,3 +132,31 @@ def test_a_plan_for_muon():
 def test_the_error_bar_of_muon_is_assumed():
     batches = {optimizer: costs.iteration(GPT, layout(optimizer=optimizer), DGX) for optimizer in Optimizer}
     assert [one for one, batch in batches.items() if "no run with Muon" in batch.error_source] == [Optimizer.MUON]
+
+
+def test_a_plan_with_a_precision_aware_optimizer():
+    """It is a distributed one, even of a single replica."""
+    state = AdamState(first_moment="bf16", second_moment="bf16")
+    plans = [search(GPT, sized(DGX, gpus=4), 16, Space(adam_state=one)) for one in (None, state)]
+    usual, aware = (plan.choices[0] for plan in plans)
+    assert {choice.layout.adam_state for choice in plans[1].choices} == {state}
+    assert all(choice.layout.distributed_optimizer for choice in plans[1].choices)
+    assert "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16" in " ".join(
+        layout_flags(GPT, aware.layout)
+    )
+    assert aware.iteration.time_s <= usual.iteration.time_s
+
+
+def test_what_an_update_of_a_state_in_16_bits_moves():
+    """Per weight: 4 bytes less per moment; and weights are read, which with their remainder are no more to write.
+
+    A moment in fp16 is copied to fp32 first: 7 times 4 bytes.
+    """
+    shape = {"distributed_optimizer": True, "data": 1, "global_batch": 8}
+    states = None, AdamState(first_moment="bf16", second_moment="bf16"), AdamState(first_moment="fp16")
+    usual, halved, copied = (
+        costs.times_of(GPT, layout(**shape, adam_state=state), DGX).pipeline.update_s for state in states
+    )
+    weight_s = weights_of(GPT, 1).of(FIRST, GPT) / MACHINE.memory_bytes_per_s
+    assert usual - halved == pytest.approx((4 + 4 + 4 - 2) * weight_s)
+    assert copied - usual == pytest.approx((7 * 4 - 4 - 4 + 2) * weight_s)

@@ -23,10 +23,11 @@ from megatron_2bw.planner.commands.arguments import (
     listed,
 )
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags.accepted import BACKEND, FLEX, MODULES, PIPELINE_LAYOUT
+from megatron_2bw.planner.flags.accepted import BACKEND, FLEX, MODULES, PIPELINE_LAYOUT, PRECISION_AWARE, STORED_IN
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.search.search import Plan
+    from megatron_2bw.planner.specs.adam_state import AdamState
     from megatron_2bw.planner.specs.cluster import Cluster
     from megatron_2bw.planner.specs.layout import Dispatcher
     from megatron_2bw.planner.specs.model import Model
@@ -135,6 +136,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(BACKEND, choices=("deepep", "hybridep"), help="of flex (default: deepep)")
     limits.add_argument("--optimizer", help="adam, sgd, lion or muon (default: adam)")
+    limits.add_argument(PRECISION_AWARE, action="store_true", help="Transformer Engine's Adam, with a state in")
+    for flag, precisions in STORED_IN.items():
+        limits.add_argument(flag, choices=precisions, help="(default: fp32)")
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
 
@@ -268,6 +272,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         "--use-distributed-optimizer": args.use_distributed_optimizer,
         f"--{args.precision}": args.precision,
         "--optimizer": args.optimizer,
+        PRECISION_AWARE: args.use_precision_aware_optimizer or None,
         "--attention-backend": args.attention_backend,
         "--fp8-recipe": args.fp8_recipe,
         MODULES: args.recompute_modules,
@@ -342,6 +347,8 @@ def _space(args: argparse.Namespace, model: Model) -> Space:
         if others:
             raise PlanError(f"--optimizer {args.optimizer}: a run has one; give {first.value}, or plan once for each")
         limits["optimizer"] = first
+    if (state := _adam_state(args)) is not None:
+        limits["adam_state"] = state
     return Space(
         **limits,
         precision=layout.Precision(args.precision) if args.precision else None,
@@ -350,6 +357,21 @@ def _space(args: argparse.Namespace, model: Model) -> Space:
         fused_attention=None if args.attention_backend is None else args.attention_backend != "unfused",
         tight=args.allow_fewer_microbatches,
     )
+
+
+def _adam_state(args: argparse.Namespace) -> AdamState | None:
+    from megatron_2bw.planner.specs.adam_state import AdamState
+
+    given = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in STORED_IN}
+    if args.use_precision_aware_optimizer:
+        if args.optimizer not in (None, "adam") or args.use_distributed_optimizer is False:
+            others = "--optimizer and --no-use-distributed-optimizer"
+            raise PlanError(f"{PRECISION_AWARE} is a distributed Adam; leave it out, or {others}")
+        return AdamState(*(value or "fp32" for value in given.values()))
+    for flag, value in given.items():
+        if value not in (None, "fp32"):
+            raise PlanError(f"{flag} {value} needs {PRECISION_AWARE}; give it, or use fp32")
+    return None
 
 
 def _dispatcher(args: argparse.Namespace, model: Model, limits: dict[str, Any]) -> Dispatcher:

@@ -257,10 +257,9 @@ class Profile:
             asked, mine = getattr(space, name), getattr(self.setting, name)
             if asked not in (None, mine):
                 raise PlanError(f"{name} {asked}: the profile was measured with {mine}; profile again")
-        if space.optimizer is not Optimizer.ADAM:
-            raise PlanError(
-                f"optimizer {space.optimizer}: a profile times Adam; leave it out, or plan without a profile"
-            )
+        if space.optimizer is not Optimizer.ADAM or space.adam_state is not None:
+            other = f"optimizer {space.optimizer}" if space.adam_state is None else "a precision-aware optimizer"
+            raise PlanError(f"{other}: a profile times Adam in fp32; leave it out, or plan without a profile")
         measured = tuple(choice for choice in Recompute if any(block.recompute is choice for block in self.blocks))
         return dataclasses.replace(
             space,

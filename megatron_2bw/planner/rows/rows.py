@@ -69,8 +69,8 @@ def predicted_rows(
     short names (``tp``, ``pp``, ``vp``, ``dp``, ``cp``, ``ep``, ``etp``, ``sp``, ``mbs``, ``gbs``, ``layers``,
     ``hidden``, ``heads``, ``seq_len``, ``vocab``) say the same as long ones. All of these may be in capitals or have
     hyphens; sizes may have the names of other tables (``num_gpus``, ``tensor_parallel``); numbers and truth values may
-    be texts. A ``model`` that is not known is a label where the sizes are given. What else a row has stays in it, unless
-    it looks like one of these misspelled.
+    be texts. A ``model`` that is not known is a label where the sizes are given. What else a row has stays in it,
+    unless it looks like one of these misspelled.
 
     Args:
         file: a JSON object per line.

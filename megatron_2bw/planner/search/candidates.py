@@ -256,7 +256,10 @@ class Candidates:
         return tuple(valid[:1])
 
     def _distributed(self, shape: Shape) -> tuple[bool, ...]:
-        choices = self.decisions.allowed("distributed_optimizer", (True, False) if shape.replicas > 1 else (False,))
+        usual = (True, False) if shape.replicas > 1 else (False,)
+        if self.space.adam_state is not None:
+            usual = (True,)
+        choices = self.decisions.allowed("distributed_optimizer", usual)
         used = self.space.optimizer, self.space.precision
         return tuple(on for on in choices if not optimizer_problem(*used, distributed=on))
 

@@ -142,7 +142,7 @@ class Infeasible:
         if nearest is not None:
             value, layout = nearest
             return f"{self._rule_broken(layout, field, value)}; use {field} {getattr(layout, field)}"
-        chosen = "optimizer", "precision", "fp8", "dispatcher", "fused_attention", "tight"
+        chosen = "optimizer", "adam_state", "precision", "fp8", "dispatcher", "fused_attention", "tight"
         lifted = Space(**{name: getattr(space, name) for name in chosen})
         found = self.finder.of_other(space=lifted).first()
         given = ", ".join(map(str, limit))

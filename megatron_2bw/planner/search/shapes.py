@@ -216,7 +216,8 @@ class Shapes:
         """With these fields, and what is usual for the others."""
         space = self.decisions.space
         defaults = {name: getattr(shape, name) for name in _SIZES}
-        defaults |= {name: getattr(space, name) for name in ("optimizer", "precision", "fp8", "fused_attention")}
+        fixed = ("optimizer", "adam_state", "precision", "fp8", "fused_attention")
+        defaults |= {name: getattr(space, name) for name in fixed}
         defaults["dispatcher"] = space.dispatcher if shape.expert > 1 else Dispatcher.ALLTOALL
         return Layout(**{"global_batch": self.global_batch, **defaults, **more})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import Gpu
 from megatron_2bw.planner.specs.kernels import fp8_precision_problem, fuses_attention, gpu_problem, optimizer_problem
 from megatron_2bw.planner.specs.layout import (
@@ -86,6 +87,8 @@ class Space:
     dispatcher: Dispatcher = Dispatcher.ALLTOALL
     """Of experts that several ranks share."""
     optimizer: Optimizer = Optimizer.ADAM
+    adam_state: AdamState | None = None
+    """Of the precision-aware optimizer, which is a distributed one."""
     fused_attention: bool | None = None
     """None: where the GPU has such kernels in that precision."""
     tight: bool = False
