@@ -18,7 +18,7 @@ from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate
 
-from . import measured
+from . import measured, measured_vocabularies
 from .interleaved import interleaved
 
 MODEL = Model(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=50257)
@@ -43,6 +43,14 @@ def test_measured(row: measured.Row):
     else:
         bar = {measured.LLAMA: 0.035, "Mixtral": 0.05}.get(row.group, 0.025)
         assert needed.allocated_bytes == pytest.approx(row.measured, rel=bar)
+
+
+@pytest.mark.parametrize("row", measured_vocabularies.memory(), ids=lambda row: row.name)
+def test_pipelines_with_large_vocabularies(row: measured.Row):
+    """None is said to fit in less than torch had allocated."""
+    needed = max(stage.allocated_bytes for stage in memory.stages(row.model, row.layout))
+    assert needed == pytest.approx(row.measured, rel=0.05)
+    assert row.measured <= memory.largest(row.model, row.layout).total_bytes <= row.cluster.memory_bytes
 
 
 @pytest.mark.parametrize("row", measured.mixtral_times(), ids=lambda row: row.name)
