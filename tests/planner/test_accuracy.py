@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from accuracy import Accuracy, features, linear, naive, spearman
+from accuracy import Accuracy, by_group, features, linear, naive, spearman
 from planner_accuracy import is_as_stated, predicted_s, report
 
-from . import measured, measured_dgxc, measured_experts
+from megatron_2bw.planner.cost.error_bars import error_bar
+from megatron_2bw.planner.specs.model import Kind
+
+from . import measured, measured_dgxc, measured_experts, measured_libai, measured_vocabularies
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
@@ -47,8 +50,15 @@ def test_the_linear_model_finds_its_own_constants():
 
 @pytest.mark.parametrize(
     "published",
-    [measured.dlperf, measured.aleph_alpha, measured_dgxc.steps, measured_experts.many_experts],
-    ids=["v100s", "llama", "dgxc", "experts"],
+    [
+        measured.dlperf,
+        measured_libai.times,
+        measured.aleph_alpha,
+        measured_vocabularies.times,
+        measured_dgxc.steps,
+        measured_experts.many_experts,
+    ],
+    ids=["v100s", "libai", "llama", "vocabularies", "dgxc", "experts"],
 )
 def test_nine_of_ten_runs_are_within_what_is_stated(published: Callable[[], Iterable[measured.Row]]):
     rows = list(published())
@@ -67,6 +77,56 @@ def test_layouts_of_llama_rank_as_measured():
     found = Accuracy.of(predicted_s, list(measured.aleph_alpha()))
     assert found.spearman > 0.99
     assert found.regret < 0.06
+
+
+def test_gpt_and_bert_on_v100s_rank_as_measured():
+    """The bar of each kind holds for nine of ten of its rows."""
+    rows = list(measured_libai.times())
+    found = Accuracy.of(predicted_s, rows)
+    assert found.rows == 42
+    assert found.spearman > 0.98
+    assert found.regret < 0.03
+    for kind in Kind:
+        alike = [row for row in rows if row.model.kind is kind]
+        assert sum(map(is_as_stated, alike)) >= 0.9 * len(alike), kind
+
+
+def test_pipelines_with_large_vocabularies():
+    """Fewer layers beside the output layer are as much faster as measured, by a tenth."""
+    rows = list(measured_vocabularies.times())
+    found = Accuracy.of(predicted_s, rows)
+    assert found.rows == 32
+    assert found.spearman > 0.98
+    assert found.regret == 0
+    for alike in by_group(rows).values():
+        uneven = [row for row in alike if row.layout.pipeline_layout]
+        for row in uneven:
+            equal = next(other for other in alike if not other.layout.pipeline_layout)
+            faster = predicted_s(equal) / predicted_s(row)
+            assert faster == pytest.approx(equal.measured / row.measured, rel=0.1), row.name
+
+
+def test_the_bar_of_pipelines_alone():
+    """Not of those that have data parallelism, too, which were not compared, nor of any that interleaves."""
+    row = next(measured_vocabularies.times())
+    layouts = [
+        row.layout,
+        replace(row.layout, data=2),
+        replace(row.layout, tensor=2),
+        replace(row.layout, chunks=2),
+        replace(row.layout, pipeline=1),
+    ]
+    sources = [error_bar(row.cluster, row.model, layout).source for layout in layouts]
+    assert ["pipelines" in source for source in sources] == [True, False, False, False, False]
+
+
+def test_utilization_of_pipelines_is_a_share_of_320_tflops():
+    """Of runs whose seconds are published, too."""
+    rows = [row for row in measured.read("vocabularies_a100.csv") if row["iteration_time_ms"]]
+    assert len(rows) == 16
+    for row in rows:
+        by_table_s = measured_vocabularies.by_utilization_s(row)
+        assert by_table_s == pytest.approx(float(row["iteration_time_ms"]) / 1e3, rel=0.0005), row["source"]
 
 
 def test_the_committed_report_is_current():
