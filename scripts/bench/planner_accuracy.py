@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,16 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.specs.layout import Layout, Recompute
-from megatron_2bw.planner.specs.model import Model
-from tests.planner import measured, measured_deepseek, measured_dgxc, measured_experts, measured_fp8
+from megatron_2bw.planner.specs.model import Kind, Model
+from tests.planner import (
+    measured,
+    measured_deepseek,
+    measured_dgxc,
+    measured_experts,
+    measured_fp8,
+    measured_libai,
+    measured_vocabularies,
+)
 from tests.planner.measured import Row
 
 PUBLISHED = (
@@ -243,13 +251,40 @@ def bigscience(folder: Path) -> Iterator[str]:
     yield from map(_line, rows)
 
 
-def v100s(folder: Path) -> Iterator[str]:
-    """In all, and one line per row."""
-    yield from ("", "32 V100s, Megatron-LM of March 2021 (Oneflow-Inc/DLPerf; not fitted)", HEADING)
-    rows = list(measured.dlperf(folder))
-    yield Accuracy.of(predicted_s, rows).line("all rows")
+def parted(title: str, rows: Sequence[Row], parts: dict[str, Callable[[Row], bool]]) -> Iterator[str]:
+    """In all, by part, and one line per row."""
+    yield from ("", title, HEADING, Accuracy.of(predicted_s, rows).line("all rows"))
+    for name, is_of in parts.items():
+        yield Accuracy.of(predicted_s, [row for row in rows if is_of(row)]).line(name)
     yield from map(_line, rows)
     yield from (_as_stated(rows), _not_to_fit(rows))
+
+
+def v100s(folder: Path) -> Iterator[str]:
+    """Two sets; the second by model, and with tensor parallelism or without."""
+    title = "32 V100s, Megatron-LM of March 2021 (Oneflow-Inc/DLPerf; not fitted)"
+    yield from parted(title, list(measured.dlperf(folder)), {})
+    title = "V100s, GPT and BERT of 24 and 48 layers, h=1024, Megatron-LM before Core (Oneflow-Inc/libai; not fitted)"
+    parts = {
+        "gpt": lambda row: row.model.kind is Kind.GPT,
+        "bert": lambda row: row.model.kind is Kind.BERT,
+        "t=1": lambda row: row.layout.tensor == 1,
+        "t=2 to 8": lambda row: row.layout.tensor > 1,
+    }
+    yield from parted(title, list(measured_libai.times(folder)), parts)
+
+
+def vocabularies(folder: Path) -> Iterator[str]:
+    """By GPUs, and by tokens."""
+    title = "A100, pipelines alone, vocabularies to 256,000, fused attention (Yeung et al., Table 5; not fitted)"
+    parts = {
+        "8 GPUs": lambda row: row.layout.gpus == 8,
+        "16 GPUs": lambda row: row.layout.gpus == 16,
+        "32 GPUs": lambda row: row.layout.gpus == 32,
+        "2,048 tokens": lambda row: row.model.seq_length == 2048,
+        "4,096 tokens": lambda row: row.model.seq_length == 4096,
+    }
+    yield from parted(title, list(measured_vocabularies.times(folder)), parts)
 
 
 def aleph_alpha(folder: Path) -> Iterator[str]:
@@ -348,8 +383,24 @@ def memory_lines(folder: Path) -> Iterator[str]:
             f"({predicted / row.measured - 1:+.1%})"
         )
     yield from SCRATCH_NOTE
+    yield from vocabularies_memory(folder)
     ran = [row for which in ("multi_node", "single_node") for row in _priced(measured.vtrain(which, folder))[0]]
     yield f"vTrain's layouts, on 80 GB: {_not_to_fit(ran)}"
+
+
+def vocabularies_memory(folder: Path) -> Iterator[str]:
+    """How far off it is on the fullest stage, and where a GPU with just as much would be said to do."""
+    rows = list(measured_vocabularies.memory(folder))
+    for gpus in sorted({row.layout.gpus for row in rows}):
+        alike = [row for row in rows if row.layout.gpus == gpus]
+        needed = [max(stage.allocated_bytes for stage in memory.stages(row.model, row.layout)) for row in alike]
+        off = [predicted / row.measured - 1 for predicted, row in zip(needed, alike, strict=True)]
+        most = max(row.measured for row in alike) / 1e9
+        name = f"pipelines of {gpus} (Yeung et al.), to {most:.1f} GB"
+        mean = statistics.mean(off)
+        yield f"{name:<44} {len(off):>3} rows, {min(off):+.1%} to {max(off):+.1%}, {mean:+.1%} on average"
+    too_little = sum(memory.largest(row.model, row.layout).total_bytes < row.measured for row in rows)
+    yield f"Said to fit in less than was allocated: {too_little} of {len(rows)}."
 
 
 def published_memory(folder: Path) -> Iterator[str]:
@@ -386,6 +437,7 @@ def report(folder: Path) -> Iterator[str]:
     yield from single("Megatron-DeepSpeed (Smith et al., MT-NLG 530B, section 2.4; not fitted)", mt_nlg(folder))
     yield from bigscience(folder)
     yield from aleph_alpha(folder)
+    yield from vocabularies(folder)
     yield from v100s(folder)
     yield from single("H100, fused attention (Megatron-LM's table; best microbatch and chunks; not fitted)", h100s())
     in_8_bits = "H100, products in 8 bits (NeMo 24.07; not fitted)"
