@@ -369,6 +369,8 @@ def _check_keywords(
         )
     if gradient_buffers not in (1, 2):
         raise ValueError(f"gradient_buffers {gradient_buffers}: use 1 or 2")
+    if gradient_buffers == 1 and schedule not in TWO_BW:
+        raise ValueError(f"{schedule} keeps no finished gradients: leave gradient_buffers out, or use 2bw")
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--pipeline-extra-in-flight": [{"pipeline_extra_in_flight": 1}],
     "--pipeline-delayed-microbatches": [{"pipeline_delayed_microbatches": 2}],
     "--synchronous-warmup-iters": [{"synchronous_warmup_iters": 5}],
+    "--pipeline-gradient-buffers 1": [{"pipeline_gradient_buffers": 1}],
     "--delay-correction": [{"delay_correction": "update-lead", "bf16": True}],
     "--delay-lead": [{"delay_lead": 1.0}],
     "--pipeline-trace / --log-pipeline": [{"pipeline_trace": "file"}, {"log_pipeline": True}],
@@ -118,6 +119,20 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     ],
     "--mtp-num-layers with tied embeddings, and --save in --ckpt-format torch_dist": [
         {"save": "folder", "mtp_num_layers": 1, "untie_embeddings_and_output_weights": False},
+    ],
+    "--save in --ckpt-format torch_dist, where the optimizers of stages have different groups of weights": [
+        {"save": "folder", "bf16": True, "pipeline_model_parallel_layout": "E|ttttL"},
+        {"save": "folder", "optimizer": "muon", "muon_momentum": 0.95, "pipeline_model_parallel_layout": "Etttt|L"},
+        {"save": "folder", "optimizer": "lion", "bf16": True, "swiglu": True, "pipeline_model_parallel_size": 4},
+    ],
+    "--dist-ckpt-optim-fully-reshardable with lion": [
+        {
+            "save": "folder",
+            "optimizer": "lion",
+            "bf16": True,
+            "use_distributed_optimizer": True,
+            "dist_ckpt_optim_fully_reshardable": True,
+        }
     ],
     "--recompute-modules mlp with biases": [{"recompute_granularity": "selective", "recompute_modules": ["mlp"]}],
     "--optimizer-cpu-offload": [{"optimizer_cpu_offload": True}],

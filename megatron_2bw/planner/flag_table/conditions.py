@@ -92,6 +92,25 @@ def ties_what_it_predicts(args: Any) -> bool:
     return bool(args.mtp_num_layers) and not args.untie_embeddings_and_output_weights
 
 
+def has_uneven_optimizers(args: Any) -> bool:
+    """Optimizers of stages keep different groups of weights, of which Megatron's torch_dist keeps the first stage's.
+
+    Seen with megatron-core 0.19.2, where the run that loads them ends: an embedding alone on the first stage, in 16
+    bits; with Muon and Lion also a last stage without layers; and in 16 bits biases beside SwiGLU on three stages.
+    """
+    if args.use_distributed_optimizer or is_sharded_by_layers(args):
+        return False
+    stages, in_16_bits = layout_of_stages(args), args.bf16 or args.fp16
+    of_matrices = args.optimizer not in ("adam", "sgd")
+    first, last = (stages[0], stages[-1]) if stages else (LAYER, LAYER)
+    has_biases = args.swiglu and args.add_bias_linear and args.pipeline_model_parallel_size > 2
+    return bool(
+        (in_16_bits and LAYER not in first)
+        or (of_matrices and not {LAYER, MTP} & set(last))
+        or (of_matrices and in_16_bits and has_biases)
+    )
+
+
 def recomputes_biases(args: Any) -> bool:
     """The MLP, with a bias, is computed again by itself."""
     short = getattr(args, "recompute_activations", False)  # Megatron takes it away once it has read it.

@@ -8,6 +8,7 @@ from megatron_2bw.planner.flag_table.conditions import (
     attends_sparsely,
     corrects_precision_aware,
     gathers_weights_one_by_one,
+    has_uneven_optimizers,
     interleaves,
     is_sharded_by_layers,
     leads_lion,
@@ -65,6 +66,13 @@ REFUSED: tuple[Refused, ...] = (
         "only 2bw can compute some microbatches of a batch with newer weights than the others",
     ),
     _of_2bw("--synchronous-warmup-iters", "only 2bw can begin without its delay"),
+    Refused(
+        "--pipeline-gradient-buffers 1",
+        SYNCHRONOUS | PER_MICROBATCH | STOCK,
+        "only 2bw keeps finished gradients beside those of the next batch",
+        _USE_2BW,
+        is_set=lambda args: getattr(args, "pipeline_gradient_buffers", None) == 1,
+    ),
     Refused("--delay-correction", SYNCHRONOUS | STOCK, "a synchronous schedule has no delay", _USE_2BW),
     Refused(
         "--delay-correction",
@@ -278,6 +286,21 @@ REFUSED: tuple[Refused, ...] = (
         "Megatron fails when it saves an embedding that the last stage has twice",
         "give --untie-embeddings-and-output-weights, or use --ckpt-format torch",
         is_set=lambda args: args.save and args.ckpt_format == "torch_dist" and ties_what_it_predicts(args),
+    ),
+    Refused(
+        "--save in --ckpt-format torch_dist, where the optimizers of stages have different groups of weights",
+        OURS,
+        "Megatron saves them and cannot load them: of an embedding alone on the first stage, and with muon or lion of "
+        "a last stage without layers and of biases with SwiGLU",
+        "use --ckpt-format torch or --use-distributed-optimizer, give these stages a layer, or --disable-bias-linear",
+        is_set=lambda args: args.save and args.ckpt_format == "torch_dist" and has_uneven_optimizers(args),
+    ),
+    Refused(
+        "--dist-ckpt-optim-fully-reshardable with lion",
+        OURS,
+        "Megatron saves that optimizer and cannot load it: it looks for a second moment",
+        "leave the flag out",
+        is_set=lambda args: args.dist_ckpt_optim_fully_reshardable and args.save and args.optimizer == "lion",
     ),
     Refused(
         "--recompute-modules mlp with biases",
