@@ -123,6 +123,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         "name": answer("unheard", {}, {}),
         "long lead": answer("2bw", {}, {}, correction=MomentLead(20.0)),
         "lead without a delay": answer("gpipe", {}, {}, correction=MomentLead(2.0)),
+        "one buffer": answer("gpipe", {}, {}, gradient_buffers=1),
         "lead by name": answer("2bw", {}, {}, correction="lead"),
         "evaluation": answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(forward_only=True)),
         "scheduler": answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),
