@@ -61,7 +61,7 @@ class Pipeline:
             DistributedDataParallel; see `megatron_2bw.build_mirrored`.
         extra_in_flight: 2bw: activations kept per stage boundary beyond d-s.
         delayed_microbatches: 2bw: how many of a batch are computed with the older weights; None for all.
-        k, gamma: of `schedule.mixpipe.mixpipe`.
+        k, gamma: of `schedule.systems.mixpipe.mixpipe`.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
         correction: 2bw: of updates for their delay; None for the paper's exact rule.
         timeout: of every transfer and every reduction.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .case import EVALUATION_ITERATIONS, LAYERS, MICRO_BATCH_SIZE, Case
-from .fused_adam import FusedAdam, nearest_above
+from .fused_adam import FusedAdam, rounded
 from .loss_scale import LossScale
 from .record import Optimizers, RankRecord, weights
 from .routers import Routers
@@ -130,7 +130,7 @@ class Training:
         if self.before and self.case.correction == "update-lead":
             mains = [torch.lerp(old, main, 1 + self.lead(batch)) for old, main in zip(self.before, mains, strict=True)]
         if self.case.moments and self.case.precision == "bf16":
-            return list(map(nearest_above, mains))
+            return list(map(rounded, mains))
         return [main.to(p.dtype, copy=True) for main, p in zip(mains, self.model.parameters(), strict=True)]
 
     def load(self, version: list[torch.Tensor]) -> None:

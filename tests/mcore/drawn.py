@@ -37,6 +37,7 @@ def drawn(seed: str) -> Case:
     split = 1 if experts and tensor > 1 and draw.random() < 0.4 else 0
     flags, counts = _order(draw, stages)
     optimizer = _optimizer(draw, may_shard_layers=not split or replicas > 1)
+    shards_adam = optimizer["distributed_optimizer"] and optimizer["optimizer"] == "adam"
     model += draw.choice([(), (), PER_TOKEN])
     model += IN_BF16 if optimizer["precision"] == "bf16" and draw.random() < 0.3 else ()
     if draw.random() < 0.25:
@@ -68,9 +69,10 @@ def drawn(seed: str) -> Case:
         **counts,
         **optimizer,
         # Last, so that what else a seed draws stays the same.
-        instances=draw.choice([1, replicas])
-        if optimizer["distributed_optimizer"] and optimizer["optimizer"] == "adam"
-        else 1,
+        instances=draw.choice([1, replicas]) if shards_adam else 1,
+        moments=draw.choice(["", "fp32", "bf16"])
+        if shards_adam and optimizer["precision"] != "fp32" and not optimizer["lead"]
+        else "",
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from torch.optim.adamw import adamw
 
 
-def nearest_above(main: torch.Tensor) -> torch.Tensor:
-    """``main``, in fp32, in bf16; halfway between two it is the one away from zero, where torch takes the even one.
+def rounded(main: torch.Tensor) -> torch.Tensor:
+    """``main``, in fp32, in bf16: halfway between two the one away from zero, where torch takes the even one.
 
     That is what is left of a weight when the last 16 bits are taken as a signed number and are kept apart.
     """
@@ -23,7 +23,7 @@ def nearest_above(main: torch.Tensor) -> torch.Tensor:
 
 
 def remainder(main: torch.Tensor) -> torch.Tensor:
-    """What `nearest_above` leaves: (n,) in int16."""
+    """What `rounded` leaves: (n,) in int16."""
     return main.view(torch.int32).to(torch.int16)
 
 
@@ -77,14 +77,14 @@ class FusedAdam(torch.optim.Optimizer):
                 if gradient is not None:
                     self._step(group, parameter, gradient.float())
 
-    def initialize_state(self, parameter: torch.Tensor, store_param_remainders: bool = False) -> None:
+    def initialize_state(self, parameter: torch.Tensor, store_param_remainders: bool) -> None:
         """Zeros, and the weight as it is."""
         state = self.state[parameter]
         for name, dtype in self._dtypes.items():
             state[name] = torch.zeros_like(parameter, dtype=dtype)
-        if self._has_main_weights and parameter.dtype != torch.float32:
+        if self._has_main_weights:
             main = parameter.detach().float().clone()
-            state["master_param"] = remainder(main) if self._keeps(parameter) else main
+            state["master_param"] = remainder(main) if store_param_remainders else main
 
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """In fp32, or what is kept of a main weight."""
@@ -93,8 +93,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     def set_scaled_state(self, parameter: torch.Tensor, name: str, unscaled_state: torch.Tensor) -> None:
         """What `get_unscaled_state` gave."""
+        kept = name == "master_param" and self._keeps(parameter)
+        assert unscaled_state.dtype == (torch.int16 if kept else torch.float32)
         if not self.state[parameter]:
-            self.initialize_state(parameter)
+            self.initialize_state(parameter, self._keeps(parameter))
         self.state[parameter][name].copy_(unscaled_state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,11 +114,11 @@ class FusedAdam(torch.optim.Optimizer):
         super().load_state_dict(state_dict | {"state": {}})
         for number, parameter in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
             for name, state in state_dict["state"].get(number, {}).items():
-                self.set_scaled_state(parameter, name, state)
+                self.set_scaled_state(parameter, name, state if state.dtype == torch.int16 else state.float())
 
     def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """In fp32: that of ``parameter`` where there is none beside it."""
-        main = self.state[parameter].get("master_param", parameter)
+        """In fp32: ``parameter`` itself if it is, whatever there is beside it."""
+        main = parameter if parameter.dtype == torch.float32 else self.state[parameter]["master_param"]
         return joined(parameter.detach(), main) if main.dtype == torch.int16 else main
 
     def _keeps(self, parameter: torch.Tensor) -> bool:
@@ -124,7 +126,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _step(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if not self.state[parameter]:
-            self.initialize_state(parameter)
+            self.initialize_state(parameter, self._keeps(parameter))
         state, main = self.state[parameter], self.main_weight(parameter)
         moments = {name: state[name].float() for name in self._dtypes}
         adamw(
@@ -142,7 +144,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self._keeps(parameter):
             state["master_param"].copy_(remainder(main))
         if main is not parameter:
-            parameter.data.copy_(nearest_above(main) if self._keeps(parameter) else main)
+            parameter.data.copy_(rounded(main) if self._keeps(parameter) else main)
 
 
 def install() -> None:

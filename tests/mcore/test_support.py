@@ -23,6 +23,7 @@ from megatron_2bw.runtime.corrections import MomentLead
 from megatron_2bw.schedule.registry import SCHEDULES
 
 OLD_EXPERTS = "--expert-tensor-parallel-size, without --expert-model-parallel-size, in Megatron 0.18"
+PRECISION_AWARE = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True, "bf16": True}
 SETTINGS: dict[str, list[dict[str, object]]] = {
     "--mixpipe-k / --mixpipe-gamma": [{"mixpipe_k": 4}, {"mixpipe_gamma": 1}],
     "--num-experts": [{"num_experts": 4}],
@@ -134,6 +135,11 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
             "dist_ckpt_optim_fully_reshardable": True,
         }
     ],
+    "--use-precision-aware-optimizer with bf16, and --dist-ckpt-optim-fully-reshardable or --ckpt-format torch": [
+        PRECISION_AWARE | {"save": "folder", "ckpt_format": "torch"},
+        PRECISION_AWARE | {"save": "folder", "dist_ckpt_optim_fully_reshardable": True},
+    ],
+    "--use-precision-aware-optimizer with fp16": [PRECISION_AWARE | {"bf16": False, "fp16": True}],
     "--recompute-modules mlp with biases": [{"recompute_granularity": "selective", "recompute_modules": ["mlp"]}],
     "--optimizer-cpu-offload": [{"optimizer_cpu_offload": True}],
     "--moe-router-load-balancing-type quantile_balancing": [{"moe_router_load_balancing_type": "quantile_balancing"}],
@@ -424,3 +430,30 @@ def test_main_gradients_in_bf16_are_sums_in_bf16(written: object):
     assert sums_in_bf16(args)
     args.main_grads_dtype = {"bf16": "fp32", torch.bfloat16: torch.float32}[written]
     assert not sums_in_bf16(args)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pipeline_model_parallel_layout": "E|ttttL"},
+        {"pipeline_model_parallel_layout": "E|ttttL", "bf16": True, "use_distributed_optimizer": True},
+        {"pipeline_model_parallel_layout": "E|ttttL", "bf16": True, "no_save_optim": True},
+        {"pipeline_model_parallel_layout": "E|ttttL", "bf16": True, "ckpt_format": "torch"},
+        {"pipeline_model_parallel_layout": "Et|tt|tL", "bf16": True, "optimizer": "muon", "muon_momentum": 0.95},
+        {"pipeline_model_parallel_layout": "Ettt|L", "bf16": True},
+        {"pipeline_model_parallel_size": 2, "swiglu": True, "bf16": True, "optimizer": "lion"},
+        {
+            "pipeline_model_parallel_size": 4,
+            "swiglu": True,
+            "bf16": True,
+            "optimizer": "lion",
+            "add_bias_linear": False,
+        },
+        {"dist_ckpt_optim_fully_reshardable": True, "optimizer": "lion", "bf16": True},
+        PRECISION_AWARE,
+        PRECISION_AWARE | {"dist_ckpt_optim_fully_reshardable": True, "bf16": False, "fp16": True, "clip_grad": 0.0},
+    ],
+    ids=str,
+)
+def test_optimizers_that_megatron_can_load_are_saved(defaults: argparse.Namespace, given: dict[str, object]):
+    refuse(_with(defaults, "1f1b-flush", {"save": "folder"} | given), "1f1b-flush")

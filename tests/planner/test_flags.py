@@ -493,6 +493,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
             "--use-precision-aware-optimizer needs --use-distributed-optimizer and Adam; give them, or leave it out",
         ),
         (f"{RUN} {AWARE} --optimizer sgd", "needs --use-distributed-optimizer and Adam; give them, or leave it out"),
+        (f"{RUN} {AWARE} --fp16", "clips no gradients in fp16; give --accumulate-allreduce-grads-in-fp32"),
         (f"{RUN} --exp-avg-dtype bf16", "bf16 needs --use-precision-aware-optimizer; give it, or use fp32"),
         (f"{RUN} {AWARE} --exp-avg-dtype bf8", "--exp-avg-dtype bf8"),
         (

@@ -12,7 +12,7 @@ from megatron_2bw.planner.pipeline.stages import chunks_in_flight, contents_of
 from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.specs.adam_state import AdamState
-from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Precision, Recompute, RecomputeMethod
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
@@ -374,6 +374,13 @@ def test_the_gradient_of_a_large_embedding():
         assert memory.stages(MODEL, layout(**shape))[0].activations_bytes == first.activations_bytes
         gradient = 2 * large.padded_vocab_size() * large.hidden_size
         assert first.working_bytes == pytest.approx(gradient - first.activations_bytes / in_flight)
+
+
+@pytest.mark.parametrize(("fp8", "of_state", "of_update"), [(Fp8.DELAYED, 6, 0), (Fp8.MXFP8, 8, 4)])
+def test_megatron_keeps_whole_main_weights_beside_some_recipes(fp8: Fp8, of_state: int, of_update: int):
+    """And copies gradients to fp32, as without a precision-aware optimizer."""
+    states = memory.state_bytes_per_weight(layout(adam_state=HALVED, gradients_in_bf16=True, fp8=fp8), 2)
+    assert (states.optimizer, states.update) == (of_state, of_update)
 
 
 def test_fp16_copies_gradients_for_the_update():

@@ -49,8 +49,16 @@ def test_sizes_in_megatrons_names() -> None:
         {"tp": 4, "pp": 4, "gbs": 128, "Model": "a label", "Data": "wikitext", "schedule": "Megatron", "BF16": "TRUE"},
         {"TP": 4, "PP": 4, "GBS": 128, "PRECISION": "BF16", "bf16": 1, "recompute": "None", "a-b": 1, "a_b": 2},
         {"tensor_parallel": 4, "pipeline_parallel_size": 4, "Global Batch Size": 128, "#-GPUs": 64, "gpus": None},
-        {"TP size": 4, "pipeline_stages": 4, "train_batch_size": 128, "VP": "n/a", "cp": "-", "n_gpus": 64},
-        {"tensor_model_parallel": 4, "depth": 4, "gbs": 128, "SeqLen": 8192, "num_nodes": 8, "micro batch": 1},
+        {
+            "TP size": 4,
+            "pipeline_stages": 4,
+            "train_batch_size": 128,
+            "VP": "n/a",
+            "cp": "-",
+            "n_gpus": 64,
+            "GPUs 2": 4,
+        },
+        {"tensor_model_parallel": 4, "num_stages": 4, "gbs": 128, "SeqLen": 8192, "num_nodes": 8, "micro batch": 1},
     ],
     ids=str,
 )
@@ -75,6 +83,15 @@ def test_precisions_as_switches(flags: dict[str, Any], precision: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "1F1B", "DAPPLE"])
 def test_names_of_one_schedule(name: str) -> None:
     assert predicted({**ROW, "schedule": name}) == predicted({**ROW, "schedule": "1f1b-flush"})
+
+
+def test_a_precision_aware_optimizer_as_megatrons_arguments_have_it() -> None:
+    """Once validated; on a command line, and in other tables, its precisions are words."""
+    row = {**ROW, "microbatch": 1, "distributed_optimizer": True, "use_precision_aware_optimizer": True}
+    words = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "main_grads_dtype": "bf16"}
+    types = {"exp_avg_dtype": "torch.bfloat16", "exp_avg_sq_dtype": "torch.uint8", "main_grads_dtype": "torch.bfloat16"}
+    assert predicted({**row, **types, "main_params_dtype": "torch.float32"}) == predicted({**row, **words})
+    assert predicted({**row, **words}) != predicted(row)
 
 
 def test_columns_of_tables_of_measurements() -> None:
@@ -220,7 +237,9 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
         ({"Context": 2}, "unknown key 'Context'; did you mean 'context'?"),
         ({"Data": "8"}, "unknown key 'Data'; did you mean 'data'?"),
         ({"GPUs": 8}, "GPUs 8 and gpus 64 disagree; leave out one of them"),
-        ({"n_gpus": "8 x 8", "gpus": None}, "gpus '8 x 8': give a whole number"),
+        ({"n_gpus": "8 x 8", "gpus": None}, "n_gpus '8 x 8': give a number, or rename the key where it is a remark"),
+        ({"Nodes": "gpu[1-8]"}, "Nodes 'gpu[1-8]': give a number, or rename the key where it is a remark"),
+        ({"# micro-batches": 3}, "num_microbatches 3: global_batch 128 has 32 per replica"),
         ({"SwiGLU": True}, "unknown key 'SwiGLU'; did you mean 'swiglu'?"),
         ({"BF16": False, "precision": "bf16"}, "bf16 False and precision bf16 disagree"),
         ({"NUM_MICROBATCHES": 3}, "num_microbatches 3: global_batch 128 has 32 per replica; leave out one of them"),

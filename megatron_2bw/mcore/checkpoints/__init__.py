@@ -1,1 +1,1 @@
-"""Checkpoints with several weight versions, of which none is there that is only half written."""
+"""Checkpoints with several weight versions; a half-written one is never left in place."""

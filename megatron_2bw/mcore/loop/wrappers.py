@@ -208,20 +208,20 @@ def _is_of(exit_: SystemExit, loop: Any) -> bool:
 def save_checkpoint(original: Any, iteration: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
     if _checkpoints(optimizer) is None:
         return original(iteration, model, optimizer, *rest, **keywords)
-    from megatron_2bw.mcore.checkpoints import folders as checkpoint_folders
+    from megatron_2bw.mcore.checkpoints import folders
 
-    return checkpoint_folders.save(original, iteration, model, optimizer, *rest, **keywords)
+    return folders.save(original, iteration, model, optimizer, *rest, **keywords)
 
 
 def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
     if _schedule() == MEGATRON:
         return original(model, optimizer, *rest, **keywords)
-    from megatron_2bw.mcore.checkpoints import folders as checkpoint_folders
+    from megatron_2bw.mcore.checkpoints import folders
     from megatron_2bw.mcore.updates.stock_optimizer import let_state_be_loaded
 
     if optimizer is not None:
         let_state_be_loaded(optimizer)
-    checkpoints, load = _checkpoints(optimizer), functools.partial(checkpoint_folders.load, original)
+    checkpoints, load = _checkpoints(optimizer), functools.partial(folders.load, original)
     if checkpoints is not None:
         load = functools.partial(checkpoints.load, load)
     return load(model, optimizer, *rest, **keywords)
@@ -230,9 +230,9 @@ def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **key
 def read_checkpoint(original: Any, load_dir: Any, args: Any, *rest: Any, **keywords: Any) -> Any:
     if _schedule(args) == MEGATRON:
         return original(load_dir, args, *rest, **keywords)
-    from megatron_2bw.mcore.checkpoints import folders as checkpoint_folders
+    from megatron_2bw.mcore.checkpoints import folders
 
-    result = checkpoint_folders.read(original, load_dir, args, *rest, **keywords)
+    result = folders.read(original, load_dir, args, *rest, **keywords)
     if active.checkpoints is not None:
         active.checkpoints.read(result)
     return result

@@ -75,8 +75,7 @@ def scaler_of(optimizer: Any) -> Any:
 
 def gradient_name(optimizer: Any) -> str:
     """Where the parameters that it updates have their gradients; a precision-aware one reads them in any precision."""
-    is_apart = getattr(optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
-    return "decoupled_grad" if is_apart else "grad"
+    return "decoupled_grad" if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
 
 
 class Accumulated(NamedTuple):

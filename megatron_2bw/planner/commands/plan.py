@@ -136,9 +136,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(BACKEND, choices=("deepep", "hybridep"), help="of flex (default: deepep)")
     limits.add_argument("--optimizer", help="adam, sgd, lion or muon (default: adam)")
-    limits.add_argument(PRECISION_AWARE, action="store_true", help="Transformer Engine's Adam, with a state in")
-    for flag, precisions in STORED_IN.items():
-        limits.add_argument(flag, choices=precisions, help="(default: fp32)")
+    of_engine = "use Transformer Engine's Adam, which can keep its state in fewer bits"
+    limits.add_argument(PRECISION_AWARE, action="store_true", help=of_engine)
+    for (flag, precisions), kept in zip(STORED_IN.items(), ("main weights", "first", "second moment"), strict=True):
+        limits.add_argument(flag, choices=precisions, help=f"{kept} (default: fp32)")
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
 
@@ -273,6 +274,7 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         f"--{args.precision}": args.precision,
         "--optimizer": args.optimizer,
         PRECISION_AWARE: args.use_precision_aware_optimizer or None,
+        **_stored_in(args),
         "--attention-backend": args.attention_backend,
         "--fp8-recipe": args.fp8_recipe,
         MODULES: args.recompute_modules,
@@ -359,10 +361,14 @@ def _space(args: argparse.Namespace, model: Model) -> Space:
     )
 
 
+def _stored_in(args: argparse.Namespace) -> dict[str, str | None]:
+    return {flag: getattr(args, flag[2:].replace("-", "_")) for flag in STORED_IN}
+
+
 def _adam_state(args: argparse.Namespace) -> AdamState | None:
     from megatron_2bw.planner.specs.adam_state import AdamState
 
-    given = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in STORED_IN}
+    given = _stored_in(args)
     if args.use_precision_aware_optimizer:
         if args.optimizer not in (None, "adam") or args.use_distributed_optimizer is False:
             others = "--optimizer and --no-use-distributed-optimizer"

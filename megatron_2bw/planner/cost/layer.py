@@ -181,8 +181,9 @@ def _backward(sizes: Sizes, machine: Machine) -> Parts:
 def _embedding(model: Model, split: Split, machine: Machine) -> Work:
     """Gather rows, add positions, drop out; one all-reduce forward.
 
-    The backward adds rows to a gradient that has all others, too: zeros in the precision of the weights
-    (``embedding_dense_backward``), which DistributedDataParallel's hook adds to the sum over microbatches.
+    The backward has a dense gradient, a row for every token of the vocabulary: zeros in the precision of the weights
+    (``embedding_dense_backward``), which DistributedDataParallel's hook adds to the sum over microbatches. That of
+    learned positions is small, and left out.
     """
     width, tokens = split.precision.width, model.tokens(split.microbatch, split.context)
     moved = 6 * width * tokens * model.hidden_size

@@ -9,7 +9,7 @@ from megatron_2bw.planner.cost import fp8
 from megatron_2bw.planner.cost.speeds import Machine
 from megatron_2bw.planner.pipeline.stages import Contents, contents_of, free_stages
 from megatron_2bw.planner.pipeline.weights import Weights
-from megatron_2bw.planner.specs.layout import FP32_BYTES, WITHOUT_OVERLAP, Layout, Precision
+from megatron_2bw.planner.specs.layout import FP32_BYTES, WITHOUT_OVERLAP, Layout
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.placement import is_paired
 from megatron_2bw.schedule.registry import BIDIRECTIONAL
@@ -172,7 +172,7 @@ def _tied_s(model: Model, layout: Layout, machine: Machine, word_embedding: int)
 def update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
     """Adam reads four fp32 numbers per weight and writes three; gradients are read for the norm and zeroed.
 
-    With one moment in place of two, three are read and two written; in other precisions, see ``adam_state``.
+    With one moment in place of two, three are read and two written; in other precisions, see ``_step_bytes``.
     """
     all_of_them = sum(held.weights for held in stage)
     shares = [layout.shards(held.replicas) for held in stage]
@@ -184,13 +184,18 @@ def update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
     return machine.elementwise_s(moved_bytes + all_of_them * layout.gradient_width)
 
 
+_PASSES_OVER_COPIES = {"fp16": 9, "bf16": 4, "fp8": 5}
+"""Of what is kept in fewer bits: how often ``FusedAdam.step`` reads or writes its copy in fp32."""
+
+
 def _step_bytes(layout: Layout) -> int:
-    """Moved per weight by an optimizer's step; what it copies to fp32 first, it reads and writes seven times more."""
+    """Moved per weight by an optimizer's step."""
     if layout.adam_state is None:
         return (3 + 2 * layout.optimizer.moments) * FP32_BYTES + layout.precision.width
-    is_joined = layout.adam_state.keeps_remainders(in_bf16=layout.precision is Precision.BF16)
-    weights = layout.precision.width * (2 if is_joined else 1)
-    return layout.gradient_width + 2 * layout.state_width + weights + 7 * layout.adam_state.copied_width
+    gradient = layout.gradient_width if layout.is_optimizer_apart else FP32_BYTES
+    weights = layout.precision.width * (2 if layout.has_remainders else 1)
+    copies = sum(map(_PASSES_OVER_COPIES.__getitem__, layout.adam_state.copied)) * FP32_BYTES
+    return gradient + 2 * layout.state_width + weights + copies
 
 
 def cast_s(layout: Layout, machine: Machine, weights: int) -> float:

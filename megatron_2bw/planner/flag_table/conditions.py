@@ -47,6 +47,23 @@ def leads_lion(args: Any) -> bool:
     return by_lion and getattr(args, "delay_correction", None) == "lead"
 
 
+def keeps_remainders(args: Any) -> bool:
+    """Of main weights, the precision-aware optimizer keeps what weights in bf16 lack."""
+    is_apart = getattr(args, "fp8_recipe", None) in (None, "delayed")
+    in_fp32 = str(getattr(args, "main_params_dtype", None)) in ("None", "fp32", "torch.float32")
+    return bool(args.use_precision_aware_optimizer and args.bf16 and in_fp32 and is_apart)
+
+
+def saves_optimizers(args: Any) -> bool:
+    """Checkpoints are written, with the optimizers' state."""
+    return bool(args.save) and not getattr(args, "no_save_optim", None)
+
+
+def reshards(args: Any) -> bool:
+    """Checkpoints hold optimizers in a form that other numbers of stages and tensor-parallel ranks can load."""
+    return saves_optimizers(args) and args.ckpt_format == "torch_dist" and bool(args.dist_ckpt_optim_fully_reshardable)
+
+
 def corrects_precision_aware(args: Any) -> bool:
     """A correction of updates that Transformer Engine's optimizer makes in precisions of its own."""
     return args.use_precision_aware_optimizer and getattr(args, "delay_correction", None) not in (None, "none")

@@ -11,6 +11,7 @@ from megatron_2bw.planner.flag_table.conditions import (
     has_uneven_optimizers,
     interleaves,
     is_sharded_by_layers,
+    keeps_remainders,
     leads_lion,
     leads_nothing,
     leads_too_far,
@@ -19,6 +20,8 @@ from megatron_2bw.planner.flag_table.conditions import (
     predicts_before_the_last_stage,
     quantizes,
     recomputes_biases,
+    reshards,
+    saves_optimizers,
     scatters_a_mean_to_fp32,
     shards_weights,
     sums_experts_over_wrong_ranks,
@@ -292,15 +295,37 @@ REFUSED: tuple[Refused, ...] = (
         OURS,
         "Megatron saves them and cannot load them: of an embedding alone on the first stage, and with muon or lion of "
         "a last stage without layers and of biases with SwiGLU",
-        "use --ckpt-format torch or --use-distributed-optimizer, give these stages a layer, or --disable-bias-linear",
-        is_set=lambda args: args.save and args.ckpt_format == "torch_dist" and has_uneven_optimizers(args),
+        "use --ckpt-format torch, or --use-distributed-optimizer",
+        is_set=lambda args: saves_optimizers(args) and args.ckpt_format == "torch_dist" and has_uneven_optimizers(args),
     ),
     Refused(
         "--dist-ckpt-optim-fully-reshardable with lion",
         OURS,
-        "Megatron saves that optimizer and cannot load it: it looks for a second moment",
+        "Megatron 0.19 saves that optimizer and cannot load it: it looks for a second moment",
         "leave the flag out",
-        is_set=lambda args: args.dist_ckpt_optim_fully_reshardable and args.save and args.optimizer == "lion",
+        is_set=lambda args: reshards(args) and args.optimizer == "lion" and is_sharded_by_layers(args),
+    ),
+    Refused(
+        "--use-precision-aware-optimizer with bf16, and --dist-ckpt-optim-fully-reshardable or --ckpt-format torch",
+        OURS,
+        "Megatron saves in fp32 what weights in bf16 lack of main weights, and Transformer Engine loads it in int16 "
+        "alone",
+        "leave the flag out, and use --ckpt-format torch_dist",
+        is_set=lambda args: (
+            keeps_remainders(args) and saves_optimizers(args) and (args.ckpt_format == "torch" or reshards(args))
+        ),
+    ),
+    Refused(
+        "--use-precision-aware-optimizer with fp16",
+        SYNCHRONOUS,
+        "Megatron clips no gradients in fp16 for it",
+        "give --accumulate-allreduce-grads-in-fp32, or --clip-grad 0",
+        is_set=lambda args: (
+            args.use_precision_aware_optimizer
+            and args.fp16
+            and args.clip_grad
+            and not args.accumulate_allreduce_grads_in_fp32
+        ),
     ),
     Refused(
         "--recompute-modules mlp with biases",

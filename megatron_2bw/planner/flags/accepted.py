@@ -68,7 +68,7 @@ STORED_IN = {
     "--exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
     "--exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
-"""What that optimizer keeps, in the order of ``AdamState``, and in which precisions Megatron lets it."""
+"""What that optimizer keeps, in the order of ``AdamState``, and the precisions that Megatron accepts."""
 MAIN_GRADIENTS = "--main-grads-dtype"
 _OF_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 
@@ -144,6 +144,10 @@ def _check_precision_aware(options: Options) -> None:
     is_adam = options.text("--optimizer", "adam") == "adam"
     if PRECISION_AWARE in options and not (is_adam and "--use-distributed-optimizer" in options):
         raise PlanError(f"{PRECISION_AWARE} needs --use-distributed-optimizer and Adam; give them, or leave it out")
+    is_clipped = options.real("--clip-grad", 1.0) and options.text("--pipeline-schedule") not in ("2bw", "pipedream")
+    sums_in_16_bits = "--fp16" in options and "--accumulate-allreduce-grads-in-fp32" not in options
+    if PRECISION_AWARE in options and is_clipped and sums_in_16_bits:
+        raise PlanError(f"{PRECISION_AWARE} clips no gradients in fp16; give --accumulate-allreduce-grads-in-fp32")
     for flag in (MAIN_GRADIENTS, *STORED_IN):
         precision = options.text(flag, "fp32")
         if precision != "fp32" and PRECISION_AWARE not in options:

@@ -249,6 +249,7 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
     captures = delayed and layout.gradient_buffers > 1
     kept = in_16_bits and layout.keeps_main_gradients
     copied = FP32_BYTES if in_16_bits and not kept else 0
+    of_state = layout.adam_state.copied_width if layout.adam_state is not None else 0
     return WeightStates(
         weight=width,
         older_weight=width if delayed or layout.schedule == "pipedream" else 0,
@@ -256,7 +257,7 @@ def state_bytes_per_weight(layout: Layout, replicas: int) -> WeightStates:
         captured_gradient=_shared(layout.gradient_width, shards) if captures else 0,
         optimizer=_shared(layout.state_width + kept * FP32_BYTES, shards),
         norm=_shared(copied, shards) if delayed else 0,
-        update=_shared(copied if layout.adam_state is None else layout.adam_state.copied_width, shards),
+        update=_shared((0 if layout.is_optimizer_apart else copied) + of_state, shards),
     )
 
 

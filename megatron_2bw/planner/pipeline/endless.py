@@ -1,8 +1,8 @@
 """Seconds per batch of 2BW, whose pipeline never drains, whatever its stages are, by following the microbatches.
 
 In step i, counted on from batch to batch, stage s runs forward ``i + (1+x)*(d-1-s)`` and then backward i, and updates
-where ``schedule.two_bw`` and ``schedule.lowering.with_gradient_copy`` say. What a step needs is of steps before or of a
-stage behind. So once everything is equally much later than some steps or batches before, that repeats.
+where ``schedule.systems.two_bw`` and ``schedule.lowering.with_gradient_copy`` say. What a step needs is of steps before
+or of a stage behind. So once everything is equally much later than some steps or batches before, that repeats.
 """
 
 from __future__ import annotations

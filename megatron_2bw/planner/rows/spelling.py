@@ -21,8 +21,8 @@ _HEADINGS = {"Model", "Name", "Kind", "Data", "Context", "Schedule"}
 """What a table may have over remarks of its own."""
 _SIZES = {
     "tensor": r"tensor(model)?parallel(ism)?(size|degree)?|tp(size|degree)",
-    "pipeline": r"pipeline(model)?parallel(ism)?(size|degree)?|pp(size|degree)|(num)?(pipeline)?stages|depth",
-    "context": r"context(parallel)(ism)?(size|degree)?|cp(size|degree)",
+    "pipeline": r"pipeline(model)?parallel(ism)?(size|degree)?|pp(size|degree)|(num)?pipelinestages|numstages",
+    "context": r"contextparallel(ism)?(size|degree)?|cp(size|degree)",
     "expert": r"expert(model)?parallel(ism)?(size|degree)?|ep(size|degree)",
     "expert_tensor": r"experttensorparallel(ism)?(size|degree)?|etp(size|degree)",
     "data": r"dataparallel(ism)?(size|degree)?|dp(size|degree)",
@@ -30,18 +30,19 @@ _SIZES = {
     "sequence_parallel": r"seq(uence)?parallel(ism)?",
     "gpus": r"(num|n|numberof|of)?gpus|gpucount|ngpu",
     "nodes": r"(num|n|numberof|of)?nodes|nodecount|nnode",
-    "global_batch": r"(global|train)batch(size)?",
+    "global_batch": r"globalbatch(size)?|trainbatchsize",
     "microbatch": r"microbatch(size)?|trainmicrobatchsizepergpu",
+    "num_microbatches": r"(num|n|numberof|of)?microbatches",
     "seq_length": r"seq(uence)?len(gth)?",
     "num_layers": r"(num|n)?layers",
     "hidden_size": r"hidden(size|dim)",
     "num_attention_heads": r"(num|n)?(attention)?heads",
     "vocab_size": r"vocab(ulary)?size",
 }
-"""What tables call the sizes of a row, in small letters and without all else; none of it means anything else."""
+"""What tables call the sizes of a row, in small letters and digits without all else, over numbers."""
 _UNCLEAR = re.compile(
     "b|batch(size)?|m|mp(size)?|modelparallel(ism)?(size)?|zero(stage|level)?|(activation|gradient)?checkpointing|"
-    "recomputation|maxseq(uence)?len(gth)?|(num)?devices"
+    "recomputation|maxseq(uence)?len(gth)?|(num)?devices|depth|stages|trainbatch"
 )
 """What a table could call a size or a choice of ours, and something else."""
 _NOTHING_GIVEN = ("", "-", "n/a", "na")
@@ -66,6 +67,8 @@ def as_arguments(row: dict[str, Any]) -> dict[str, Any]:
         name = _name(key)
         if name not in _TEXTS:
             value = _meant(value)
+        if name in _SIZES and name != _SAME.get(_spelled(key), _spelled(key)) and isinstance(value, str):
+            raise PlanError(f"{key} {value!r}: give a number, or rename the key where it is a remark")
         if keys.setdefault(name, key) != key and found[name] != value:
             if _means_something(name):
                 raise PlanError(f"{key} {value!r} and {keys[name]} {found[name]!r} disagree; leave out one of them")
@@ -80,12 +83,19 @@ def _name(key: str) -> str:
     >>> _name("TP"), _name("# of GPUs"), _name("tensor_parallel"), _name("Context"), _name("tokens/s")
     ('tp', 'gpus', 'tensor', 'Context', 'tokens/s')
     """
-    name = key.removeprefix("--").replace("-", "_")
-    name = name.lower() if name.isupper() else name
+    name = _spelled(key)
     if not _means_something(name):
-        letters = re.sub("[^a-z]", "", key.lower())
-        name = next((size for size, other in _SIZES.items() if re.fullmatch(other, letters)), name)
+        name = next((size for size, other in _SIZES.items() if re.fullmatch(other, _plain(key))), name)
     return _SAME.get(name, name)
+
+
+def _spelled(key: str) -> str:
+    name = key.removeprefix("--").replace("-", "_")
+    return name.lower() if name.isupper() else name
+
+
+def _plain(key: str) -> str:
+    return re.sub("[^a-z0-9]", "", key.lower())
 
 
 def _means_something(name: str) -> bool:
@@ -124,7 +134,7 @@ def unclear(row: dict[str, Any]) -> list[str]:
     ['zero_stage: nothing here reads it', 'mp: nothing here reads it']
     """
     unread = (key for key in row if not _means_something(key))
-    return [f"{key}: nothing here reads it" for key in unread if _UNCLEAR.fullmatch(re.sub("[^a-z]", "", key.lower()))]
+    return [f"{key}: nothing here reads it" for key in unread if _UNCLEAR.fullmatch(_plain(key))]
 
 
 def check_spelling(row: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """What Transformer Engine's precision-aware Adam keeps of every weight.
 
-As in ``transformer_engine/pytorch/optimizers/fused_adam.py`` of version 2.1 and later, and in Megatron-Core's
-``OptimizerConfig``, which stores remainders unless a training script says otherwise.
+As in ``transformer_engine/pytorch/optimizers/fused_adam.py`` (2026-08-22), and in Megatron-Core's ``OptimizerConfig``,
+which stores remainders from Transformer Engine 2.1 on, unless a training script says otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 class AdamState(NamedTuple):
     """``--use-precision-aware-optimizer``: precisions of what is kept.
 
-    >>> AdamState(first_moment="bf16", second_moment="bf16").width(in_bf16=True)
+    >>> AdamState(first_moment="bf16", second_moment="bf16").width(has_remainders=True)
     6
     >>> AdamState(first_moment="bf16", second_moment="fp8").copied_width
     8
@@ -28,22 +28,23 @@ class AdamState(NamedTuple):
     second_moment: str = "fp32"
     """``--exp-avg-sq-dtype``."""
 
-    def keeps_remainders(self, *, in_bf16: bool) -> bool:
-        """Whether, of main weights, only those 16 bits are kept that weights in bf16 lack."""
-        return in_bf16 and self.main_weight == "fp32"
-
-    def width(self, *, in_bf16: bool) -> int:
+    def width(self, *, has_remainders: bool) -> int:
         """Bytes per weight.
 
         Args:
-            in_bf16: whether the model's weights are.
+            has_remainders: of main weights, only those 16 bits are kept that the model's weights lack.
         """
-        main_weight = WIDTHS["bf16" if self.keeps_remainders(in_bf16=in_bf16) else self.main_weight]
+        main_weight = WIDTHS["bf16" if has_remainders else self.main_weight]
         return main_weight + WIDTHS[self.first_moment] + WIDTHS[self.second_moment]
 
     @property
-    def copied_width(self) -> int:
-        """Bytes per weight of copies in fp32 that an update makes; its kernel reads fp32, and two moments in bf16."""
+    def copied(self) -> tuple[str, ...]:
+        """What an update copies to fp32, and back; its kernel reads fp32, and two moments in bf16."""
         moments = self.first_moment, self.second_moment
-        copied = [self.main_weight, *(moments if moments != ("bf16", "bf16") else ())]
-        return WIDTHS["fp32"] * sum(number != "fp32" for number in copied)
+        numbers = self.main_weight, *(moments if moments != ("bf16", "bf16") else ())
+        return tuple(number for number in numbers if number != "fp32")
+
+    @property
+    def copied_width(self) -> int:
+        """Bytes per weight of these copies."""
+        return WIDTHS["fp32"] * len(self.copied)

@@ -281,10 +281,26 @@ class Layout:
         return 2 if in_fp16 or (self.gradients_in_bf16 and self.precision is Precision.BF16) else 4
 
     @property
+    def is_optimizer_apart(self) -> bool:
+        """Whether a precision-aware optimizer keeps main weights and reads gradients in their precision.
+
+        ``use_precision_aware_optimizer_no_fp8_or_ds_fp8``: otherwise Megatron does both, in fp32.
+        """
+        if self.adam_state is None:
+            return False
+        return self.adam_state.main_weight != "fp32" or self.fp8 in (Fp8.NONE, Fp8.DELAYED)
+
+    @property
+    def has_remainders(self) -> bool:
+        """Whether, of main weights in fp32, only what the model's weights in bf16 lack is kept."""
+        is_in_fp32 = self.adam_state is not None and self.adam_state.main_weight == "fp32"
+        return is_in_fp32 and self.is_optimizer_apart and self.precision is Precision.BF16
+
+    @property
     def state_width(self) -> int:
         """Bytes per weight of what the optimizer keeps: moments, and main weights where the model's are in 16 bits."""
         if self.adam_state is not None:
-            return self.adam_state.width(in_bf16=self.precision is Precision.BF16)
+            return self.adam_state.width(has_remainders=self.has_remainders)
         main_weight = 0 if self.precision is Precision.FP32 else FP32_BYTES
         return main_weight + self.optimizer.moments * FP32_BYTES
 
