@@ -122,15 +122,10 @@ def aleph_alpha(folder: Path = DATA) -> Iterator[Row]:
     sizes and times give the published utilization. Some of the runs have room for gradients in 16 bits alone.
     """
     for row in read("aleph_alpha_a100.csv", folder):
-        tensor = int(row["tp"])
         layout = Layout(
             schedule="1f1b-flush",
-            pipeline=int(row["pp"]),
-            tensor=tensor,
-            data=int(row["dp"]),
-            microbatch=int(row["mbs"]),
-            global_batch=int(row["gbs"]),
-            sequence_parallel=tensor > 1 and row["sequence_parallel"] == "1",
+            **sizes(row),
+            sequence_parallel=int(row["tp"]) > 1 and row["sequence_parallel"] == "1",
             distributed_optimizer=True,
             gradients_in_bf16=True,
         )
@@ -149,15 +144,17 @@ def aleph_alpha(folder: Path = DATA) -> Iterator[Row]:
         )
 
 
+def sizes(row: dict[str, str]) -> dict[str, int]:
+    """Fields of a Layout that tables have under the same short names."""
+    names = {"pipeline": "pp", "data": "dp", "tensor": "tp", "microbatch": "mbs", "global_batch": "gbs"}
+    return {field: int(row[name]) for field, name in names.items()}
+
+
 def _recomputed(row: dict[str, str]) -> Layout:
     """Everything recomputed, under 1F1B."""
     return Layout(
         schedule="megatron",
-        pipeline=int(row["pp"]),
-        data=int(row["dp"]),
-        tensor=int(row["tp"]),
-        microbatch=int(row["mbs"]),
-        global_batch=int(row["gbs"]),
+        **sizes(row),
         recompute=Recompute.FULL,
         **OLD_MEGATRON,
     )
@@ -287,11 +284,7 @@ def _llama(row: dict[str, str]) -> Row:
     )
     layout = Layout(
         schedule="megatron",
-        pipeline=int(row["pp"]),
-        data=int(row["dp"]),
-        tensor=int(row["tp"]),
-        microbatch=int(row["mbs"]),
-        global_batch=int(row["gbs"]),
+        **sizes(row),
         distributed_optimizer=True,
         fused_swiglu=False,
     )

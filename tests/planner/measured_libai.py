@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.layout import Layout, Recompute
 from megatron_2bw.planner.specs.model import Kind
-from tests.planner.measured import DATA, OLD_MEGATRON, Row, gpt, read
+from tests.planner.measured import DATA, OLD_MEGATRON, Row, gpt, read, sizes
 
 
 def times(folder: Path = DATA) -> Iterator[Row]:
@@ -27,11 +27,7 @@ def times(folder: Path = DATA) -> Iterator[Row]:
     for row in read("libai_v100.csv", folder):
         layout = Layout(
             schedule="megatron",
-            pipeline=int(row["pp"]),
-            data=int(row["dp"]),
-            tensor=int(row["tp"]),
-            microbatch=int(row["mbs"]),
-            global_batch=int(row["gbs"]),
+            **sizes(row),
             recompute=Recompute(row["recompute"]),
             **OLD_MEGATRON,
         )

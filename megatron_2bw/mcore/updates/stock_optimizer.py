@@ -105,8 +105,9 @@ def _accumulated(optimizer: Any, buffered: Callable[[torch.Tensor], torch.Tensor
         optimizer._copy_model_grads_to_main_grads()
     else:
         optimizer.prepare_grads()
+    name = gradient_name(optimizer)
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    found = ((parameter, getattr(parameter, gradient_name(optimizer), None)) for parameter in parameters)
+    found = ((parameter, getattr(parameter, name, None)) for parameter in parameters)
     gradients = [(parameter, buffered(gradient)) for parameter, gradient in found if gradient is not None]
     for_norm = [buffered(gradient) for gradient in _gradients_for_norm(optimizer)]
     optimizer.zero_grad()

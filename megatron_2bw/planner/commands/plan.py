@@ -23,7 +23,15 @@ from megatron_2bw.planner.commands.arguments import (
     listed,
 )
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags.accepted import BACKEND, FLEX, MODULES, PIPELINE_LAYOUT, PRECISION_AWARE, STORED_IN
+from megatron_2bw.planner.flags.accepted import (
+    BACKEND,
+    FLEX,
+    MODULES,
+    PIPELINE_LAYOUT,
+    PRECISION_AWARE,
+    STORED_IN,
+    check_in_fp32,
+)
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.search.search import Plan
@@ -374,9 +382,7 @@ def _adam_state(args: argparse.Namespace) -> AdamState | None:
             others = "--optimizer and --no-use-distributed-optimizer"
             raise PlanError(f"{PRECISION_AWARE} is a distributed Adam; leave it out, or {others}")
         return AdamState(*(value or "fp32" for value in given.values()))
-    for flag, value in given.items():
-        if value not in (None, "fp32"):
-            raise PlanError(f"{flag} {value} needs {PRECISION_AWARE}; give it, or use fp32")
+    check_in_fp32(given)
     return None
 
 

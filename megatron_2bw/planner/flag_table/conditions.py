@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flag_table.rows import above, given, sums_in_bf16
+from megatron_2bw.planner.flag_table.rows import above, given, stored_in, sums_in_bf16
 from megatron_2bw.planner.specs.pipeline_layout import (
     EMBEDDING,
     LAYER,
@@ -50,7 +50,7 @@ def leads_lion(args: Any) -> bool:
 def keeps_remainders(args: Any) -> bool:
     """Of main weights, the precision-aware optimizer keeps what weights in bf16 lack."""
     is_apart = getattr(args, "fp8_recipe", None) in (None, "delayed")
-    in_fp32 = str(getattr(args, "main_params_dtype", None)) in ("None", "fp32", "torch.float32")
+    in_fp32 = stored_in(args, "main_params_dtype") == "fp32"
     return bool(args.use_precision_aware_optimizer and args.bf16 and in_fp32 and is_apart)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_2bw.planner.specs.adam_state import TORCH_NAMES
 from megatron_2bw.schedule.registry import DELAYED, MEGATRON, SCHEDULES
 
 OURS = frozenset(SCHEDULES)
@@ -39,8 +40,13 @@ def above(name: str, limit: float) -> Callable[[Any], bool]:
 
 def sums_in_bf16(args: Any) -> bool:
     """Whether gradients are summed in bf16; the flags say nothing in other precisions."""
-    is_in_bf16 = str(getattr(args, "main_grads_dtype", None)) in ("bf16", "torch.bfloat16")
-    return args.bf16 and (args.grad_reduce_in_bf16 or is_in_bf16)
+    return args.bf16 and (args.grad_reduce_in_bf16 or stored_in(args, "main_grads_dtype") == "bf16")
+
+
+def stored_in(args: Any, name: str) -> str:
+    """The precision that an argument says, before and after Megatron has made a type of it; fp32 by default."""
+    value = str(getattr(args, name, None) or "fp32")
+    return TORCH_NAMES.get(value, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.multiples import nearest_divisor
@@ -139,6 +141,17 @@ def check_accepted(options: Options) -> None:
                 raise PlanError(f"--overlap-param-gather needs {flag}; give it, or leave the overlap out")
 
 
+def check_in_fp32(precisions: Mapping[str, str | None]) -> None:
+    """Whether flags, by what is given or None, ask for nothing that the precision-aware optimizer alone has.
+
+    Raises:
+        PlanError: one does.
+    """
+    for flag, precision in precisions.items():
+        if precision not in (None, "fp32"):
+            raise PlanError(f"{flag} {precision} needs {PRECISION_AWARE}; give it, or use fp32")
+
+
 def _check_precision_aware(options: Options) -> None:
     """Whether Adam's state and gradients may be in those precisions: ``OptimizerConfig``, ``validate_args``."""
     is_adam = options.text("--optimizer", "adam") == "adam"
@@ -148,10 +161,8 @@ def _check_precision_aware(options: Options) -> None:
     sums_in_16_bits = "--fp16" in options and "--accumulate-allreduce-grads-in-fp32" not in options
     if PRECISION_AWARE in options and is_clipped and sums_in_16_bits:
         raise PlanError(f"{PRECISION_AWARE} clips no gradients in fp16; give --accumulate-allreduce-grads-in-fp32")
-    for flag in (MAIN_GRADIENTS, *STORED_IN):
-        precision = options.text(flag, "fp32")
-        if precision != "fp32" and PRECISION_AWARE not in options:
-            raise PlanError(f"{flag} {precision} needs {PRECISION_AWARE}; give it, or use fp32")
+    if PRECISION_AWARE not in options:
+        check_in_fp32({flag: options.text(flag, "fp32") for flag in (MAIN_GRADIENTS, *STORED_IN)})
     if options.text(MAIN_GRADIENTS) == "bf16" and "--accumulate-allreduce-grads-in-fp32" in options:
         raise PlanError(f"{MAIN_GRADIENTS} bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; use fp32")
 

@@ -159,7 +159,8 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int, kept_as: L
     every = [chunk for chunks in held for chunk in chunks]
     losses = _losses(layout, stage) if any(chunk.loss for chunk in every) else 0
     kept = _kept(model, kept_as or layout, shares, stage, every, losses)
-    logits, working = _peak(model, layout, shares, every, losses, kept / max(chunks_in_flight(layout, stage), 1))
+    freed = kept / max(chunks_in_flight(layout, stage), 1) if any(map(_looks_up, every)) else None
+    logits, working = _peak(model, layout, shares, every, losses, freed)
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
     of_layers = sum(shares.weights.of_layers(chunk) + shares.weights.experts_of(chunk) for chunk in held[0])
     return StageMemory(
@@ -312,17 +313,16 @@ def _losses(layout: Layout, stage: int) -> int:
 
 
 def _peak(
-    model: Model, layout: Layout, shares: _Shares, held: Sequence[Contents], losses: int, kept_by_one: float
+    model: Model, layout: Layout, shares: _Shares, held: Sequence[Contents], losses: int, freed: float | None
 ) -> tuple[float, float]:
     """Bytes of so many losses, and of what is under way in a chunk, at the moment that takes more.
 
     Args:
-        kept_by_one: bytes that one forward of a chunk left, which are given back when its embedding has its backward.
+        freed: bytes that one forward of a chunk left, given back when its embedding has its backward; None without one.
     """
     working = max(_working(layout, shares, chunk) for chunk in held)
-    if any(chunk.embedding or chunk.mtp for chunk in held):
-        embedding = layout.precision.width * model.padded_vocab_size(layout.tensor) / layout.tensor * model.hidden_size
-        working = max(working, embedding - kept_by_one)  # Its gradient has all rows.
+    if freed is not None:  # The embedding's gradient has all rows.
+        working = max(working, layout.precision.width * shares.weights.word_embedding - freed)
     if not losses:
         return 0.0, working
     loss = activations.of_loss(model, layout)
@@ -330,6 +330,11 @@ def _peak(
     in_layer = (losses - 1) * kept
     at_loss = losses * kept + loss.working
     return (at_loss, 0.0) if at_loss > in_layer + working else (in_layer, working)
+
+
+def _looks_up(held: Contents) -> bool:
+    """Whether a chunk has an embedding."""
+    return held.embedding or held.mtp > 0
 
 
 def _working(layout: Layout, shares: _Shares, held: Contents) -> float:

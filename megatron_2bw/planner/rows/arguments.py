@@ -13,6 +13,7 @@ from megatron_2bw.planner.flags.argument_flags import NEGATED, flag_of
 from megatron_2bw.planner.flags.flags import FP8_FORMATS, LAYOUT_NUMBERS, SPELLED, SWITCHES
 from megatron_2bw.planner.flags.model_flags import MODEL_NUMBERS
 from megatron_2bw.planner.papers.automatic import AUTO
+from megatron_2bw.planner.specs.adam_state import TORCH_NAMES
 from megatron_2bw.planner.specs.inputs import checked
 from megatron_2bw.planner.specs.layout import Layout, Precision
 from megatron_2bw.planner.specs.model import Model
@@ -69,7 +70,6 @@ MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "giv
 LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name not in ("optimizer", "adam_state")}
 """Fields that a row may have. Megatron has more optimizers than ours; its flags say which one, and what it keeps."""
 KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
-_STORED = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
 _NAMES_OF_VALUES = ("precision", "recompute", "recompute_granularity", "recompute_method", "fp8", "kind", "dispatcher")
 """Keys whose values tables have in capitals, too."""
 _ALIKE = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "add_position_embedding", "pad_vocab_size")
@@ -171,7 +171,7 @@ def flags_of(row: dict[str, Any]) -> dict[str, list[str]]:
         if flag in SWITCHES:
             value = checked(value, bool, key)
         if flag in (MAIN_GRADIENTS, *STORED_IN):
-            value = _STORED.get(value, value)
+            value = TORCH_NAMES.get(value, value)
         words = _words(not value if key in NEGATED else value)
         other, there = found.setdefault(flag, (key, words))
         if there != words and flag in SPELLED:

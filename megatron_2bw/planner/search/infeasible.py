@@ -16,7 +16,7 @@ from megatron_2bw.planner.search.candidates import Candidates
 from megatron_2bw.planner.search.decisions import STEPS
 from megatron_2bw.planner.search.finder import Finder, parts_of
 from megatron_2bw.planner.specs.layout import Layout
-from megatron_2bw.planner.specs.space import Space, field_of
+from megatron_2bw.planner.specs.space import FIXED, Space, field_of
 from megatron_2bw.planner.table import GIB, billions, gib
 from megatron_2bw.schedule.systems.two_bw import MOST_EXTRA_IN_FLIGHT
 
@@ -142,8 +142,7 @@ class Infeasible:
         if nearest is not None:
             value, layout = nearest
             return f"{self._rule_broken(layout, field, value)}; use {field} {getattr(layout, field)}"
-        chosen = "optimizer", "adam_state", "precision", "fp8", "dispatcher", "fused_attention", "tight"
-        lifted = Space(**{name: getattr(space, name) for name in chosen})
+        lifted = Space(**{name: getattr(space, name) for name in (*FIXED, "dispatcher", "tight")})
         found = self.finder.of_other(space=lifted).first()
         given = ", ".join(map(str, limit))
         return (

@@ -21,7 +21,7 @@ from megatron_2bw.planner.search.savings import group_sizes, min_until
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Dispatcher, Layout, Precision, Recompute
 from megatron_2bw.planner.specs.model import Kind, Model
-from megatron_2bw.planner.specs.space import LEAST_TOKENS
+from megatron_2bw.planner.specs.space import FIXED, LEAST_TOKENS
 from megatron_2bw.planner.table import GIB
 
 
@@ -216,8 +216,7 @@ class Shapes:
         """With these fields, and what is usual for the others."""
         space = self.decisions.space
         defaults = {name: getattr(shape, name) for name in _SIZES}
-        fixed = ("optimizer", "adam_state", "precision", "fp8", "fused_attention")
-        defaults |= {name: getattr(space, name) for name in fixed}
+        defaults |= {name: getattr(space, name) for name in FIXED}
         defaults["dispatcher"] = space.dispatcher if shape.expert > 1 else Dispatcher.ALLTOALL
         defaults["gradients_in_fp32"] = space.adam_state is not None and space.precision is Precision.FP16
         return Layout(**{"global_batch": self.global_batch, **defaults, **more})

@@ -12,6 +12,10 @@ WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Bytes per number."""
 
 
+TORCH_NAMES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
+"""What Megatron turns the words of its flags into."""
+
+
 class AdamState(NamedTuple):
     """``--use-precision-aware-optimizer``: precisions of what is kept.
 

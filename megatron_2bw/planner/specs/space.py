@@ -41,6 +41,10 @@ def field_of(dimension: str) -> str:
     return _FIELDS.get(dimension, dimension)
 
 
+FIXED = ("optimizer", "adam_state", "precision", "fp8", "fused_attention")
+"""What all layouts of a space have from it as it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """Values that each dimension may take; None: all that make sense."""
