@@ -126,6 +126,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         module=_TRAINING,
+        name="clip_qk",
+        wrapper=wrappers.clip_attention,
+        parameters=("model",),
+        why="it would clip weights by what forwards of two batches recorded, and meet the replicas for it",
+    ),
+    Hook(
+        module=_TRAINING,
         name="training_log",
         wrapper=wrappers.training_log,
         parameters=("skipped_iter",),

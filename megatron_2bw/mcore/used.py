@@ -120,6 +120,9 @@ USED: tuple[Used, ...] = (
         name="MetricEntry",
         parameters=("values", "reduce_group", "avg_group", "needs_dp_avg"),
     ),
+    # Attention.
+    *_names("megatron.core.transformer.attention", "SelfAttention.clip_qk"),
+    *_names("megatron.core.transformer.multi_latent_attention", "MLASelfAttention.clip_qk"),
     # The training loop.
     *_names("megatron.training", "get_args", "get_timers"),
     *_names("megatron.training.utils", "print_rank_0"),

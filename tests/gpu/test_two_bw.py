@@ -10,7 +10,7 @@ import pytest
 from tests.mcore.case import Case, Fault
 from tests.mcore.compare import differing
 from tests.mcore.faults import INFINITE_GRADIENT
-from tests.mcore.features import EXPERTS, IN_BF16, LLAMA
+from tests.mcore.features import EXPERTS, GROUPED, IN_BF16, LLAMA
 from tests.mcore.harness import collect, run
 from tests.mcore.matrix import compared
 from tests.mcore.memory import Memory, measure
@@ -51,6 +51,7 @@ SETTINGS = {
         flags=("--pipeline-gradient-buffers", "1"),
     ),
     "GQA, SwiGLU, RoPE, RMSNorm, bf16": replace(CASE, model=OF_LLAMA, precision="bf16", tied=False),
+    "clipped attention, bf16": replace(CASE, model=GROUPED, precision="bf16", tied=False, clip_attention=0.2),
     "experts, bf16": replace(CASE, model=EXPERTS, precision="bf16", tied=False),
 }
 
@@ -80,6 +81,15 @@ def test_weight_gradients_fused_into_the_buffer(layers: str) -> None:
     case = replace(CASE, precision="bf16", fused_gradients=True, model=("--transformer-impl", layers))
     comparison = compared(case)
     assert comparison.problems() == []
+
+
+@pytest.mark.skipif(not HAS_ENGINE, reason="needs Transformer Engine's attention")
+def test_attention_that_records_its_logits() -> None:
+    model = (*GROUPED, "--transformer-impl", "transformer_engine")
+    case = replace(CASE, precision="bf16", tied=False, model=model, clip_attention=0.2)
+    assert compared(case).problems() == []
+    unclipped = oracle(replace(case, clip_attention=9.0), delay=1)
+    assert differing(oracle(case, delay=1), unclipped, norms=False) != []
 
 
 def test_an_overflow_skips_the_batch_of_the_oracle() -> None:

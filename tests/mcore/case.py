@@ -100,6 +100,8 @@ class Case:
     """Value of ``--synchronous-warmup-iters``."""
     fused_gradients: bool = False
     """Weight gradients are added to ``main_grad`` in the backward; see ``stand_ins``."""
+    clip_attention: float = 0.0
+    """The largest logit that QK-clip allows; 0 for any. With attention that records them, see ``attention``."""
     frozen: tuple[str, ...] = ()
     """Weights that are not trained: how their names in the undivided model begin."""
     model: tuple[str, ...] = ()

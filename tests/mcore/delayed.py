@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .attention import Clip
 from .case import EVALUATION_ITERATIONS, LAYERS, MICRO_BATCH_SIZE, Case
 from .fused_adam import FusedAdam, rounded
 from .loss_scale import LossScale
@@ -62,7 +63,7 @@ class Training:
     delayed, the gradients of the others are those at ``W(t)``. The loss scale is part of the version:
     that of batch t knows the overflows of the batches before V. An overflow skips the update:
     ``W(t+1) = W(t)``, and the learning rate does not move on. The biases of experts belong to the version, too; they
-    move after every batch, skipped or not.
+    move after every batch, skipped or not. So does QK-clip: by the logits of batch t, it scales ``W(t+1)``.
     """
 
     case: Case
@@ -90,6 +91,7 @@ class Training:
     more_delay: list[int]
     """Per parameter of the model, then per bias of the routers, beside that of the rules."""
     routers: Routers
+    attention: Clip
     data: Any
     record: RankRecord
     updates: int = 0
@@ -110,11 +112,12 @@ class Training:
             self.loss_scale.update(overflow)
             if overflow:
                 self.record.norms.append(None)
-                weights_after = versions[-1][: len(self.main)]
+                weights_after = [weight.clone() for weight in versions[-1][: len(self.main)]]
             else:
                 self.update(batch, span, gradients)
                 weights_after = self.compute_copy(batch)
             self.routers.update()
+            self.clip_attention(weights_after)
             versions.append([*weights_after, *self.routers.newest])
             scales.append(self.loss_scale.value)
             self.load(versions[-1])
@@ -133,6 +136,13 @@ class Training:
             return list(map(rounded, mains))
         return [main.to(p.dtype, copy=True) for main, p in zip(mains, self.model.parameters(), strict=True)]
 
+    def clip_attention(self, copy: list[torch.Tensor]) -> None:
+        """Of the newest weights, the main ones and their ``copy``."""
+        after = {
+            p: (main.data, weight) for p, main, weight in zip(self.model.parameters(), self.main, copy, strict=True)
+        }
+        self.attention.update(lambda parameter: after[parameter])
+
     def load(self, version: list[torch.Tensor]) -> None:
         for tensor, value in zip([*self.model.parameters(), *self.routers.biases], version, strict=True):
             tensor.data.copy_(value)
@@ -146,6 +156,7 @@ class Training:
         """
         case, tokens = self.case, 0
         self.routers.begin_batch()
+        self.attention.begin_batch()
         self.count_tokens(span, older, newest)
         sums: list[list[torch.Tensor]] = []
         for replica in range(case.replicas):
@@ -383,6 +394,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
             for name in [*(shard.name for shard in named.values()), *routers.names]
         ],
         routers=routers,
+        attention=Clip(model, case.clip_attention, parallel_state.get_context_parallel_group()),
         data=training_samples(case.kind, case.samples(sum(case.sizes()))),
         record=record,
     )

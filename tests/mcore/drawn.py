@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from .case import Case
 from .features import (
@@ -42,7 +43,7 @@ def drawn(seed: str) -> Case:
     model += IN_BF16 if optimizer["precision"] == "bf16" and draw.random() < 0.3 else ()
     if draw.random() < 0.25:
         flags += ("--overlap-grad-reduce", *["--overlap-param-gather"] * optimizer["distributed_optimizer"])
-    return Case(
+    case = Case(
         schedule="2bw",
         kind=kind,
         stages=stages,
@@ -74,6 +75,9 @@ def drawn(seed: str) -> Case:
         if shards_adam and optimizer["precision"] != "fp32" and not optimizer["lead"]
         else "",
     )
+    if kind != "gpt" or (shards_adam and case.precision != "fp32") or (tensor > 1 and not set(LATENT) <= set(model)):
+        return case
+    return replace(case, clip_attention=draw.choice([0.0, 0.0, 0.05, 0.3]))
 
 
 def _gpt(draw: random.Random, *, further_tokens: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -11,6 +11,7 @@ LLAMA = tuple(
     "--num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --disable-bias-linear "
     "--position-embedding-type rope --normalization RMSNorm --qk-layernorm".split()
 )
+GROUPED = tuple("--num-attention-heads 4 --group-query-attention --num-query-groups 2".split())
 LATENT = tuple(
     "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
     "--v-head-dim 16 --rope-type rope --normalization RMSNorm".split()
@@ -104,6 +105,10 @@ EXACT = {
     "whole experts, tensor parallel, distributed optimizer": replace(
         EXPERTS_IN_TENSOR_PARALLEL, expert_tensor_parallel=1, distributed_optimizer=True
     ),
+    "clipped attention, GQA, fp16": replace(TWO_REPLICAS, model=GROUPED, precision="fp16", clip_attention=0.2),
+    "clipped latent attention, muon, distributed optimizer, tensor parallel, half delayed": replace(
+        SHARDED_BY_LAYERS, microbatches=4, model=LATENT, clip_attention=0.045, tensor_parallel=2, delayed=2
+    ),
     "pipeline layout": replace(CASE, stages=3, flags=("--pipeline-model-parallel-layout", "Et|ttt|L"), tied=True),
     "fused gradients, bf16": replace(CASE, fused_gradients=True, precision="bf16", tied=True),
     "gradients in bf16, tensor and sequence parallel": replace(
@@ -156,6 +161,18 @@ EXACT = {
 }
 """In the test suite."""
 MORE = {
+    "clipped attention, context parallel, lead": replace(
+        CASE, context_parallel=2, model=GROUPED, lead=1.0, clip_attention=0.2
+    ),
+    "clipped attention, experts, full recompute, update-lead": replace(
+        CASE,
+        model=(*GROUPED, *EXPERTS),
+        precision="bf16",
+        recompute="full",
+        lead=1.0,
+        correction="update-lead",
+        clip_attention=0.2,
+    ),
     "GQA": replace(CASE, model=("--group-query-attention", "--num-query-groups", "1")),
     "SwiGLU": replace(CASE, model=("--swiglu",)),
     "RoPE": replace(CASE, model=("--position-embedding-type", "rope")),

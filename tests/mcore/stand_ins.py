@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import fused_adam
+from . import attention, fused_adam
 from .case import Case
 
 
@@ -41,6 +41,8 @@ def install(case: Case, args: Any) -> None:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         WrappedTorchNorm.__new__ = _sequence_parallel_norm
+    if case.clip_attention:
+        attention.record_logits(args, case.clip_attention)
     if case.context_parallel > 1 and args.transformer_impl == "local":
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 

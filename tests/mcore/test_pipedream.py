@@ -30,6 +30,7 @@ PIPEDREAM = Case(schedule="pipedream", tied=False, record_gradients=True)
         replace(PIPEDREAM, stages=2, optimizer="lion"),
         replace(PIPEDREAM, stages=4, model=BIASED),
         replace(PIPEDREAM, stages=2, replicas=2, optimizer="muon", distributed_optimizer=True, precision="bf16"),
+        replace(PIPEDREAM, stages=2, replicas=2, precision="bf16", clip_attention=0.2),
     ],
     ids=[
         "d2",
@@ -42,6 +43,7 @@ PIPEDREAM = Case(schedule="pipedream", tied=False, record_gradients=True)
         "lion",
         "biases of experts",
         "muon, distributed",
+        "clipped attention",
     ],
 )
 def test_equal_to_the_last_bit(case: Case) -> None:

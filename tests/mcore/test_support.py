@@ -176,6 +176,13 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"save": "folder", "non_persistent_save_interval": 2}
     ],
     "--qk-clip / --log-max-attention-logit": [{"qk_clip": True}, {"log_max_attention_logit": True}],
+    "--qk-clip with --use-distributed-optimizer, adam or sgd, in bf16 or fp16": [
+        {"qk_clip": True, "use_distributed_optimizer": True, precision: True} for precision in ("bf16", "fp16")
+    ],
+    "--qk-clip with --tensor-model-parallel-size, without --multi-latent-attention": [
+        {"qk_clip": True, "tensor_model_parallel_size": 2}
+    ],
+    "--qk-clip / --log-max-attention-logit in fp32": [{"qk_clip": True}, {"log_max_attention_logit": True}],
     "--save-params-interval and the like for activations, gradients and tokens per expert": [
         {f"save_{what}_interval": 1} for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert")
     ],
@@ -380,13 +387,13 @@ def test_copies_of_experts_are_refused_only_where_they_drift(
 
 
 def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsys: pytest.CaptureFixture) -> None:
-    args = _with(defaults, "2bw", {"qk_clip": True, "adlr_autoresume": True})
+    args = _with(defaults, "2bw", {"mtp_detach_heads": True, "adlr_autoresume": True})
     with pytest.raises(ArgumentError) as refusal:
         refuse(args, "2bw")
     with pytest.raises(SystemExit):
         exit_with(refusal.value)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("megatron_2bw: error: --qk-clip / --log-max-attention-logit does not work")
+    assert first.startswith("megatron_2bw: error: --mtp-detach-heads does not work")
     assert second.startswith("megatron_2bw: error: --adlr-autoresume does not work")
 
 

@@ -138,6 +138,13 @@ def packed_tokens(original: Any, *args: Any, **keywords: Any) -> Any:
     return original(*args, **keywords)
 
 
+def clip_attention(original: Any, *args: Any, **keywords: Any) -> float:
+    session = active.session
+    if session is None or session.optimizer is None:
+        return original(*args, **keywords)
+    return session.optimizer.largest_attention_logit  # The update has clipped.
+
+
 def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
     session = active.session
     if session is None:

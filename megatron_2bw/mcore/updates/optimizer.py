@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.symbols import replace
+from megatron_2bw.mcore.updates.attention import AttentionLogits
 from megatron_2bw.mcore.updates.driven_scheduler import DrivenScheduler
 from megatron_2bw.mcore.updates.gradient_check import GradientCheck
 from megatron_2bw.mcore.updates.loss_scales import LossScales
@@ -112,6 +113,7 @@ class DelayedOptimizer:
             second_buffer=second_buffer,
         )
         self._routers = Routers(model)
+        self._logits = AttentionLogits(model)
         self.weights = versions_of(inner, model, self._routers, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         parts = list(map(self._part, inner.chained_optimizers, accumulated(inner, model)))
@@ -121,7 +123,7 @@ class DelayedOptimizer:
             tied_embeddings=tied_embeddings,
             counts_tokens=config.calculate_per_token_loss,
             counts_experts_tokens=config.moe_router_enable_expert_bias,
-            gradients=[group for source in sources for group in source.groups],
+            gradients=[*(group for source in sources for group in source.groups), *self._logits.groups],
             statistics=[part.group for part in parts],
             weights=[source.group for source in sources if source.region.is_sharded or by_layers],
         )
@@ -132,6 +134,7 @@ class DelayedOptimizer:
             parts,
             groups,
             self._routers,
+            self._logits,
             count_zeros=inner.config.log_num_zeros_in_grad,
         )
         self.pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
@@ -179,6 +182,11 @@ class DelayedOptimizer:
             return True, None, None
         return self.skipped == 0, outcomes[-1].grad_norm, outcomes[-1].num_zeros
 
+    @property
+    def largest_attention_logit(self) -> float:
+        """On this stage, in the batch updated last; 0 before, and where the config asks for none."""
+        return self._logits.largest
+
     def get_loss_scale(self) -> torch.Tensor:
         """Of the newest weights, one element on the host.
 
@@ -193,9 +201,9 @@ class DelayedOptimizer:
 
     @contextmanager
     def computing(self, batch: int) -> Iterator[None]:
-        """Inside, ``scale_loss`` takes the loss scale of ``batch``, and routers count for it."""
+        """Inside, ``scale_loss`` takes the loss scale of ``batch``; routers count, and attention records, for it."""
         self._routers.use(batch)
-        with self.scales.computing(batch):
+        with self.scales.computing(batch), self._logits.computing(batch):
             yield
 
     def drive(self, scheduler: Any) -> DrivenScheduler:
@@ -229,6 +237,7 @@ class DelayedOptimizer:
         if self._check is not None:
             self._check.begin(batch)
         self._routers.capture(batch)
+        self._logits.capture(batch)
         self._reductions.num_tokens = num_tokens
         scale = self.scales.of(batch)
         if scale is not None:
@@ -253,6 +262,7 @@ class DelayedOptimizer:
             forget_shards_of_weights(self._model)
             successful, norm, zeros = self._step_of_megatron()
             self._routers.update()
+            self._logits.update()
             self.outcome = UpdateOutcome(batch, successful, norm if self._has_norm else None, zeros)
         self._inner.zero_grad()
         self._outcomes.append(self.outcome)
@@ -278,6 +288,7 @@ class DelayedOptimizer:
         self._taken_over.close()
         self.weights.use_newest()
         self._routers.release()
+        self._logits.release()
         self.pending.close()
 
     def _part(self, optimizer: Any, found: Accumulated) -> Part:

@@ -15,6 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron_2bw.mcore.groups import UpdateGroups
+from megatron_2bw.mcore.updates.attention import AttentionLogits
 from megatron_2bw.mcore.updates.routers import Routers
 from megatron_2bw.mcore.updates.stock_optimizer import buffers_of
 from megatron_2bw.runtime.errors import needs_peers
@@ -91,6 +92,7 @@ class GradientReductions:
         parts: one per chained optimizer.
         groups: who takes part.
         routers: of the stage's experts.
+        logits: of the stage's attention.
         count_zeros: whether to count zeros among the gradients.
     """
 
@@ -102,6 +104,7 @@ class GradientReductions:
         parts: Sequence[Part],
         groups: UpdateGroups,
         routers: Routers,
+        logits: AttentionLogits,
         *,
         count_zeros: bool,
     ) -> None:
@@ -114,6 +117,7 @@ class GradientReductions:
         self._parts = _merged(parts)
         self._groups = groups
         self._routers = routers
+        self._logits = logits
         self._count_zeros = count_zeros
         average = model.ddp_config.average_in_collective
         self._operation = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -145,7 +149,7 @@ class GradientReductions:
     def sum_over_peers(self) -> None:
         """Mean over data-parallel replicas, as DDP scales it; then what tensor-parallel ranks replicate.
 
-        Last, what moves the biases of experts.
+        Last, what moves the biases of experts, and what clips attention.
         """
         with needs_peers("the sum of gradients over replicas"):
             for source, kept in zip(self._sources, self._captured.kept, strict=True):
@@ -160,6 +164,9 @@ class GradientReductions:
         if self._groups.stage is not None:
             with needs_peers("the sum of tokens per expert"):
                 self._routers.reduce(self._groups.stage)
+        for replicas in self._logits.groups:
+            with needs_peers("the largest attention logits of the replicas"):
+                self._logits.reduce(self._groups.peers(replicas))
 
     def sum_tied_embedding(self) -> None:
         """Sum of the tied weight's gradients on the first and the last stage."""

@@ -128,6 +128,17 @@ def has_uneven_optimizers(args: Any) -> bool:
     )
 
 
+def clips_shards(args: Any) -> bool:
+    """QK-clip of main weights of which each rank has a part: Adam's and SGD's distributed optimizer, in 16 bits."""
+    by_elements = args.use_distributed_optimizer and not is_sharded_by_layers(args)
+    return bool(args.qk_clip and by_elements and (args.bf16 or args.fp16))
+
+
+def clips_split_heads(args: Any) -> bool:
+    """QK-clip of heads that tensor-parallel ranks share, in one weight of queries, keys and values."""
+    return bool(args.qk_clip and args.tensor_model_parallel_size > 1 and not args.multi_latent_attention)
+
+
 def recomputes_biases(args: Any) -> bool:
     """The MLP, with a bias, is computed again by itself."""
     short = getattr(args, "recompute_activations", False)  # Megatron takes it away once it has read it.

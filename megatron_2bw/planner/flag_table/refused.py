@@ -6,6 +6,8 @@ from math import inf
 
 from megatron_2bw.planner.flag_table.conditions import (
     attends_sparsely,
+    clips_shards,
+    clips_split_heads,
     corrects_precision_aware,
     gathers_weights_one_by_one,
     has_uneven_optimizers,
@@ -441,11 +443,25 @@ REFUSED: tuple[Refused, ...] = (
         is_set=lambda args: args.save and args.non_persistent_save_interval and args.non_persistent_ckpt_type is None,
     ),
     Refused(
-        "--qk-clip / --log-max-attention-logit",
-        DELAYED,
-        "it changes or reads weights between batches, at one version",
-        USE_FLUSH,
-        is_set=given("qk_clip", "log_max_attention_logit"),
+        "--qk-clip with --use-distributed-optimizer, adam or sgd, in bf16 or fp16",
+        OURS,
+        "Megatron would end when it first clips: it looks for whole main weights, and each replica has a part",
+        "leave --use-distributed-optimizer out, or use --optimizer muon",
+        is_set=clips_shards,
+    ),
+    Refused(
+        "--qk-clip with --tensor-model-parallel-size, without --multi-latent-attention",
+        OURS,
+        "Megatron would end when it first clips: it takes the heads of all tensor-parallel ranks for those of one",
+        "leave one of the two out, or use --multi-latent-attention",
+        is_set=clips_split_heads,
+    ),
+    Refused(
+        "--qk-clip / --log-max-attention-logit in fp32",
+        SYNCHRONOUS - BIDIRECTIONAL,
+        "Megatron looks for attention inside a model in 16 bits",
+        "use --bf16, or --pipeline-schedule 2bw",
+        is_set=lambda args: (args.qk_clip or args.log_max_attention_logit) and not (args.bf16 or args.fp16),
     ),
     Refused(_SAVED, DELAYED, "what it saves after a call belongs to several batches", USE_FLUSH, is_set=given(*_SAVES)),
     Refused(
