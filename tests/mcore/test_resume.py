@@ -23,6 +23,7 @@ from .oracle import oracle
 from .saved import BATCHES, CASE, DETERMINED, TRACKER, Saved, assert_continues, resume, save, saving, tail
 from .worker import main
 
+TWO_REPLICAS = replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16")
 FORMATS = ["torch", "torch_dist"]
 ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 FILES_PER_SAVE = 2 if megatron_version().startswith("0.18") else 1
@@ -44,16 +45,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
     [
         pytest.param(replace(CASE, precision="fp16"), "torch_dist", id="fp16"),  # The scale has just grown.
         pytest.param(replace(CASE, replicas=2, distributed_optimizer=True), "torch", id="distributed-fp32"),
-        pytest.param(
-            replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16"), "torch_dist", id="distributed-bf16"
-        ),
+        pytest.param(TWO_REPLICAS, "torch_dist", id="distributed-bf16"),
         pytest.param(
             replace(CASE, replicas=4, distributed_optimizer=True, instances=2, precision="fp16"),
             "torch_dist",
             id="two-instances-fp16",
         ),
         pytest.param(
-            replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16", moments="bf16"),
+            replace(TWO_REPLICAS, moments="bf16"),
             "torch_dist",
             id="precision-aware-bf16",
         ),
@@ -69,6 +68,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
         pytest.param(replace(CASE, optimizer="sgd"), "torch_dist", id="sgd"),
         pytest.param(replace(CASE, optimizer="sgd", precision="bf16"), "torch_dist", id="sgd-bf16"),
         pytest.param(replace(SHARDED_BY_LAYERS, record_gradients=False), "torch_dist", id="muon-distributed"),
+        *(
+            pytest.param(
+                replace(TWO_REPLICAS, expert_parallel=2, model=(*EXPERTS, "--moe-layer-freq", frequency)),
+                format_,
+                id=f"experts-{frequency}-{format_}",
+            )
+            for frequency, format_ in (("([0]*2+[1]*2)", "torch_dist"), ("([1]*2+[0]*2)", "torch"))
+        ),
     ],
 )
 def test_precisions_optimizers_and_models(case: Case, format_: str, tmp_path: Path) -> None:

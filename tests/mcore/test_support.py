@@ -125,6 +125,23 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"save": "folder", "bf16": True, "pipeline_model_parallel_layout": "E|ttttL"},
         {"save": "folder", "optimizer": "muon", "muon_momentum": 0.95, "pipeline_model_parallel_layout": "Etttt|L"},
         {"save": "folder", "optimizer": "lion", "bf16": True, "swiglu": True, "pipeline_model_parallel_size": 4},
+        *(
+            {"save": "folder", "num_experts": 4, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+            | where
+            for where in (
+                {"num_layers": 4, "moe_layer_freq": "([0]*2+[1]*2)"},
+                {"num_layers": 5, "moe_layer_freq": "([1]*3+[0]*2)", "decoder_first_pipeline_num_layers": 3},
+                {"num_layers": 8, "moe_layer_freq": 4, "pipeline_model_parallel_size": 4},
+                {"pipeline_model_parallel_layout": "Ett|tt|L"},
+            )
+        ),
+        *(
+            {"save": "folder", "num_layers": 3, "pipeline_model_parallel_size": 4} | where
+            for where in (
+                {"bf16": True, "account_for_embedding_in_pipeline_split": True},
+                {"optimizer": "muon", "muon_momentum": 0.95, "account_for_loss_in_pipeline_split": True},
+            )
+        ),
     ],
     "--dist-ckpt-optim-fully-reshardable with lion": [
         {
@@ -383,6 +400,35 @@ def test_copies_of_experts_are_refused_only_where_they_drift(
     settings, _ = SETTINGS[
         "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon or lion, and one replica"
     ]
+    refuse(_with(defaults, "2bw", settings | kept), "2bw")
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"moe_layer_freq": "([0]*1+[1]*3)"},
+        {
+            "pipeline_model_parallel_layout": "Et|t|mL",
+            "moe_layer_freq": [1, 1],
+            "mtp_num_layers": 1,
+            "untie_embeddings_and_output_weights": True,
+        },
+        {"moe_layer_freq": 2},
+        {"expert_model_parallel_size": 1},
+        {"use_distributed_optimizer": True},
+        {"save": None},
+        {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 1},
+        {"num_layers": 3, "moe_layer_freq": [0, 1, 1], "account_for_loss_in_pipeline_split": True},
+    ],
+    ids=str,
+)
+def test_experts_are_refused_only_where_some_stages_have_none(
+    defaults: argparse.Namespace, kept: dict[str, object]
+) -> None:
+    rows = SETTINGS[
+        "--save in --ckpt-format torch_dist, where the optimizers of stages have different groups of weights"
+    ]
+    settings = next(settings for settings in rows if settings.get("moe_layer_freq") == "([0]*2+[1]*2)")
     refuse(_with(defaults, "2bw", settings | kept), "2bw")
 
 

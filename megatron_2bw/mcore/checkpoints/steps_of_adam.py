@@ -28,6 +28,37 @@ def with_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def with_step_of_others(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """On a stage without experts, their optimizer has no weight and so no step: it says that of the stage's others."""
+
+    @functools.wraps(state_dict)
+    def wrapper(self: Any, *args: Any, **keywords: Any) -> Any:
+        chained = [part.optimizer for part in self.chained_optimizers if not part.is_stub_optimizer]
+        steps = [state["step"] for adam in chained for state in adam.state.values() if "step" in state]
+        for adam in chained:
+            adam.step_of_others = steps[0] if steps else torch.zeros(())
+        return state_dict(self, *args, **keywords)
+
+    return wrapper
+
+
+def with_a_step(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron asks the state of an optimizer for its step, and none has a state without weights."""
+
+    @functools.wraps(state_dict)
+    def wrapper(self: Any) -> Any:
+        state = self.optimizer.state
+        if state or not hasattr(self.optimizer, "step_of_others"):
+            return state_dict(self)
+        state["no weight"] = {"step": self.optimizer.step_of_others}
+        try:
+            return state_dict(self)
+        finally:
+            del state["no weight"]
+
+    return wrapper
+
+
 def with_own_steps(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     """Megatron gives all parameters one and the same step tensor; each would advance it."""
 

@@ -233,16 +233,18 @@ def _steps_of_adam() -> tuple[Replacement, ...]:
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     if distributed.HAVE_APEX_OR_TE:
         return ()
+    chain = importlib.import_module("megatron.core.optimizer.optimizer").ChainedOptimizer
     optimizer = distributed.DistributedOptimizer
     reason = "torch's AdamW keeps a step per parameter"
-    wrappers = {
-        "sharded_state_dict": steps_of_adam.with_state,
-        "load_state_dict": steps_of_adam.with_own_steps,
-        "_set_main_param_and_optimizer_states": steps_of_adam.without_step,
-    }
-    return tuple(
-        Replacement(optimizer, name, wrap(getattr(optimizer, name)), reason) for name, wrap in wrappers.items()
-    )
+    wrappers = [
+        (chain, "state_dict", steps_of_adam.with_step_of_others),
+        (chain, "sharded_state_dict", steps_of_adam.with_step_of_others),
+        (optimizer, "state_dict", steps_of_adam.with_a_step),
+        (optimizer, "sharded_state_dict", steps_of_adam.with_state),
+        (optimizer, "load_state_dict", steps_of_adam.with_own_steps),
+        (optimizer, "_set_main_param_and_optimizer_states", steps_of_adam.without_step),
+    ]
+    return tuple(Replacement(owner, name, wrap(getattr(owner, name)), reason) for owner, name, wrap in wrappers)
 
 
 def _checkpoints() -> tuple[Replacement, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flag_table.rows import above, given, stored_in, sums_in_bf16
+from megatron_2bw.planner.specs.patterns import has_experts
 from megatron_2bw.planner.specs.pipeline_layout import (
     EMBEDDING,
     LAYER,
@@ -112,20 +114,32 @@ def ties_what_it_predicts(args: Any) -> bool:
 def has_uneven_optimizers(args: Any) -> bool:
     """Optimizers of stages keep different groups of weights, of which Megatron's torch_dist keeps the first stage's.
 
-    Seen with megatron-core 0.19.2, where the run that loads them ends: an embedding alone on the first stage, in 16
-    bits; with Muon and Lion also a last stage without layers; and in 16 bits biases beside SwiGLU on three stages.
+    Seen with megatron-core 0.19.2, where the run that loads them ends: parallel experts on some stages alone; an
+    embedding alone on the first stage, in 16 bits; with Muon and Lion also a last stage without layers; and in 16 bits
+    biases beside SwiGLU on three stages.
     """
     if args.use_distributed_optimizer or is_sharded_by_layers(args):
         return False
-    stages, in_16_bits = layout_of_stages(args), args.bf16 or args.fp16
+    stages, in_16_bits = layers_of_stages(args), args.bf16 or args.fp16
     of_matrices = args.optimizer not in ("adam", "sgd")
-    first, last = (stages[0], stages[-1]) if stages else (LAYER, LAYER)
     has_biases = args.swiglu and args.add_bias_linear and args.pipeline_model_parallel_size > 2
     return bool(
-        (in_16_bits and LAYER not in first)
-        or (of_matrices and not {LAYER, MTP} & set(last))
+        has_experts_on_some(args, stages)
+        or (in_16_bits and stages and not stages[0])
+        or (of_matrices and stages and not stages[-1] and not args.mtp_num_layers)
         or (of_matrices and in_16_bits and has_biases)
     )
+
+
+def has_experts_on_some(args: Any, stages: tuple[int, ...]) -> bool:
+    """Experts that ranks share are on some of the ``stages``, which have so many layers, and not on all."""
+    if not args.num_experts or args.expert_model_parallel_size < 2 or not stages:
+        return False
+    layers = has_experts(args.moe_layer_freq, sum(stages))
+    ends = list(accumulate(stages, initial=0))
+    found = [any(layers[start:end]) for start, end in pairwise(ends)]
+    found[-1] |= bool(args.mtp_num_layers and layers[-1])
+    return any(found) and not all(found)
 
 
 def clips_shards(args: Any) -> bool:
@@ -150,6 +164,22 @@ def interleaves(args: Any) -> bool:
     """A rank has several virtual stages; how many, Megatron derives from numbers of layers and from layouts."""
     derived = getattr(args, "virtual_pipeline_model_parallel_size", None)
     return (derived or getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1) > 1
+
+
+def layers_of_stages(args: Any) -> tuple[int, ...]:
+    """Layers on every stage, without those for further tokens; empty where Megatron has yet to find out."""
+    given, stages = layout_of_stages(args), int(args.pipeline_model_parallel_size)
+    if given:
+        return tuple(stage.count(LAYER) for stage in given)
+    if not args.num_layers or stages < 2:
+        return ()
+    others = [None] * (stages - 2)
+    sizes = [args.decoder_first_pipeline_num_layers, *others, args.decoder_last_pipeline_num_layers]
+    counted = [args.account_for_embedding_in_pipeline_split, *others, args.account_for_loss_in_pipeline_split]
+    more = [int(bool(is_counted)) for is_counted in counted]
+    left = int(args.num_layers) + sum(more) - sum(int(size or 0) for size in sizes)
+    each = left // max(sizes.count(None), 1)
+    return tuple(int(each if size is None else size) - extra for size, extra in zip(sizes, more, strict=True))
 
 
 def layout_of_stages(args: Any) -> tuple[str, ...]:

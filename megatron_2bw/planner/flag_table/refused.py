@@ -295,8 +295,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "--save in --ckpt-format torch_dist, where the optimizers of stages have different groups of weights",
         OURS,
-        "Megatron saves them and cannot load them: of an embedding alone on the first stage, and with muon or lion of "
-        "a last stage without layers and of biases with SwiGLU",
+        "Megatron saves them and cannot load them: of parallel experts on some stages only, of an embedding alone on "
+        "the first, and with muon or lion of a last stage without layers and of biases with SwiGLU",
         "use --ckpt-format torch, or --use-distributed-optimizer",
         is_set=lambda args: saves_optimizers(args) and args.ckpt_format == "torch_dist" and has_uneven_optimizers(args),
     ),

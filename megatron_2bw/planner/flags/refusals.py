@@ -16,8 +16,10 @@ BY_FLAGS = tuple(row for row in REFUSED if row.is_set is not sums_experts_over_w
 """Rows that flags alone decide, without the Megatron that is installed."""
 DEFAULTS = {
     "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
+    "moe_layer_freq": 1,
     "optimizer": "adam",
     "adam_beta1": 0.9,
     "sgd_momentum": 0.9,

@@ -58,6 +58,25 @@ def dense_first(text: str, layers: int | None = None) -> int:
     return dense
 
 
+def has_experts(frequency: str | float | list[int], layers: int) -> list[bool]:
+    """Of so many layers, those with experts.
+
+    >>> has_experts("([0]*1+[1]*2)", 3), has_experts(2, 3)
+    ([False, True, True], [True, False, True])
+
+    Args:
+        frequency: Megatron's, read or not.
+        layers: that a number is for; a pattern has its own.
+
+    Raises:
+        PlanError: the pattern is malformed.
+    """
+    kinds = _kinds(frequency) if isinstance(frequency, str) else frequency
+    if isinstance(kinds, list):
+        return [kind == 1 for kind in kinds]
+    return [layer % max(int(kinds), 1) == 0 for layer in range(layers)]
+
+
 def _kinds(text: str) -> int | list[int]:
     words = text.replace(" ", "")
     problem = PlanError(f"{_FREQUENCY} {text}: give a whole number, or a pattern such as ([0]*3+[1]*58)")
