@@ -17,9 +17,11 @@ from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.measure import profiling
 from megatron_2bw.planner.measure.profile import AllReduce, Block, Profile, Setting, Update
+from megatron_2bw.planner.search.finder import price
 from megatron_2bw.planner.search.search import search
+from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import CLUSTERS
-from megatron_2bw.planner.specs.layout import Fp8, Layout, Precision, Recompute
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Precision, Recompute
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.space import Space
 
@@ -164,6 +166,19 @@ def test_another_setting_is_refused(profile: Profile, name: str):
     other = {"precision": Precision.BF16, "fused_attention": True}
     with pytest.raises(PlanError, match=f"{name} .*: the profile was measured with"):
         profile.limited(Space(**{name: other[name]}))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"optimizer": Optimizer.SGD}, {"adam_state": AdamState(first_moment="bf16"), "distributed_optimizer": True}],
+)
+def test_another_optimizer_was_not_timed(profile: Profile, other: dict[str, object]):
+    """Neither a search nor a price of one layout takes Adam's time for it."""
+    asked = layout(pipeline=1, data=2, microbatch=1, **other)
+    with pytest.raises(PlanError, match="a profile times Adam in fp32"):
+        profile.limited(Space(optimizer=asked.optimizer, adam_state=asked.adam_state))
+    with pytest.raises(PlanError, match="a profile times Adam in fp32"):
+        price(MODEL, asked, profile.cluster())
 
 
 def test_a_swiglu_that_is_not_fused_was_not_measured(profile: Profile):

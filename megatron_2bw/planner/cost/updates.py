@@ -178,7 +178,7 @@ def update_s(layout: Layout, machine: Machine, stage: Sequence[Held]) -> float:
     shares = [layout.shards(held.replicas) for held in stage]
     own = sum(held.weights / share for held, share in zip(stage, shares, strict=True))
     if machine.profile is not None:
-        return machine.profile.update_s(layout.tensor, own)
+        return machine.profile.update_s(layout, own)
     moved_bytes = own * (_step_bytes(layout) + layout.gradient_width)
     moved_bytes += sum(2 * FP32_BYTES * held.others / share for held, share in zip(stage, shares, strict=True))
     return machine.elementwise_s(moved_bytes + all_of_them * layout.gradient_width)

@@ -8,6 +8,7 @@ from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.multiples import nearest_divisor
 from megatron_2bw.planner.specs.pipeline_layout import COUNTED, stages_of
+from megatron_2bw.schedule.registry import DELAYED
 
 DIST_MUON = "dist_muon"
 """Muon with the distributed optimizer, as it was called."""
@@ -157,7 +158,7 @@ def _check_precision_aware(options: Options) -> None:
     is_adam = options.text("--optimizer", "adam") == "adam"
     if PRECISION_AWARE in options and not (is_adam and "--use-distributed-optimizer" in options):
         raise PlanError(f"{PRECISION_AWARE} needs --use-distributed-optimizer and Adam; give them, or leave it out")
-    is_clipped = options.real("--clip-grad", 1.0) and options.text("--pipeline-schedule") not in ("2bw", "pipedream")
+    is_clipped = options.real("--clip-grad", 1.0) and options.text("--pipeline-schedule") not in DELAYED
     sums_in_16_bits = "--fp16" in options and "--accumulate-allreduce-grads-in-fp32" not in options
     if PRECISION_AWARE in options and is_clipped and sums_in_16_bits:
         raise PlanError(f"{PRECISION_AWARE} clips no gradients in fp16; give --accumulate-allreduce-grads-in-fp32")

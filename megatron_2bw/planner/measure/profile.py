@@ -20,7 +20,7 @@ from megatron_2bw.planner.cost.work import NOTHING, Parts, Work
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.specs.cluster import Cluster, Gpu
 from megatron_2bw.planner.specs.inputs import build, checked, read_json
-from megatron_2bw.planner.specs.layout import Fp8, Optimizer, Precision, Recompute, RecomputeModule
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeModule
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.space import Space
 
@@ -228,10 +228,18 @@ class Profile:
             _work(plain.loss_forward_s, plain.loss_backward_s),
         )
 
-    def update_s(self, tensor: int, weights: float) -> float:
-        """Time of the update of so many weights."""
+    def update_s(self, layout: Layout, weights: float) -> float:
+        """Time of the update of so many weights.
+
+        Raises:
+            PlanError: by another optimizer.
+        """
+        self._check_optimizer(layout)
+        return weights * self._weight_s(layout.tensor)
+
+    def _weight_s(self, tensor: int) -> float:
         update = self.update(tensor)
-        return weights * update.time_s / update.weights
+        return update.time_s / update.weights
 
     def link(self) -> tuple[float, float] | None:
         """(bytes/s, seconds to start) of a node's links: a ring moves ``2*(n-1)/n`` of a tensor; None for one rank.
@@ -257,9 +265,7 @@ class Profile:
             asked, mine = getattr(space, name), getattr(self.setting, name)
             if asked not in (None, mine):
                 raise PlanError(f"{name} {asked}: the profile was measured with {mine}; profile again")
-        if space.optimizer is not Optimizer.ADAM or space.adam_state is not None:
-            other = f"optimizer {space.optimizer}" if space.adam_state is None else "a precision-aware optimizer"
-            raise PlanError(f"{other}: a profile times Adam in fp32; leave it out, or plan without a profile")
+        self._check_optimizer(space)
         measured = tuple(choice for choice in Recompute if any(block.recompute is choice for block in self.blocks))
         return dataclasses.replace(
             space,
@@ -279,7 +285,7 @@ class Profile:
         largest = max(self.blocks, key=lambda block: block.microbatch)
         weights = self.model.layer_parameters / largest.tensor
         flops = 6 * self.model.seq_length * largest.microbatch * weights
-        update_bytes_per_s = _ADAM_BYTES / self.update_s(largest.tensor, 1)
+        update_bytes_per_s = _ADAM_BYTES / self._weight_s(largest.tensor)
         link = self.link()
         gpu = Gpu(
             name=self.device,
@@ -312,6 +318,11 @@ class Profile:
         lacks_update = any(self.update(block.tensor) is None for block in self.blocks)
         if not self.blocks or not self.has_links or lacks_update:
             raise PlanError("the profile is not finished; run megatron-2bw profile again, it goes on where it stopped")
+
+    def _check_optimizer(self, asked: Space | Layout) -> None:
+        if asked.optimizer is not Optimizer.ADAM or asked.adam_state is not None:
+            other = f"optimizer {asked.optimizer}" if asked.adam_state is None else "a precision-aware optimizer"
+            raise PlanError(f"{other}: a profile times Adam in fp32; leave out one of the two")
 
     def _check_model(self, model: Model) -> None:
         for f in dataclasses.fields(Model):
