@@ -90,6 +90,8 @@ class Case:
     """adam, muon (adam for what is no matrix) or lion."""
     moments: str = ""
     """Precision of Adam's moments in the precision-aware optimizer, see ``fused_adam``; none is the usual one."""
+    offloaded: float = 0.0
+    """Part of the weights that the host updates, see ``offload``."""
     correction: str = "lead"
     """Value of ``--delay-correction``, where there is a lead."""
     lead: float = 0.0
@@ -167,6 +169,7 @@ class Case:
             *(("--pipeline-trace", os.devnull) if self.record_actions else ()),
             *_OPTIMIZER[self.optimizer].split(),
             *(self._precision_aware() if self.moments and self.schedule else ()),
+            *(self._offloading() if self.offloaded and self.schedule else ()),
             *(("--adam-beta1", "0.95") if self.lead else ()),
             *(self._correction() if self.lead and self.schedule else ()),
             *(("--pipeline-delayed-microbatches", str(self.delayed)) if self.delayed and self.schedule else ()),
@@ -197,6 +200,10 @@ class Case:
     def _precision_aware(self) -> tuple[str, ...]:
         moments = ("--exp-avg-dtype", self.moments, "--exp-avg-sq-dtype", self.moments)
         return "--use-precision-aware-optimizer", *moments
+
+    def _offloading(self) -> tuple[str, ...]:
+        part = "--optimizer-offload-fraction", str(self.offloaded)
+        return "--use-precision-aware-optimizer", "--optimizer-cpu-offload", *part
 
     def _correction(self) -> tuple[str, ...]:
         return "--delay-correction", self.correction, "--delay-lead", str(self.lead)

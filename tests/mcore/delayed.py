@@ -387,7 +387,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
         partial_sums=[_is_partial_sum(shard.name, parameter, args) for parameter, shard in named.items()],
         per_token=args.calculate_per_token_loss,
         accumulated_in=accumulated_in,
-        clipped_in=accumulated_in if case.moments else torch.float32,
+        clipped_in=accumulated_in if case.moments or case.offloaded else torch.float32,
         replicas_in_fp32=args.ddp_reduce_scatter_with_fp32_accumulation,
         more_delay=[
             _pipedream_delay(name, rules.pipedream_stages)

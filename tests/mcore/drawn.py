@@ -75,6 +75,8 @@ def drawn(seed: str) -> Case:
         if shards_adam and optimizer["precision"] != "fp32" and not optimizer["lead"]
         else "",
     )
+    if case.moments == "fp32":
+        case = replace(case, moments="", offloaded=draw.choice([0.0, 0.3, 1.0]))
     if kind != "gpt" or (shards_adam and case.precision != "fp32") or (tensor > 1 and not set(LATENT) <= set(model)):
         return case
     return replace(case, clip_attention=draw.choice([0.0, 0.0, 0.05, 0.3]))

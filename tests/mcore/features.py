@@ -148,6 +148,9 @@ EXACT = {
         moments="fp32",
         flags=("--pipeline-gradient-buffers", "1"),
     ),
+    "a part of the update on the host, gradients in bf16": replace(
+        TWO_REPLICAS, precision="bf16", distributed_optimizer=True, offloaded=0.5, model=IN_BF16, tied=True
+    ),
     "one gradient buffer, bf16, distributed optimizer": replace(
         TWO_REPLICAS,
         precision="bf16",

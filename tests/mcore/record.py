@@ -10,8 +10,10 @@ from itertools import chain
 from typing import Any
 
 import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from . import offload
 from .case import Case
 from .fused_adam import FusedAdam
 from .routers import biases
@@ -80,10 +82,17 @@ class Optimizers:
         return {shard: self._main_weight(tensor).detach().clone().view(1, -1) for tensor, shard in self._shards.items()}
 
     def _main_weight(self, tensor: torch.Tensor) -> torch.Tensor:
-        precision_aware = (optimizer for optimizer in self._seen if isinstance(optimizer, FusedAdam))
-        return next((each.main_weight(tensor) for each in precision_aware if tensor in each.state), tensor)
+        for optimizer in self._seen:
+            if isinstance(optimizer, FusedAdam) and tensor in optimizer.state:
+                return optimizer.main_weight(tensor)
+            if isinstance(optimizer, HybridDeviceOptimizer) and tensor in optimizer.param_to_inner_param:
+                return optimizer.param_to_inner_param[tensor]
+        return tensor
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        hybrids = [seen for seen in self._seen if isinstance(seen, HybridDeviceOptimizer)]
+        if any(optimizer in hybrid.sub_optimizers for hybrid in hybrids) or offload.is_for_its_state(optimizer):
+            return
         # The norm of a batch is recorded when its update is complete.
         self._seen.add(optimizer)
         rates = self._record.rates.setdefault(len(self._record.norms), set())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import attention, fused_adam
+from . import attention, fused_adam, offload
 from .case import Case
 
 
@@ -37,6 +37,8 @@ def install(case: Case, args: Any) -> None:
             layers._grad_accum_fusion_available = True
     if case.moments:
         fused_adam.install()
+    if case.offloaded and case.device == "cpu":
+        offload.install()
     if case.sequence_parallel:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 

@@ -61,6 +61,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
             "torch",
             id="precision-aware-fp16",
         ),
+        pytest.param(replace(TWO_REPLICAS, offloaded=0.5), "torch_dist", id="a-part-on-the-host-bf16"),
+        pytest.param(replace(TWO_REPLICAS, offloaded=1.0, precision="fp16"), "torch_dist", id="all-on-the-host-fp16"),
         pytest.param(replace(CASE, flags=("--dataloader-type", "cyclic")), "torch_dist", id="data-in-another-order"),
         pytest.param(replace(DETERMINED, model=BIASED), "torch_dist", id="biases-of-experts"),
         pytest.param(replace(DETERMINED, model=BIASED, precision="bf16"), "torch", id="biases-of-experts-bf16"),

@@ -156,9 +156,11 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         PRECISION_AWARE | {"save": "folder", "ckpt_format": "torch"},
         PRECISION_AWARE | {"save": "folder", "dist_ckpt_optim_fully_reshardable": True},
     ],
+    "--optimizer-cpu-offload with --save in --ckpt-format torch": [
+        {"optimizer_cpu_offload": True, "save": "folder", "ckpt_format": "torch"}
+    ],
     "--use-precision-aware-optimizer with fp16": [PRECISION_AWARE | {"bf16": False, "fp16": True}],
     "--recompute-modules mlp with biases": [{"recompute_granularity": "selective", "recompute_modules": ["mlp"]}],
-    "--optimizer-cpu-offload": [{"optimizer_cpu_offload": True}],
     "--moe-router-load-balancing-type quantile_balancing": [{"moe_router_load_balancing_type": "quantile_balancing"}],
     "--moe-single-grouped-weight / --moe-single-grouped-bias": [
         {"moe_single_grouped_weight": True},
@@ -235,6 +237,7 @@ NOTICED: dict[str, dict[str, object]] = {
     "--ddp-reduce-scatter-with-fp32-accumulation": {"ddp_reduce_scatter_with_fp32_accumulation": True},
     "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True, "synchronous_warmup_iters": 5},
     "--log-energy": {"log_energy": True},
+    "--optimizer-cpu-offload": {"optimizer_cpu_offload": True},
     "--check-weight-hash-across-dp-replicas-interval": {"check_weight_hash_across_dp_replicas_interval": 5},
     "--gpu-sniff-test-interval": {"gpu_sniff_test_interval": 5},
     "--no-barrier-with-level-1-timing": {"timing_log_level": 1},

@@ -53,7 +53,8 @@ def keeps_remainders(args: Any) -> bool:
     """Of main weights, the precision-aware optimizer keeps what weights in bf16 lack."""
     is_apart = getattr(args, "fp8_recipe", None) in (None, "delayed")
     in_fp32 = stored_in(args, "main_params_dtype") == "fp32"
-    return bool(args.use_precision_aware_optimizer and args.bf16 and in_fp32 and is_apart)
+    is_whole = getattr(args, "optimizer_cpu_offload", None)  # Then they are, on the host.
+    return bool(args.use_precision_aware_optimizer and args.bf16 and in_fp32 and is_apart and not is_whole)
 
 
 def saves_optimizers(args: Any) -> bool:

@@ -318,6 +318,13 @@ REFUSED: tuple[Refused, ...] = (
         ),
     ),
     Refused(
+        "--optimizer-cpu-offload with --save in --ckpt-format torch",
+        OURS,
+        "Megatron saves that optimizer and cannot load it: torch reads no classes, of which its file names two",
+        "use --ckpt-format torch_dist",
+        is_set=lambda args: args.optimizer_cpu_offload and saves_optimizers(args) and args.ckpt_format == "torch",
+    ),
+    Refused(
         "--use-precision-aware-optimizer with fp16",
         SYNCHRONOUS,
         "Megatron clips no gradients in fp16 for it",
@@ -336,7 +343,6 @@ REFUSED: tuple[Refused, ...] = (
         "give --disable-bias-linear, or leave mlp out",
         is_set=recomputes_biases,
     ),
-    Refused("--optimizer-cpu-offload", DELAYED, "its copies of the weights would follow only one version", USE_FLUSH),
     Refused(
         "--moe-router-load-balancing-type quantile_balancing",
         DELAYED,

@@ -78,7 +78,7 @@ class Refused(Row):
 
 @dataclass(frozen=True, slots=True)
 class Slowed(Row):
-    """Works and makes all ranks meet, with a one-line notice."""
+    """Works and costs speed, with a one-line notice; most make all ranks meet."""
 
 
 @dataclass(frozen=True, slots=True)

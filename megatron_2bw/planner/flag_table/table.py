@@ -123,6 +123,11 @@ SLOWED: tuple[Slowed, ...] = (
         DELAYED,
         "every rank waits for its device after so many batches, and so for transfers with the neighbours",
     ),
+    Slowed(
+        "--optimizer-cpu-offload",
+        DELAYED,
+        "while the host computes an update it gives its device nothing else to do, and neighbours wait for it",
+    ),
     Slowed("--log-straggler", DELAYED, "all ranks compare their speeds at every log line"),
     Slowed("--log-energy", DELAYED, "all ranks add up what they used at every log line"),
     Slowed(
