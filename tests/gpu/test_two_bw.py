@@ -92,6 +92,13 @@ def test_attention_that_records_its_logits() -> None:
     assert differing(oracle(case, delay=1), unclipped, norms=False) != []
 
 
+def test_a_part_of_the_update_on_the_host() -> None:
+    """What the host rounds in its own way no oracle follows, so without a delay, and beside Megatron's schedule."""
+    case = replace(CASE, precision="bf16", distributed_optimizer=True, offloaded=0.5, clip=0.0, tied=False)
+    synchronous = replace(case, synchronous=case.batches)
+    assert differing(run(synchronous), run(replace(case, schedule="1f1b-flush")), norms=False) == []
+
+
 def test_an_overflow_skips_the_batch_of_the_oracle() -> None:
     infinite = Fault(kind=INFINITE_GRADIENT, rank=0, call=7)
     comparison = compared(replace(CASE, precision="fp16", faults=(infinite,)))
