@@ -124,15 +124,29 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--save in --ckpt-format torch_dist, where the optimizers of stages have different groups of weights": [
         {"save": "folder", "bf16": True, "pipeline_model_parallel_layout": "E|ttttL"},
         {"save": "folder", "optimizer": "muon", "muon_momentum": 0.95, "pipeline_model_parallel_layout": "Etttt|L"},
+        {"save": "folder", "bf16": True, "use_mup": True, "pipeline_model_parallel_size": 3},
         {"save": "folder", "optimizer": "lion", "bf16": True, "swiglu": True, "pipeline_model_parallel_size": 4},
         *(
             {"save": "folder", "num_experts": 4, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
             | where
             for where in (
                 {"num_layers": 4, "moe_layer_freq": "([0]*2+[1]*2)"},
-                {"num_layers": 5, "moe_layer_freq": "([1]*3+[0]*2)", "decoder_first_pipeline_num_layers": 3},
-                {"num_layers": 8, "moe_layer_freq": 4, "pipeline_model_parallel_size": 4},
-                {"pipeline_model_parallel_layout": "Ett|tt|L"},
+                {
+                    "num_layers": 5,
+                    "moe_layer_freq": "([1]*3+[0]*2)",
+                    "decoder_first_pipeline_num_layers": 3,
+                    "fp16": True,
+                },
+                {"num_layers": 8, "moe_layer_freq": 4, "pipeline_model_parallel_size": 4, "bf16": True},
+                {"pipeline_model_parallel_layout": "Ett|tt|L", "bf16": True},
+                {"num_layers": 4, "moe_layer_freq": "([1]*2+[0]*2)", "optimizer": "sgd"},
+                {
+                    "num_layers": 4,
+                    "moe_layer_freq": "([0]*2+[1]*2)",
+                    "expert_model_parallel_size": 1,
+                    "tensor_model_parallel_size": 2,
+                    "expert_tensor_parallel_size": 1,
+                },
             )
         ),
         *(
@@ -200,6 +214,9 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     ],
     "--qk-clip with --tensor-model-parallel-size, without --multi-latent-attention": [
         {"qk_clip": True, "tensor_model_parallel_size": 2}
+    ],
+    "--qk-clip with --attention-output-gate, without --multi-latent-attention": [
+        {"qk_clip": True, "attention_output_gate": True}
     ],
     "--qk-clip / --log-max-attention-logit in fp32": [{"qk_clip": True}, {"log_max_attention_logit": True}],
     "--save-params-interval and the like for activations, gradients and tokens per expert": [
@@ -418,6 +435,9 @@ def test_copies_of_experts_are_refused_only_where_they_drift(
         },
         {"moe_layer_freq": 2},
         {"expert_model_parallel_size": 1},
+        {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        {"moe_layer_freq": "([1]*2+[0]*2)"},
+        {"optimizer": "sgd"},
         {"use_distributed_optimizer": True},
         {"save": None},
         {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 1},

@@ -115,32 +115,37 @@ def ties_what_it_predicts(args: Any) -> bool:
 def has_uneven_optimizers(args: Any) -> bool:
     """Optimizers of stages keep different groups of weights, of which Megatron's torch_dist keeps the first stage's.
 
-    Seen with megatron-core 0.19.2, where the run that loads them ends: parallel experts on some stages alone; an
-    embedding alone on the first stage, in 16 bits; with Muon and Lion also a last stage without layers; and in 16 bits
-    biases beside SwiGLU on three stages.
+    Seen with megatron-core 0.19.2, where the run that loads them ends: parallel experts on some stages only, in fp32
+    where those are the first ones, or for Adam the others; an embedding alone on the first stage, in 16 bits; with Muon
+    and Lion also a last stage without layers; and in 16 bits on three stages, what the middle ones lack: biases beside
+    SwiGLU for Muon and Lion, muP's own rate for Adam.
     """
     if args.use_distributed_optimizer or is_sharded_by_layers(args):
         return False
     stages, in_16_bits = layers_of_stages(args), args.bf16 or args.fp16
-    of_matrices = args.optimizer not in ("adam", "sgd")
-    has_biases = args.swiglu and args.add_bias_linear and args.pipeline_model_parallel_size > 2
+    of_matrices, has_middle = args.optimizer not in ("adam", "sgd"), args.pipeline_model_parallel_size > 2
+    experts = stages_with_parallel_experts(args, stages)
+    are_on_some = any(experts) and not all(experts)
+    is_adam = args.optimizer == "adam"
+    of_ends = (is_adam and getattr(args, "use_mup", None)) or (of_matrices and args.swiglu and args.add_bias_linear)
     return bool(
-        has_experts_on_some(args, stages)
+        (are_on_some and (in_16_bits or experts[0] != is_adam))
         or (in_16_bits and stages and not stages[0])
         or (of_matrices and stages and not stages[-1] and not args.mtp_num_layers)
-        or (of_matrices and in_16_bits and has_biases)
+        or (in_16_bits and has_middle and of_ends)
     )
 
 
-def has_experts_on_some(args: Any, stages: tuple[int, ...]) -> bool:
-    """Experts that ranks share are on some of the ``stages``, which have so many layers, and not on all."""
-    if not args.num_experts or args.expert_model_parallel_size < 2 or not stages:
-        return False
+def stages_with_parallel_experts(args: Any, stages: tuple[int, ...]) -> list[bool]:
+    """Which of the ``stages``, of so many layers each, have experts that ranks share otherwise than other weights."""
+    are_split = args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size)
+    if not args.num_experts or not (args.expert_model_parallel_size > 1 or are_split) or not stages:
+        return []
     layers = has_experts(args.moe_layer_freq, sum(stages))
     ends = list(accumulate(stages, initial=0))
     found = [any(layers[start:end]) for start, end in pairwise(ends)]
     found[-1] |= bool(args.mtp_num_layers and layers[-1])
-    return any(found) and not all(found)
+    return found
 
 
 def clips_shards(args: Any) -> bool:
@@ -152,6 +157,11 @@ def clips_shards(args: Any) -> bool:
 def clips_split_heads(args: Any) -> bool:
     """QK-clip of heads that tensor-parallel ranks share, in one weight of queries, keys and values."""
     return bool(args.qk_clip and args.tensor_model_parallel_size > 1 and not args.multi_latent_attention)
+
+
+def clips_gates(args: Any) -> bool:
+    """QK-clip of a weight that has gates beside queries, keys and values."""
+    return bool(args.qk_clip and getattr(args, "attention_output_gate", None) and not args.multi_latent_attention)
 
 
 def recomputes_biases(args: Any) -> bool:

@@ -6,6 +6,7 @@ from math import inf
 
 from megatron_2bw.planner.flag_table.conditions import (
     attends_sparsely,
+    clips_gates,
     clips_shards,
     clips_split_heads,
     corrects_precision_aware,
@@ -296,7 +297,7 @@ REFUSED: tuple[Refused, ...] = (
         "--save in --ckpt-format torch_dist, where the optimizers of stages have different groups of weights",
         OURS,
         "Megatron saves them and cannot load them: of parallel experts on some stages only, of an embedding alone on "
-        "the first, and with muon or lion of a last stage without layers and of biases with SwiGLU",
+        "the first, with muP, and with muon or lion of a last stage without layers and of biases with SwiGLU",
         "use --ckpt-format torch, or --use-distributed-optimizer",
         is_set=lambda args: saves_optimizers(args) and args.ckpt_format == "torch_dist" and has_uneven_optimizers(args),
     ),
@@ -461,6 +462,13 @@ REFUSED: tuple[Refused, ...] = (
         "Megatron would end when it first clips: it takes the heads of all tensor-parallel ranks for those of one",
         "leave one of the two out, or use --multi-latent-attention",
         is_set=clips_split_heads,
+    ),
+    Refused(
+        "--qk-clip with --attention-output-gate, without --multi-latent-attention",
+        OURS,
+        "Megatron would end when it first clips: it takes the gates for queries and keys",
+        "leave one of the two out",
+        is_set=clips_gates,
     ),
     Refused(
         "--qk-clip / --log-max-attention-logit in fp32",
