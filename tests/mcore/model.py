@@ -103,15 +103,15 @@ def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         if name.startswith(("decoder.layers.", "encoder.layers.")):
             block, layers, local, rest = name.split(".", 3)
             number = getattr(model, block).layers[int(local)].layer_number - 1
-            name = f"{block}.{layers}.{number}.{_of_expert(rest, model)}"
-        yield name, parameter
+            name = f"{block}.{layers}.{number}.{rest}"
+        yield _of_expert(name, model), parameter
 
 
-def _of_expert(rest: str, model: Any) -> str:
+def _of_expert(name: str, model: Any) -> str:
     """Count experts from the first rank's."""
-    before, found, after = rest.partition("local_experts.")
+    before, found, after = name.partition("local_experts.")
     if not found:
-        return rest
+        return name
     local, _, rest = after.partition(".")
     count = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     number = parallel_state.get_expert_model_parallel_rank() * count + int(local)

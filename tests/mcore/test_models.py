@@ -10,7 +10,7 @@ from megatron_2bw.mcore.symbols import megatron_version
 
 from .case import Case
 from .compare import deviation
-from .features import EXACT, EXPERTS, TWO_REPLICAS
+from .features import ALL_TO_ALL, EXACT, EXPERTS, EXPERTS_IN_TENSOR_PARALLEL, TWO_REPLICAS
 from .harness import run
 from .matrix import compared
 from .oracle import oracle
@@ -57,3 +57,11 @@ def test_experts_of_two_replicas_no_further_off_than_megatron(case: Case) -> Non
     assert deviation(run(case), oracle(case, delay=1)).within(
         deviation(run(stock), oracle(stock, delay=0)).at_least(2e-6)
     )
+
+
+def test_experts_that_tensor_parallel_ranks_split_get_their_tokens_either_way() -> None:
+    """One dispatcher gathers as many tokens from each rank as were routed there, which gloo cannot; the other all."""
+    sizes = {"replicas": 2, "expert_parallel": 2, "expert_tensor_parallel": 2, "microbatches": 2, "batches": 6}
+    case = replace(EXPERTS_IN_TENSOR_PARALLEL, schedule="megatron", stages=1, **sizes)
+    found = deviation(run(replace(case, model=ALL_TO_ALL)), run(case))
+    assert max(found) < 1e-5, found

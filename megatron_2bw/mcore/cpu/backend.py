@@ -25,6 +25,7 @@ import torch
 
 from megatron_2bw.mcore.checkpoints import steps_of_adam
 from megatron_2bw.mcore.cpu import checkpoint as cpu_checkpoint
+from megatron_2bw.mcore.cpu import uneven_parts
 from megatron_2bw.mcore.cpu.memory import keep_freed_memory
 from megatron_2bw.mcore.cpu.streams import CpuEvent, CpuStream
 from megatron_2bw.mcore.symbols import unsupported
@@ -260,8 +261,15 @@ def _checkpoints() -> tuple[Replacement, ...]:
 
 def _experts() -> tuple[Replacement, ...]:
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
     reason = "alltoall wants its splits as numpy arrays, and gets them only from a GPU"
-    return (Replacement(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_if_asked, reason),)
+    uneven = "alltoall gathers other numbers of tokens from each rank, and gloo as many from all"
+    return (
+        Replacement(dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_if_asked, reason),
+        Replacement(mappings, "_gather_along_first_dim", uneven_parts.gathered(gather), uneven),
+        Replacement(mappings, "_reduce_scatter_along_first_dim", uneven_parts.scattered(scatter), uneven),
+    )
 
 
 _IN_MEGATRON = (_random_state, _training_loop, _checkpoints, _experts)
