@@ -127,7 +127,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         module=_TRAINING,
         name="clip_qk",
-        wrapper=wrappers.clip_attention,
+        wrapper=wrappers.largest_attention_logit,
         parameters=("model",),
         why="it would clip weights by what forwards of two batches recorded, and meet the replicas for it",
     ),

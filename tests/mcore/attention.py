@@ -25,7 +25,8 @@ def _recording(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     def wrapper(
         self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any, **keywords: Any
     ) -> torch.Tensor:
-        logits, before = _largest(query.detach(), key.detach(), mask), self.current_max_attn_logits
+        # Part of the graph, as in Megatron 0.18; 0.19 takes it out.
+        logits, before = _largest(query, key, mask), self.current_max_attn_logits
         self.current_max_attn_logits = logits if before is None else torch.max(before, logits)
         return forward(self, query, key, value, mask, *rest, **keywords)
 
@@ -68,7 +69,7 @@ class Clip:
             weights: all that stand for a parameter of the model after the update, such as its main weight.
         """
         for attention in self._attentions:
-            logits = attention.core_attention.current_max_attn_logits.clone()
+            logits = attention.core_attention.current_max_attn_logits.detach().clone()
             dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=self._sequences)
             if (logits > self._threshold).any():
                 self.clipped += 1

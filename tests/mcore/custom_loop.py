@@ -120,7 +120,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         "clipped attention": answer("2bw", {"qk_clip": True}, {}),
         "delayed weight gradients": answer("gpipe", {"delay_wgrad_compute": True}, {}),
         "three": answer(
-            "2bw", {"gtp_weight_remat_size": 2, "delay_wgrad_compute": True}, {"overlap_grad_reduce": True}
+            "2bw", {"defer_embedding_wgrad_compute": True, "delay_wgrad_compute": True}, {"overlap_grad_reduce": True}
         ),
         "name": answer("unheard", {}, {}),
         "long lead": answer("2bw", {}, {}, correction=MomentLead(20.0)),

@@ -50,10 +50,13 @@ def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     assert_continues(saved.resumed(4), saved.results, 4)
 
 
-def test_what_is_recorded_belongs_to_its_batch() -> None:
+@pytest.mark.parametrize("clips", [True, False], ids=["clipped", "logged"])
+def test_what_is_recorded_belongs_to_its_batch(*, clips: bool) -> None:
     """Forwards of two batches in turn, an evaluation, full recomputation of the first."""
-    stage, cores = _stage(layers=2)
+    stage, cores = _stage(clips=clips)
     logits = AttentionLogits(stage)
+    assert [layer.self_attention.clipped for layer in stage.decoder.layers] == [[[8.0, 8.0]] * clips, []], "kernels"
+    stage.decoder.layers[0].self_attention.clipped.clear()
     for batch, values in [(0, (5.0, 1.0)), (1, (2.0, 2.0)), (None, (90.0, 90.0)), (0, (8.0, 3.0)), (1, (1.0, 9.0))]:
         with logits.computing(batch) if batch is not None else nullcontext():
             for core, value in zip(cores, values, strict=True):
@@ -66,7 +69,8 @@ def test_what_is_recorded_belongs_to_its_batch() -> None:
         largest.append(logits.largest)
         clipped.append([[*layer.self_attention.clipped] for layer in stage.decoder.layers])
     assert largest == [8.0, 9.0]
-    assert clipped == [[[[8.0, -1.0]], []], [[[8.0, -1.0]], [[9.0, -1.0]]]]
+    of_batches = [[[[8.0, -1.0]], []], [[[8.0, -1.0]], [[9.0, -1.0]]]]
+    assert clipped == (of_batches if clips else [[[], []]] * 2)
 
 
 def test_megatron_logs_what_the_newest_update_was_clipped_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +79,7 @@ def test_megatron_logs_what_the_newest_update_was_clipped_by(monkeypatch: pytest
 
     for optimizer, logged in ((SimpleNamespace(largest_attention_logit=7.0), 7.0), (None, 1.0)):
         monkeypatch.setattr(active, "session", SimpleNamespace(optimizer=optimizer))
-        assert wrappers.clip_attention(of_megatron, [], log_max_only=True) == logged
+        assert wrappers.largest_attention_logit(of_megatron, [], log_max_only=True) == logged
 
 
 class _Core(torch.nn.Module):
@@ -88,9 +92,13 @@ class _Core(torch.nn.Module):
 
 
 class _Attention(torch.nn.Module):
-    def __init__(self) -> None:
+    num_attention_heads_per_partition = 2
+
+    def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
+        self.config = config
         self.core_attention = _Core()
+        self.weight = torch.nn.Parameter(torch.ones(1))
         self.clipped: list[list[float]] = []
 
     def clip_qk(self) -> None:
@@ -98,12 +106,12 @@ class _Attention(torch.nn.Module):
         self.core_attention.current_max_attn_logits = None
 
 
-def _stage(layers: int) -> tuple[torch.nn.Module, list[_Core]]:
-    """With a threshold of 4."""
+def _stage(*, clips: bool) -> tuple[torch.nn.Module, list[_Core]]:
+    """Two layers, with a threshold of 4."""
     stage = torch.nn.Module()
-    stage.config = SimpleNamespace(qk_clip=True, qk_clip_threshold=4.0, log_max_attention_logit=False)
+    stage.config = SimpleNamespace(qk_clip=clips, qk_clip_threshold=4.0, log_max_attention_logit=not clips)
     stage.decoder = torch.nn.Module()
-    stage.decoder.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(layers))
+    stage.decoder.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
     for layer in stage.decoder.layers:
-        layer.self_attention = _Attention()
+        layer.self_attention = _Attention(stage.config)
     return stage, [layer.self_attention.core_attention for layer in stage.decoder.layers]

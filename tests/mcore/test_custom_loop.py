@@ -89,9 +89,9 @@ def test_what_does_not_work_is_refused() -> None:
     assert answers["nothing"] == ""
     assert "bf16 is set in the config of the model and not in that of the optimizer" in answers["sums in fp32"]
     assert sorted(line.split(" sets ")[0] for line in answers["three"].split("\n")) == [
+        "what --defer-embedding-wgrad-compute",
         "what --overlap-grad-reduce",
         "what --overlap-moe-expert-parallel-comm / --delay-wgrad-compute",
-        "what --tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards",
     ]
 
 

@@ -59,7 +59,7 @@ def test_measured_resumed_planned_and_run(tmp_path: Path, capfd: pytest.CaptureF
     first = Profile.load(path)
     (plain,) = first.blocks
     assert (plain.tensor, plain.microbatch, plain.recompute) == (1, 1, Recompute.NONE)
-    assert min(plain.layer_forward_s, plain.layer_backward_s, first.update_s(1, 1), *first.link()) > 0
+    assert min(plain.layer_forward_s, plain.layer_backward_s, first.update(1).time_s, *first.link()) > 0
     assert len(first.all_reduces) == 2
 
     capfd.readouterr()

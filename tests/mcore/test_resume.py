@@ -62,6 +62,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
             id="precision-aware-fp16",
         ),
         pytest.param(replace(TWO_REPLICAS, offloaded=0.5), "torch_dist", id="a-part-on-the-host-bf16"),
+        pytest.param(
+            replace(TWO_REPLICAS, offloaded=0.5, flags=("--dist-ckpt-optim-fully-reshardable",)),
+            "torch_dist",
+            id="a-part-on-the-host-reshardable",
+        ),
         pytest.param(replace(TWO_REPLICAS, offloaded=1.0, precision="fp16"), "torch_dist", id="all-on-the-host-fp16"),
         pytest.param(replace(CASE, flags=("--dataloader-type", "cyclic")), "torch_dist", id="data-in-another-order"),
         pytest.param(replace(DETERMINED, model=BIASED), "torch_dist", id="biases-of-experts"),

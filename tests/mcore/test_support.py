@@ -255,6 +255,7 @@ NOTICED: dict[str, dict[str, object]] = {
     "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True, "synchronous_warmup_iters": 5},
     "--log-energy": {"log_energy": True},
     "--optimizer-cpu-offload": {"optimizer_cpu_offload": True},
+    "--qk-clip": {"qk_clip": True},
     "--check-weight-hash-across-dp-replicas-interval": {"check_weight_hash_across_dp_replicas_interval": 5},
     "--gpu-sniff-test-interval": {"gpu_sniff_test_interval": 5},
     "--no-barrier-with-level-1-timing": {"timing_log_level": 1},

@@ -138,7 +138,7 @@ def packed_tokens(original: Any, *args: Any, **keywords: Any) -> Any:
     return original(*args, **keywords)
 
 
-def clip_attention(original: Any, *args: Any, **keywords: Any) -> float:
+def largest_attention_logit(original: Any, *args: Any, **keywords: Any) -> float:
     session = active.session
     if session is None or session.optimizer is None:
         return original(*args, **keywords)

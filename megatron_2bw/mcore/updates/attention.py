@@ -8,14 +8,28 @@ version, and they clip the newest one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+
+class _Reduced(NamedTuple):
+    """Logits of a batch, of all replicas: (heads,) by attention."""
+
+    logits: Sequence[torch.Tensor]
+    on_host: Sequence[torch.Tensor]
+    there: torch.cuda.Event | None
+    """When they are on the host."""
+
+    def read_on_host(self) -> Sequence[torch.Tensor]:
+        if self.there is not None:
+            self.there.synchronize()
+        return self.on_host
 
 
 class AttentionLogits:
@@ -30,7 +44,7 @@ class AttentionLogits:
 
     def __init__(self, model: torch.nn.Module) -> None:
         config = get_model_config(model)
-        self._threshold = config.qk_clip_threshold if config.qk_clip else None
+        self._threshold: float | None = config.qk_clip_threshold if config.qk_clip else None
         is_wanted = config.qk_clip or config.log_max_attention_logit
         # Those that Megatron clips: none of multi-token prediction.
         layers = get_attr_wrapped_model(model, "decoder").layers if is_wanted else ()
@@ -41,14 +55,14 @@ class AttentionLogits:
                 raise ValueError("attention records no logits to clip or log: use that of Transformer Engine >= 2.9")
         self._in_flight: dict[int, list[torch.Tensor | None]] = {}
         """By batch, and attention: (heads,), of this rank's."""
-        self._captured = self._on_host = torch.empty(0)
+        self._captured = torch.empty(0)
         """Of all attentions, one after the other."""
-        self._sizes: list[int] = []
-        """Heads by attention."""
-        self._there: torch.cuda.Event | None = None
-        """When ``_on_host`` is."""
-        self.largest = 0.0
-        """On this stage, in the batch updated last; what Megatron logs."""
+        self._heads: list[int] = []
+        """By attention."""
+        self._reduced = self._updated = _Reduced([], [], None)
+        """Of the newest batch that is reduced, and of the one updated last."""
+        if self._threshold is not None and self._attentions:
+            _load_kernels(self._attentions[0])
 
     @contextmanager
     def computing(self, batch: int) -> Iterator[None]:
@@ -60,15 +74,18 @@ class AttentionLogits:
         for attention, logits in zip(self._attentions, held, strict=True):
             attention.core_attention.current_max_attn_logits = logits
         yield
-        self._in_flight[batch] = [attention.core_attention.current_max_attn_logits for attention in self._attentions]
+        # Megatron 0.18 leaves them in the graph of their forward.
+        self._in_flight[batch] = [
+            logits.detach() if (logits := attention.core_attention.current_max_attn_logits) is not None else None
+            for attention in self._attentions
+        ]
         self._forget()
 
     def capture(self, batch: int) -> None:
         """Keep the logits of ``batch``, which is complete, for its update."""
         if self._attentions:
             logits = self._in_flight.pop(batch)
-            self._sizes = list(map(len, logits))
-            self._captured = torch.cat(logits)
+            self._captured, self._heads = torch.cat(logits), list(map(len, logits))
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -83,24 +100,29 @@ class AttentionLogits:
         """
         if replicas is not None:
             dist.all_reduce(self._captured, op=dist.ReduceOp.MAX, group=replicas)
-        self._on_host = self._captured.to("cpu", non_blocking=True)
-        self._there = torch.cuda.current_stream().record_event() if self._captured.is_cuda else None
+        on_host = self._captured.to("cpu", non_blocking=True)
+        there = torch.cuda.current_stream().record_event() if self._captured.is_cuda else None
+        self._reduced = _Reduced(self._captured.split(self._heads), on_host.split(self._heads), there)
 
+    @torch.no_grad()
     def update(self) -> None:
         """Clip the weights that the model shows, and their main weights; whether the weights' update is skipped or not.
 
-        Where no head is above the threshold the device is not asked.
+        Waits for the captured logits; where no head is above the threshold, the device is asked for nothing else.
         """
-        if not self._attentions:
+        self._updated = self._reduced
+        if self._threshold is None:
             return
-        if self._there is not None:
-            self._there.synchronize()
-        found, on_host = self._captured.split(self._sizes), self._on_host.split(self._sizes)
-        self.largest = max([0.0, *(logits.max().item() for logits in on_host)])
+        found, on_host = self._updated.logits, self._updated.read_on_host()
         for attention, logits, here in zip(self._attentions, found, on_host, strict=True):
-            if self._threshold is not None and (here > self._threshold).any():
+            if (here > self._threshold).any():
                 attention.core_attention.current_max_attn_logits = logits
                 attention.clip_qk()
+
+    @property
+    def largest(self) -> float:
+        """On this stage, in the batch updated last; 0 before; what Megatron logs. Waits for that number."""
+        return max([0.0, *(logits.max().item() for logits in self._updated.read_on_host())])
 
     def release(self) -> None:
         """Record from nothing, as Megatron leaves it to the next batch; the last call."""
@@ -109,3 +131,24 @@ class AttentionLogits:
     def _forget(self) -> None:
         for attention in self._attentions:
             attention.core_attention.current_max_attn_logits = None
+
+
+@torch.no_grad()
+def _load_kernels(attention: Any) -> None:
+    """Clip once, and undo it.
+
+    On a GPU, kernels are loaded when they are first used, and that waits for all that runs there: at the first large
+    logit, in the middle of a run, for whatever receives are posted by then.
+    """
+    weights = [tensor for parameter in attention.parameters() for tensor in (parameter, _main_weight(parameter))]
+    before = [weight.detach().clone() for weight in weights]
+    heads, large = attention.num_attention_heads_per_partition, 2.0 * attention.config.qk_clip_threshold
+    attention.core_attention.current_max_attn_logits = torch.full((heads,), large, device=weights[0].device)
+    attention.clip_qk()
+    torch._foreach_copy_([weight.data for weight in weights], before)
+
+
+def _main_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Or the parameter itself, where there is none beside it."""
+    main = getattr(parameter, "main_param", None)
+    return parameter if main is None else main

@@ -53,7 +53,7 @@ def keeps_remainders(args: Any) -> bool:
     """Of main weights, the precision-aware optimizer keeps what weights in bf16 lack."""
     is_apart = getattr(args, "fp8_recipe", None) in (None, "delayed")
     in_fp32 = stored_in(args, "main_params_dtype") == "fp32"
-    is_whole = getattr(args, "optimizer_cpu_offload", None)  # Then they are, on the host.
+    is_whole = getattr(args, "optimizer_cpu_offload", None)  # Then main weights are, here or on the host.
     return bool(args.use_precision_aware_optimizer and args.bf16 and in_fp32 and is_apart and not is_whole)
 
 
@@ -137,7 +137,7 @@ def has_uneven_optimizers(args: Any) -> bool:
 
 
 def stages_with_parallel_experts(args: Any, stages: tuple[int, ...]) -> list[bool]:
-    """Which of the ``stages``, of so many layers each, have experts that ranks share otherwise than other weights."""
+    """Which of a GPT's ``stages``, of so many layers, have experts that ranks share otherwise than other weights."""
     are_split = args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size)
     if not args.num_experts or not (args.expert_model_parallel_size > 1 or are_split) or not stages:
         return []

@@ -128,6 +128,7 @@ SLOWED: tuple[Slowed, ...] = (
         DELAYED,
         "while the host computes an update it gives its device nothing else to do, and neighbours wait for it",
     ),
+    Slowed("--qk-clip", PER_MICROBATCH, "a stage waits for its largest attention logits after every microbatch"),
     Slowed("--log-straggler", DELAYED, "all ranks compare their speeds at every log line"),
     Slowed("--log-energy", DELAYED, "all ranks add up what they used at every log line"),
     Slowed(
