@@ -199,6 +199,8 @@ def train(size: Size) -> Trained:
     Raises:
         AssertionError: two ranks differ in the weights of a stage that both have.
     """
+    # Forked from a process that has imported this: it takes seconds, which each rank would spend.
+    mp.get_context("forkserver").set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (size, folder), nprocs=size.stages, start_method="forkserver")
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size.stages)]
