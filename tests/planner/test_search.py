@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from functools import cache
@@ -23,7 +24,7 @@ from megatron_2bw.planner.search.finder import Finder, first_of_kinds
 from megatron_2bw.planner.search.search import Plan, search
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.inputs import sized
-from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.models import MODELS
 from megatron_2bw.planner.specs.space import Space, field_of
@@ -503,12 +504,31 @@ def test_mixpipes_k_and_gamma_are_searched(memory_gb: float):
 def test_nothing_that_fits_is_skipped(case: str, layers: int):
     """A quick look at a base bounds what all ways to save memory on it need; stages of one layer bound it tightest."""
     model, (machine, batch) = dataclasses.replace(MODEL, num_layers=layers), CASES[case]
-    skipped = 0
+    skipped = {Recompute.SELECTIVE: 0, Recompute.FULL: 0}
     for layout in every_layout(model, machine, batch):
         needed = memory.largest(model, layout).total_bytes
+        for most in skipped:
+            if most is Recompute.FULL or layout.recompute is not Recompute.FULL:
+                bounds = {"recompute": most, "gradient_buffers": layout.gradient_buffers}
+                assert not memory.needs_more(model, layout, needed, **bounds), layout
+                skipped[most] += memory.needs_more(model, layout, needed / 2, **bounds)
         assert not memory.needs_more(model, layout, needed), layout
-        skipped += memory.needs_more(model, layout, needed / 2)
-    assert skipped
+    assert all(skipped.values())
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "megatron", "mixpipe"])
+def test_no_set_of_modules_that_fits_is_skipped(schedule: str):
+    """Latent attention, layers with and without experts, shared experts, further tokens."""
+    model = dataclasses.replace(MODELS["deepseek-v3"], num_layers=16)
+    sizes = {"pipeline": 4, "data": 16, "expert": 8, "global_batch": 128, "microbatch": 2}
+    layout = Layout(schedule=schedule, chunks=2 if schedule == "megatron" else 1, **sizes)
+    needed = []
+    for on in itertools.product((0, 1), repeat=len(RecomputeModule)):
+        modules = tuple(itertools.compress(RecomputeModule, on))
+        selective = dataclasses.replace(layout, recompute=Recompute.SELECTIVE, recompute_modules=modules)
+        needed.append(memory.largest(model, selective).total_bytes)
+    assert not memory.needs_more(model, layout, min(needed), recompute=Recompute.SELECTIVE, gradient_buffers=2)
+    assert memory.needs_more(model, layout, 0.9 * min(needed), recompute=Recompute.SELECTIVE, gradient_buffers=2)
 
 
 def test_ranks_that_share_sequences_share_the_optimizer():

@@ -78,13 +78,20 @@ def works_of(model: Model, split: Split, machine: Machine) -> Works:
 
 
 def _layer(model: Model, split: Split, machine: Machine) -> Work:
+    forward, core, backward = _passes(model, split._replace(recompute=Recompute.NONE, modules_again=()), machine)
+    again = forward if split.recompute is Recompute.FULL else selected(Sizes(model, split), machine, core)
+    return Work.of(forward, backward, again)
+
+
+@lru_cache(maxsize=4096)
+def _passes(model: Model, split: Split, machine: Machine) -> tuple[Parts, Piece, Parts]:
+    """Forward, of it the attention's core, and backward, which are the same whatever is computed again."""
     sizes = Sizes(model, split)
     forward, core = _forward(sizes, machine)
     backward = _backward(sizes, machine)
     if split.overlap_exchanges:
         forward, backward = _overlapped(forward, backward)
-    again = forward if split.recompute is Recompute.FULL else selected(sizes, machine, core)
-    return Work.of(forward, backward, again)
+    return forward, core, backward
 
 
 def _overlapped(forward: Parts, backward: Parts) -> tuple[Parts, Parts]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from megatron_2bw.planner.pipeline.programs import open_losses
 from megatron_2bw.planner.pipeline.stages import Contents, chunks_in_flight, contents_of, free_stages
 from megatron_2bw.planner.pipeline.weights import Weights, weights_of
 from megatron_2bw.planner.rules import TWO_BW
-from megatron_2bw.planner.specs.layout import FP32_BYTES, Layout, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.layout import FP32_BYTES, Layout, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.table import GIB
 from megatron_2bw.schedule.registry import BIDIRECTIONAL
@@ -86,8 +87,8 @@ def stages(model: Model, layout: Layout) -> tuple[StageMemory, ...]:
     return tuple(_stage(model, layout, shares, stage) for stage in range(layout.pipeline))
 
 
-def largest(model: Model, layout: Layout) -> StageMemory:
-    """The stage that needs most memory, without a look at every stage.
+def largest(model: Model, layout: Layout, *, enough_bytes: float = inf) -> StageMemory:
+    """The stage that needs most memory, without a look at every stage; or any that needs more than ``enough_bytes``.
 
     Stages between the first and the last differ only in their forwards in flight and older weights, which fall from
     stage to stage, but in both directions and where layers are spread so freely that chunks between them differ.
@@ -97,22 +98,34 @@ def largest(model: Model, layout: Layout) -> StageMemory:
     """
     shares = _shares(model, layout)
     candidates = (_stage(model, layout, shares, stage) for stage in _may_be_fullest(model, layout))
-    return max(candidates, key=lambda memory: memory.total_bytes)
+    fullest = next(candidates)
+    while fullest.total_bytes <= enough_bytes and (other := next(candidates, None)):
+        fullest = max(fullest, other, key=attrgetter("total_bytes"))
+    return fullest
 
 
-def needs_more(model: Model, layout: Layout, than_bytes: float) -> bool:
-    """Whether ``layout`` does, however it recomputes and with one gradient buffer; False if that is not quick to tell.
+def needs_more(
+    model: Model, layout: Layout, than_bytes: float, *, recompute: Recompute = Recompute.FULL, gradient_buffers: int = 1
+) -> bool:
+    """Whether ``layout`` does with so many buffers, whatever is computed again; False if that is not quick to tell.
 
-    Whatever is computed again, every forward leaves at least the input of one layer.
+    ``recompute``: the most that is; SELECTIVE or FULL.
     """
     if layout.schedule == "mixpipe":  # Whose order has to be looked for; that of gems has one forward in flight.
         layout = replace(layout, schedule="gems", mixpipe_k=0, mixpipe_gamma=0)
-    leanest = replace(layout, gradient_buffers=1, recompute=Recompute.NONE)
-    grouped = {"recompute_method": RecomputeMethod.UNIFORM, "recompute_layers": model.num_layers}
-    inputs = replace(leanest, recompute=Recompute.FULL, **grouped)
+    leanest = replace(layout, recompute=Recompute.NONE, gradient_buffers=gradient_buffers)
     shares = _shares(model, leanest)
+    if recompute is Recompute.SELECTIVE:
+        kept_as = replace(layout, recompute=recompute, recompute_modules=tuple(RecomputeModule))
+        kinds = (shares.layer, model), (shares.dense_layer, model.dense)
+        # What is made again takes memory, too, but how much depends on the modules.
+        layers = [layer._replace(kept=activations.of_layer(kind, kept_as).kept) for layer, kind in kinds]
+        shares = shares._replace(layer=layers[0], dense_layer=layers[1])
+    else:  # Every forward leaves at least the input of one layer.
+        grouped = {"recompute_method": RecomputeMethod.UNIFORM, "recompute_layers": model.num_layers}
+        kept_as = replace(layout, recompute=Recompute.FULL, **grouped)
     candidates = _may_be_fullest(model, layout)
-    return any(_stage(model, leanest, shares, stage, inputs).total_bytes > than_bytes for stage in candidates)
+    return any(_stage(model, leanest, shares, stage, kept_as).total_bytes > than_bytes for stage in candidates)
 
 
 def _may_be_fullest(model: Model, layout: Layout) -> Sequence[int]:

@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron_2bw.planner.search.candidates import ROUNDING, Candidates
 from megatron_2bw.planner.search.efficiency import EXACT, Progress
 from megatron_2bw.planner.search.savings import Saving, min_until
 from megatron_2bw.planner.specs.cluster import Cluster
-from megatron_2bw.planner.specs.layout import Layout
+from megatron_2bw.planner.specs.layout import Layout, Recompute
 from megatron_2bw.planner.specs.model import Model
 
 
@@ -129,21 +130,29 @@ class Finder:
     def weigh_skipped(self) -> None:
         """Find out how much they need that is quick to tell not to fit."""
         for base in self.skipped:
-            for saving in self.candidates.savings(base):
-                needed, layout = self._first_that_fits(saving)
-                self.candidates.shapes.does_not_fit(layout, needed)
+            if least := self._least(base):
+                self.candidates.shapes.does_not_fit(*least)
+
+    def _least(self, base: Layout) -> tuple[Layout, float] | None:
+        """(layout, bytes) that needs least of ``base``, of which nothing fits; None if it has no layout."""
+        candidates = self.candidates
+        # Of what needs more than another layout that does not fit, nobody asks how much more, but of the first.
+        known = candidates.shapes.leanest_of if "memory" in candidates.decisions.rejected else {}
+        leanest_bytes, _ = known.get(base.schedule, (math.inf, base))
+        found = [self._first_that_fits(saving, leanest_bytes) for saving in self._savings(base, leanest_bytes)]
+        return min(found, key=lambda pair: pair[1], default=None)
 
     def _fitting(self, base: Layout, is_beaten: Callable[[str, float], bool] | None = None) -> Iterator[Choice]:
         """What fits of ``base`` and may not be beaten, without layouts that save more memory than they have to."""
-        candidates, smallest, nothing_fits = self.candidates, (math.inf, base), True
-        for saving in candidates.savings(base):
+        candidates, capacity_bytes, nothing_fits = self.candidates, self.candidates.cluster.memory_bytes, True
+        for saving in self._savings(base, capacity_bytes):
             if is_beaten and saving.is_uniform:
                 work_s = self._bound_s(costs.work_s, saving.layout(saving.steps[0]))
                 if is_beaten(base.schedule, work_s):
                     nothing_fits = False  # As far as anyone needs to know.
                     continue
-            needed, layout = self._first_that_fits(saving)
-            if needed <= candidates.cluster.memory_bytes:
+            layout, needed = self._first_that_fits(saving, capacity_bytes)
+            if needed <= capacity_bytes:
                 nothing_fits = False
                 if (
                     is_beaten
@@ -154,11 +163,8 @@ class Finder:
                 yield price(candidates.model, layout, candidates.cluster, progress=self.progress)
                 if layout == base:
                     return
-            smallest = min(smallest, (needed, layout), key=lambda pair: pair[0])
-        if nothing_fits and smallest[0] < math.inf:
-            candidates.decisions.reject(
-                "memory", "memory", candidates.shapes.does_not_fit(smallest[1], smallest[0]), name(smallest[1])
-            )
+        if nothing_fits and (least := self._least(base)):
+            candidates.decisions.reject("memory", "memory", candidates.shapes.does_not_fit(*least), name(least[0]))
 
     def with_fewest_delayed(self, choice: Choice) -> Choice:
         """``choice`` with as few delayed microbatches as take no more time, where their number is free."""
@@ -181,26 +187,41 @@ class Finder:
         fewer = replace(layout, delayed_microbatches=counts[fewest])
         return price(candidates.model, fewer, candidates.cluster, progress=self.progress)
 
-    def _first_that_fits(self, saving: Saving) -> tuple[float, Layout]:
-        """(bytes, layout) of the first step that fits, else of one that needs little."""
+    def _savings(self, base: Layout, enough_bytes: float) -> Iterator[Saving]:
+        """Ways to save memory, of which one step will do where not even all modules together save enough."""
 
+        @cache
+        def never_saves_enough(gradient_buffers: int) -> bool:
+            most = {"recompute": Recompute.SELECTIVE, "gradient_buffers": gradient_buffers}
+            return memory.needs_more(self.candidates.model, base, enough_bytes, **most)
+
+        for saving in self.candidates.savings(base):
+            if saving.recompute is Recompute.SELECTIVE and never_saves_enough(saving.gradient_buffers):
+                yield saving._replace(steps=saving.steps[:1])
+            else:
+                yield saving
+
+    def _first_that_fits(self, saving: Saving, enough_bytes: float) -> tuple[Layout, float]:
+        """(layout, bytes) of the first step that fits, else of one that needs little, or more than ``enough_bytes``.
+
+        ``enough_bytes`` is not less than there are.
+        """
         model, capacity_bytes = self.candidates.model, self.candidates.cluster.memory_bytes
 
-        def needs(index: int) -> tuple[float, Layout]:
+        def needs(index: int) -> tuple[Layout, float]:
             layout = saving.layout(saving.steps[index])
-            return memory.largest(model, layout).total_bytes, layout
+            return layout, memory.largest(model, layout, enough_bytes=enough_bytes).total_bytes
 
         last = len(saving.steps) - 1
         if not saving.falls:
-            found = (needs(index) for index in range(last + 1))
-            return min_until(found, capacity_bytes)
+            return min_until(map(needs, range(last + 1)), capacity_bytes)
         best = needs(last)
         low, high = 0, last
-        while best[0] <= capacity_bytes and low < high:
+        while best[1] <= capacity_bytes and low < high:
             middle = (low + high) // 2
-            needed = needs(middle)
-            if needed[0] <= capacity_bytes:
-                best, high = needed, middle
+            found = needs(middle)
+            if found[1] <= capacity_bytes:
+                best, high = found, middle
             else:
                 low = middle + 1
         return best

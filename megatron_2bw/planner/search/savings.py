@@ -52,17 +52,17 @@ class Saving(NamedTuple):
         )
 
 
-def min_until[Thing](found: Iterable[tuple[float, Thing]], enough: float) -> tuple[float, Thing]:
+def min_until[Thing](found: Iterable[tuple[Thing, float]], enough: float) -> tuple[Thing, float]:
     """The first pair whose number is at most ``enough``, else the one with the smallest.
 
-    >>> min_until([(5, "a"), (3, "b"), (1, "c")], 3), min_until([(5, "a"), (4, "b")], 3)
-    ((3, 'b'), (4, 'b'))
+    >>> min_until([("a", 5), ("b", 3), ("c", 1)], 3), min_until([("a", 5), ("b", 4)], 3)
+    (('b', 3), ('b', 4))
     """
     best = None
     for pair in found:
-        if best is None or pair[0] < best[0]:
+        if best is None or pair[1] < best[1]:
             best = pair
-        if pair[0] <= enough:
+        if pair[1] <= enough:
             return pair
     return best
 
@@ -94,6 +94,7 @@ def module_sets(
     def of(*modules: RecomputeModule) -> Layout:
         return replace(layout, recompute=Recompute.SELECTIVE, recompute_modules=modules)
 
+    @cache
     def again_s(modules: tuple[RecomputeModule, ...]) -> tuple[float, float]:
         works = works_of(model, Split.of(of(*modules)), machine)
         return works.layer.again_s, works.dense.again_s

@@ -189,8 +189,8 @@ class Shapes:
         if self.leanest is None or lasting_bytes <= max(self.leanest[0], self.cluster.memory_bytes):
             sizes = group_sizes(self.model, layers_of_stages(self.model, plain))
             layouts = (self.layout(shape, lean | full | {"recompute_layers": size}) for size in sizes)
-            sized = ((memory.largest(self.model, layout).total_bytes, layout) for layout in layouts)
-            needed, layout = min_until(chain([(needed, plain)], sized), self.cluster.memory_bytes)
+            sized = ((layout, memory.largest(self.model, layout).total_bytes) for layout in layouts)
+            layout, needed = min_until(chain([(plain, needed)], sized), self.cluster.memory_bytes)
         if needed <= self.cluster.memory_bytes:
             return None
         return "memory, with everything recomputed and b = 1", self.does_not_fit(layout, needed)
