@@ -56,6 +56,7 @@ SLOW = {
         *("GQA, SwiGLU, RoPE, RMSNorm, bf16, tensor parallel", "PP2xTP2, fp32", "PP2xTP2, bf16"),
         *("PP2, bf16", "PP4, bf16", "PP2xDP2, fp32"),
         *("gradients in bf16, tensor and sequence parallel", "multi-token prediction, more in flight"),
+        *("the same, sequence parallel", "context and tensor parallel", "an instance of the distributed optimizer per"),
     ),
     "test_equals_the_oracle": (
         "d4",
@@ -64,6 +65,7 @@ SLOW = {
         "muon, lead, d4",
         *("tensor parallel", "update-lead, bf16, tensor parallel"),
         *("PP3, more in flight", "PP4, more in flight", "PP4, tied, bf16, full recompute"),
+        "one buffer, update-lead",
     ),
     "test_ordinary_oracle_is_megatron": (
         "the same, sequence parallel",
@@ -74,9 +76,14 @@ SLOW = {
     ),
     "test_gradients_in_bf16_save_nothing_at_the_peak_without_shards": ("",),
     "test_experts_of_two_replicas_no_further_off_than_megatron": ("whole",),
-    "test_precisions_optimizers_and_models": ("distributed-fp32", "muon-distributed", "several-tokens"),
+    "test_precisions_optimizers_and_models": (
+        *("distributed-fp32", "muon-distributed", "several-tokens", "biases-of-experts-bf16"),
+        *("precision-aware-fp16", "a-part-on-the-host-reshardable", "all-on-the-host"),
+    ),
     "test_a_run_has_no_problem": ("mixpipe", "experts with biases, full recompute"),
     "test_it_trains_like_a_pipeline": ("half delayed, lead", "a beginning without a delay"),
+    "test_a_run_whose_loader_handles_signals_ends": ("1f1b-flush",),
+    "test_a_command_that_is_ended_ends_its_ranks": ("15",),
     "test_a_process_leaves_no_thread_of_gloo_at_work": ("megatron_2bw.uninstall",),
 }
 """By test: how its parameters begin. What they show, others show at less cost; the suite has 25 minutes."""
