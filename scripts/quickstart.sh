@@ -24,6 +24,7 @@ text_data gpt "$DATA"
 ranks=$STAGES
 gpus=$(count_gpus)
 if [ "$gpus" -ge "$STAGES" ]; then
+    use_gpus
     ranks=$((gpus / STAGES * STAGES))
 else
     use_cpu

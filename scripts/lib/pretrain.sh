@@ -76,6 +76,11 @@ pretrain() {
         use_cpu
         defaults+=(--num-workers 0) # Loading beside training would take a core from it.
         ranks="${RANKS:-$replica}"
+    else
+        use_gpus
+        if [ $((tensor * context)) -gt 1 ]; then
+            export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" # Megatron insists, before Blackwell.
+        fi
     fi
     if [ $((nodes * ranks % replica)) -ne 0 ]; then
         echo "error: $((nodes * ranks)) processes are no multiple of $stages stages x $tensor tensor x $context context" \

@@ -18,6 +18,11 @@ use_cpu() {
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
 }
 
+# With GPUs: memory that grows where it is; torch waits for the whole GPU before it looks for memory elsewhere.
+use_gpus() {
+    [ -n "${PYTORCH_ALLOC_CONF:-}" ] || export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+}
+
 # train LOG TORCHRUN_FLAG... -- SCRIPT FLAG...: run it under the launcher; shows what matters, adds all to LOG.
 train() {
     local log="$1" launcher=() signal="" failed=""

@@ -100,7 +100,7 @@ def pretrain(root: Path, folder: Path, flags: str, **environment: str) -> list[s
         source "{root}/scripts/lib/pretrain.sh"
         count_gpus() {{ echo "$GPUS"; }}
         has_transformer_engine() {{ false; }}
-        train() {{ printf '%s\\n' "$@"; }}
+        train() {{ printf '%s\\n' "$@"; env | grep -E '^(CUDA|PYTORCH)_' || true; }}
         pretrain gpt {flags}
     """
     known = {"PATH": "/bin:/usr/bin", "DATA": str(data), "OUTPUT": str(folder / "out"), "GPUS": "0"} | environment
@@ -181,6 +181,29 @@ def test_how_many_processes(root, tmp_path, flags, environment, launcher):
     if not flags and "RANKS" not in environment:
         replicas = int(last["--nproc-per-node"]) * int(environment.get("NUM_NODES", 1)) // 2
         assert int(last["--global-batch-size"]) == 2 * 4 * replicas
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ("", {}, {"CUDA_VISIBLE_DEVICES="}),
+        ("", {"GPUS": "2"}, {"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"}),
+        ("", {"GPUS": "2", "PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF=backend:native"}),
+        (
+            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+            {"GPUS": "4"},
+            {"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS=1"},
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --context-parallel-size 2",
+            {"GPUS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"},
+            {"PYTORCH_CUDA_ALLOC_CONF=backend:native", "CUDA_DEVICE_MAX_CONNECTIONS=8"},
+        ),
+    ],
+)
+def test_what_megatron_and_we_ask_for_on_gpus_is_set(root, tmp_path, flags, environment, expected):
+    words = pretrain(root, tmp_path, flags, **environment)
+    assert {word for word in words if word.startswith(("CUDA_", "PYTORCH_"))} == expected
 
 
 def test_checkpoints_of_another_vocabulary_are_not_gone_on_with(root, tmp_path):
