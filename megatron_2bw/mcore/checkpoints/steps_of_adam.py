@@ -29,30 +29,35 @@ def with_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_step_of_others(state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """On a stage without experts, their optimizer has no weight and so no step: it borrows that of the stage's others.
-
-    Only a distributed optimizer is asked for its step; any other saves its state as it is.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    """On a stage without experts, their optimizer has no weight and so no step: it says that of the stage's others."""
 
     @functools.wraps(state_dict)
     def wrapper(self: Any, *args: Any, **keywords: Any) -> Any:
-        chained = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
-        states = [state for part in chained for state in part.optimizer.state.values()]
-        step = next((state["step"] for state in states if "step" in state), torch.zeros(()))
-        borrowers = [
-            part.optimizer
-            for part in chained
-            if isinstance(part, DistributedOptimizer)
-            and not any(group["params"] for group in part.optimizer.param_groups)
-        ]
-        for adam in borrowers:
-            adam.state["no weight"] = {"step": step}
+        chained = [part.optimizer for part in self.chained_optimizers if not part.is_stub_optimizer]
+        steps = [state["step"] for adam in chained for state in adam.state.values() if "step" in state]
+        for adam in chained:
+            adam.step_of_others = steps[0] if steps else torch.zeros(())
+        return state_dict(self, *args, **keywords)
+
+    return wrapper
+
+
+def with_a_step(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron asks the state of an optimizer for its step.
+
+    There is none without weights, nor, before it is loaded, in that of ``--optimizer-cpu-offload``.
+    """
+
+    @functools.wraps(state_dict)
+    def wrapper(self: Any) -> Any:
+        state = self.optimizer.state
+        if state or not hasattr(self.optimizer, "step_of_others"):
+            return state_dict(self)
+        state["no weight"] = {"step": self.optimizer.step_of_others}
         try:
-            return state_dict(self, *args, **keywords)
+            return state_dict(self)
         finally:
-            for adam in borrowers:
-                del adam.state["no weight"]
+            del state["no weight"]
 
     return wrapper
 
