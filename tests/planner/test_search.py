@@ -22,6 +22,7 @@ from megatron_2bw.planner.search.candidates import Candidates
 from megatron_2bw.planner.search.efficiency import Progress
 from megatron_2bw.planner.search.finder import Finder, first_of_kinds
 from megatron_2bw.planner.search.search import Plan, search
+from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.inputs import sized
 from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute, RecomputeMethod, RecomputeModule
@@ -529,6 +530,39 @@ def test_no_set_of_modules_that_fits_is_skipped(schedule: str):
         needed.append(memory.largest(model, selective).total_bytes)
     assert not memory.needs_more(model, layout, min(needed), recompute=Recompute.SELECTIVE, gradient_buffers=2)
     assert memory.needs_more(model, layout, 0.9 * min(needed), recompute=Recompute.SELECTIVE, gradient_buffers=2)
+
+
+def test_an_update_is_not_beside_a_loss():
+    """So that what computes less again, and has less under way, never needs more; the bounds rest on that."""
+    model = Model(
+        num_layers=6,
+        hidden_size=512,
+        num_attention_heads=16,
+        seq_length=1024,
+        vocab_size=8000,
+        ffn_hidden_size=4096,
+        swiglu=True,
+        bias=False,
+        learned_positions=False,
+        tied=False,
+        dropout=False,
+        num_experts=8,
+        moe_router_topk=1,
+        moe_shared_expert_intermediate_size=2048,
+        moe_shared_expert_gate=True,
+        multi_latent_attention=True,
+        kv_lora_rank=32,
+    )
+    sizes = {"pipeline": 2, "tensor": 2, "data": 1, "microbatch": 16, "global_batch": 32, "gradient_buffers": 1}
+    copied = {"distributed_optimizer": True, "adam_state": AdamState(first_moment="bf16", second_moment="fp8")}
+    layout = Layout(schedule="2bw", sequence_parallel=True, **sizes, **copied)
+    selective = {
+        "recompute": Recompute.SELECTIVE,
+        "recompute_modules": (RecomputeModule.MLA_UP_PROJ, RecomputeModule.MOE),
+    }
+    for again in (selective, {"recompute": Recompute.FULL, "recompute_layers": model.num_layers}):
+        needed = memory.largest(model, dataclasses.replace(layout, **again)).total_bytes
+        assert not memory.needs_more(model, layout, needed, recompute=again["recompute"])
 
 
 def test_ranks_that_share_sequences_share_the_optimizer():

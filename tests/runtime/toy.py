@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import random
 import tempfile
 import time
+import unittest.mock
 from itertools import starmap
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
 
@@ -199,9 +203,11 @@ def train(size: Size) -> Trained:
     Raises:
         AssertionError: two ranks differ in the weights of a stage that both have.
     """
-    # Forked from a process that has imported this: it takes seconds, which each rank would spend.
-    mp.get_context("forkserver").set_forkserver_preload([__name__])
-    with tempfile.TemporaryDirectory() as folder:
+    server = _server()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        unittest.mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+    ):
         mp.start_processes(_rank, (size, folder), nprocs=size.stages, start_method="forkserver")
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size.stages)]
     weights: dict[int, list[torch.Tensor]] = {}
@@ -210,6 +216,16 @@ def train(size: Size) -> Trained:
             assert all(starmap(torch.equal, zip(mine, weights.setdefault(stage, mine), strict=True)))
     losses = {key: loss for result in results for key, loss in result["losses"].items()}
     return Trained(losses, weights, [result["in_flight"] for result in results])
+
+
+@functools.cache
+def _server() -> forkserver.ForkServer:
+    """A process that has imported torch, which takes seconds, and forks ranks; Python's own may run without."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([__name__])
+    with unittest.mock.patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parents[2])}):
+        server.ensure_running()
+    return server
 
 
 def _rank(rank: int, size: Size, folder: str) -> None:

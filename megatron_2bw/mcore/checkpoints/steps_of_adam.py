@@ -37,7 +37,11 @@ def with_step_of_others(state_dict: Callable[..., Any]) -> Callable[..., Any]:
         steps = [state["step"] for adam in chained for state in adam.state.values() if "step" in state]
         for adam in chained:
             adam.step_of_others = steps[0] if steps else torch.zeros(())
-        return state_dict(self, *args, **keywords)
+        try:
+            return state_dict(self, *args, **keywords)
+        finally:
+            for adam in chained:
+                del adam.step_of_others
 
     return wrapper
 

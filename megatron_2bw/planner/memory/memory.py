@@ -15,11 +15,10 @@ from megatron_2bw.planner.pipeline.interleaving import most_kept
 from megatron_2bw.planner.pipeline.programs import open_losses
 from megatron_2bw.planner.pipeline.stages import Contents, chunks_in_flight, contents_of, free_stages
 from megatron_2bw.planner.pipeline.weights import Weights, weights_of
-from megatron_2bw.planner.rules import TWO_BW
 from megatron_2bw.planner.specs.layout import FP32_BYTES, Layout, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.table import GIB
-from megatron_2bw.schedule.registry import BIDIRECTIONAL
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, TWO_BW
 
 CONTEXT_BYTES = 1.5 * GIB
 """CUDA context, cuBLAS workspaces and NCCL's buffers, which torch's allocator does not see. Assumed: about 0.5 GiB
@@ -88,7 +87,9 @@ def stages(model: Model, layout: Layout) -> tuple[StageMemory, ...]:
 
 
 def largest(model: Model, layout: Layout, *, enough_bytes: float = inf) -> StageMemory:
-    """The stage that needs most memory, without a look at every stage; or any that needs more than ``enough_bytes``.
+    """The stage that needs most memory, without a look at every stage.
+
+    If one needs more than ``enough_bytes``, it may be that one, and others need even more.
 
     Stages between the first and the last differ only in their forwards in flight and older weights, which fall from
     stage to stage, but in both directions and where layers are spread so freely that chunks between them differ.
@@ -107,9 +108,11 @@ def largest(model: Model, layout: Layout, *, enough_bytes: float = inf) -> Stage
 def needs_more(
     model: Model, layout: Layout, than_bytes: float, *, recompute: Recompute = Recompute.FULL, gradient_buffers: int = 1
 ) -> bool:
-    """Whether ``layout`` does with so many buffers, whatever is computed again; False if that is not quick to tell.
+    """Whether ``layout`` needs more, whatever it computes again; False if that is not quick to tell.
 
-    ``recompute``: the most that is; SELECTIVE or FULL.
+    Args:
+        recompute: SELECTIVE, where layers are not computed again as a whole, or FULL.
+        gradient_buffers: in place of those that ``layout`` has.
     """
     if layout.schedule == "mixpipe":  # Whose order has to be looked for; that of gems has one forward in flight.
         layout = replace(layout, schedule="gems", mixpipe_k=0, mixpipe_gamma=0)
@@ -173,7 +176,12 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int, kept_as: L
     losses = _losses(layout, stage) if any(chunk.loss for chunk in every) else 0
     kept = _kept(model, kept_as or layout, shares, stage, every, losses)
     freed = kept / max(chunks_in_flight(layout, stage), 1) if any(map(_looks_up, every)) else None
-    logits, working = _peak(model, layout, shares, every, losses, freed)
+    between_losses, at_loss = _of_losses(model, layout, losses)
+    working = _under_way(layout, shares, every, freed)
+    # A flush leaves no activations beside its update.
+    update = states.update if layout.schedule in DELAYED else states.update - kept - between_losses
+    most = max(working, update)
+    logits, most = (at_loss, 0.0) if at_loss > between_losses + most else (between_losses, most)
     versions = layout.pipeline - stage if layout.schedule == "pipedream" else 2
     of_layers = sum(shares.weights.of_layers(chunk) + shares.weights.experts_of(chunk) for chunk in held[0])
     return StageMemory(
@@ -187,19 +195,10 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int, kept_as: L
         optimizer_bytes=states.optimizer,
         activations_bytes=kept,
         logits_bytes=logits,
-        working_bytes=_with_update(layout, working, states, kept + logits),
-        reserve_bytes=CONTEXT_BYTES + FRAGMENTED_SHARE * (kept + logits + working),
-    )
-
-
-def _with_update(layout: Layout, working: float, states: WeightStates, kept: float) -> float:
-    """Bytes of what is under way: of computation, and of an update, beside the activations that are kept."""
-    if layout.schedule in TWO_BW:
         # The norm has copies of its own, made while the stage computes, on a stream whose memory others do not get.
-        return states.norm + max(working, states.update)
-    if layout.schedule == "pipedream":
-        return max(working, states.update)
-    return max(working, states.update - kept)  # A flush leaves no activations.
+        working_bytes=states.norm + most,
+        reserve_bytes=CONTEXT_BYTES + FRAGMENTED_SHARE * (kept + max(at_loss, between_losses + working)),
+    )
 
 
 class WeightStates(NamedTuple):
@@ -325,10 +324,8 @@ def _losses(layout: Layout, stage: int) -> int:
     return layout.microbatches if layout.schedule == "gpipe" else 1
 
 
-def _peak(
-    model: Model, layout: Layout, shares: _Shares, held: Sequence[Contents], losses: int, freed: float | None
-) -> tuple[float, float]:
-    """Bytes of so many losses, and of what is under way in a chunk, at the moment that takes more.
+def _under_way(layout: Layout, shares: _Shares, held: Sequence[Contents], freed: float | None) -> float:
+    """Bytes of what is computed in a chunk, losses apart, at the moment that takes most.
 
     Args:
         freed: bytes that one forward of a chunk left, given back when its embedding has its backward; None without one.
@@ -336,13 +333,16 @@ def _peak(
     working = max(_working(layout, shares, chunk) for chunk in held)
     if freed is not None:  # The embedding's gradient has all rows.
         working = max(working, layout.precision.width * shares.weights.word_embedding - freed)
+    return working
+
+
+def _of_losses(model: Model, layout: Layout, losses: int) -> tuple[float, float]:
+    """Bytes of so many losses while something else is under way, and while the last of them is."""
     if not losses:
-        return 0.0, working
+        return 0.0, 0.0
     loss = activations.of_loss(model, layout)
     kept = (1 + model.mtp_num_layers) * loss.kept  # Of all tokens that are predicted, before the first backward.
-    in_layer = (losses - 1) * kept
-    at_loss = losses * kept + loss.working
-    return (at_loss, 0.0) if at_loss > in_layer + working else (in_layer, working)
+    return (losses - 1) * kept, losses * kept + loss.working
 
 
 def _looks_up(held: Contents) -> bool:

@@ -134,7 +134,10 @@ class Finder:
                 self.candidates.shapes.does_not_fit(*least)
 
     def _least(self, base: Layout) -> tuple[Layout, float] | None:
-        """(layout, bytes) that needs least of ``base``, of which nothing fits; None if it has no layout."""
+        """(layout, bytes) that needs least of ``base``, of which nothing fits; None if it has no layout.
+
+        Where all need more than another one that does not fit, any of them, with less than it needs.
+        """
         candidates = self.candidates
         # Of what needs more than another layout that does not fit, nobody asks how much more, but of the first.
         known = candidates.shapes.leanest_of if "memory" in candidates.decisions.rejected else {}
@@ -202,9 +205,9 @@ class Finder:
                 yield saving
 
     def _first_that_fits(self, saving: Saving, enough_bytes: float) -> tuple[Layout, float]:
-        """(layout, bytes) of the first step that fits, else of one that needs little, or more than ``enough_bytes``.
+        """(layout, bytes) of the first step that fits, else of one that needs little.
 
-        ``enough_bytes`` is not less than there are.
+        Of more than ``enough_bytes``, at least what a GPU has, the bytes may be fewer than it needs.
         """
         model, capacity_bytes = self.candidates.model, self.candidates.cluster.memory_bytes
 
