@@ -25,6 +25,7 @@ from .worker import main
 
 TWO_REPLICAS = replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16")
 FORMATS = ["torch", "torch_dist"]
+TWO_REPLICAS_IN_FP16 = replace(CASE, replicas=2, distributed_optimizer=True, precision="fp16")
 ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 FILES_PER_SAVE = 2 if megatron_version().startswith("0.18") else 1
 """At most, of a rank."""
@@ -38,6 +39,15 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("iteration", [1, 6, BATCHES - 1])
 def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) -> None:
     assert_continues(saved.resumed(iteration), saved.results, iteration)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_run_without_an_update_so_far(format_: str, tmp_path: Path) -> None:
+    """The loss scale is far too large for the first batches; two of them are skipped before it halves."""
+    case = replace(TWO_REPLICAS_IN_FP16, batches=4, model=(*CASE.model, "--initial-loss-scale", str(2**34)))
+    saved = save(case, tmp_path, format_)
+    assert saved.results.norms.isnan().all()
+    assert_continues(saved.resumed(2), saved.results, 2)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
             id="precision-aware-bf16",
         ),
         pytest.param(
-            replace(CASE, replicas=2, distributed_optimizer=True, precision="fp16", moments="fp32"),
+            replace(TWO_REPLICAS_IN_FP16, moments="fp32"),
             "torch",
             id="precision-aware-fp16",
         ),

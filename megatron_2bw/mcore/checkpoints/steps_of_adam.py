@@ -13,21 +13,6 @@ from typing import Any
 import torch
 
 
-def with_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Before loading, the optimizer needs a state with a step; what is loaded replaces it."""
-
-    @functools.wraps(sharded_state_dict)
-    def wrapper(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **keywords: Any) -> Any:
-        adam = self.optimizer
-        if is_loading and not adam.state and isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-            for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.zeros(()), **moments}
-        return sharded_state_dict(self, model_sharded_state_dict, is_loading, **keywords)
-
-    return wrapper
-
-
 def with_step_of_others(state_dict: Callable[..., Any]) -> Callable[..., Any]:
     """On a stage without experts, their optimizer has no weight and so no step: it says that of the stage's others."""
 
@@ -37,11 +22,7 @@ def with_step_of_others(state_dict: Callable[..., Any]) -> Callable[..., Any]:
         steps = [state["step"] for adam in chained for state in adam.state.values() if "step" in state]
         for adam in chained:
             adam.step_of_others = steps[0] if steps else torch.zeros(())
-        try:
-            return state_dict(self, *args, **keywords)
-        finally:
-            for adam in chained:
-                del adam.step_of_others
+        return state_dict(self, *args, **keywords)
 
     return wrapper
 
@@ -54,6 +35,7 @@ def with_a_step(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(state_dict)
     def wrapper(self: Any) -> Any:
+        _begin(self.optimizer)
         state = self.optimizer.state
         if state or not hasattr(self.optimizer, "step_of_others"):
             return state_dict(self)
@@ -64,6 +46,27 @@ def with_a_step(state_dict: Callable[..., Any]) -> Callable[..., Any]:
             del state["no weight"]
 
     return wrapper
+
+
+def with_moments(get_states: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron writes those of each weight."""
+
+    @functools.wraps(get_states)
+    def wrapper(self: Any, model_param: Any) -> Any:
+        _begin(self.optimizer)
+        return get_states(self, model_param)
+
+    return wrapper
+
+
+def _begin(adam: Any) -> None:
+    """As its first step would, which may not have been: what is loaded replaces it; fp16 looks for a loss scale."""
+    if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+        return
+    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+        if not adam.state.get(parameter):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
 def with_own_steps(load_state_dict: Callable[..., None]) -> Callable[..., None]:
