@@ -48,13 +48,13 @@ def with_a_step(state_dict: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def with_moments(get_states: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron writes those of each weight."""
+def with_moments(get_parameter_state: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron writes those of each weight; in the format torch, before it asks for the step."""
 
-    @functools.wraps(get_states)
-    def wrapper(self: Any, model_param: Any) -> Any:
+    @functools.wraps(get_parameter_state)
+    def wrapper(self: Any, *args: Any, **keywords: Any) -> Any:
         _begin(self.optimizer)
-        return get_states(self, model_param)
+        return get_parameter_state(self, *args, **keywords)
 
     return wrapper
 

@@ -241,7 +241,7 @@ def _steps_of_adam() -> tuple[Replacement, ...]:
         (chain, "state_dict", steps_of_adam.with_step_of_others),
         (chain, "sharded_state_dict", steps_of_adam.with_step_of_others),
         (optimizer, "state_dict", steps_of_adam.with_a_step),
-        (optimizer, "_get_main_param_and_optimizer_states", steps_of_adam.with_moments),
+        (optimizer, "get_parameter_state_dp_zero", steps_of_adam.with_moments),
         (optimizer, "load_state_dict", steps_of_adam.with_own_steps),
         (optimizer, "_set_main_param_and_optimizer_states", steps_of_adam.without_step),
     ]
