@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -139,15 +140,19 @@ def create_mirrored_group() -> dist.ProcessGroup:
     mine = _ranks(parallel_state.get_pipeline_model_parallel_group())
     everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    made = {ranks: dist.new_group([_Descending(rank) for rank in ranks]) for ranks in sorted(set(everyone))}
+    made = {ranks: _reversed(ranks) for ranks in sorted(set(everyone))}
     return made[mine]
 
 
-class _Descending(int):
-    """A rank that comes before lower ones where torch sorts the ranks of a group.
+def _reversed(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group of ascending ``ranks`` in which the last one comes first."""
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        return dist.new_group(ranks[::-1], sort_ranks=False)
+    return dist.new_group([_Descending(rank) for rank in ranks])
 
-    Only recent versions can be told not to sort them.
-    """
+
+class _Descending(int):
+    """A rank that comes before lower ones where torch sorts the ranks of a group, as it always does before 2.12."""
 
     def __lt__(self, other: int) -> bool:
         return int(self) > int(other) if isinstance(other, _Descending) else int(self) < other
