@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import resource
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -240,6 +241,8 @@ def _clones(
     # Every rank must create every group, in one order, and knows only its own.
     everyone: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, set(mine))
+    if backend == "gloo":
+        _allow_connections(sum(map(len, mine)))
     with _bound_to_no_device() if backend == "gloo" else contextlib.nullcontext():
         clones = {
             # By Megatron's function, so that --distributed-timeout-seconds-after-init finds them, too.
@@ -253,6 +256,17 @@ def _clones(
             for ranks in sorted(set().union(*everyone))
         }
     return {ranks: clones[ranks] for ranks in mine}
+
+
+def _allow_connections(count: int) -> None:
+    """Let this process open ``count`` files more: gloo connects each rank of a group with every other one.
+
+    Many systems begin with 1,024 files, too few beyond some 500 ranks, and let a process raise that by itself.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _nccl_options(group: dist.ProcessGroup) -> dist.ProcessGroupNCCL.Options | None:

@@ -78,6 +78,10 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         replace(TWO_BW, schedule="megatron", flags=("--log-pipeline",)),
         ["--log-pipeline", "--pipeline-schedule 1f1b-flush"],
     ),
+    "NCCL without a GPU": (
+        replace(TWO_BW, schedule="megatron", flags=("--distributed-backend", "nccl")),
+        ["--distributed-backend nccl needs GPUs", "is_available() is false on", "or train on CPUs by", "gloo"],
+    ),
     "a file that cannot be": (
         replace(TWO_BW, flags=("--pipeline-trace", "/dev/null/trace.json")),
         ["--pipeline-trace /dev/null/trace.json cannot be written: "],

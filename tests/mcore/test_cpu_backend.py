@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import textwrap
 import pytest
 
 from megatron_2bw.mcore.cpu import backend as cpu_backend
+from megatron_2bw.mcore.loop.checks import ArgumentError, refuse_to_miss_gpus
 
 RUNNER = """
 import json, sys, traceback
@@ -185,6 +187,23 @@ def test_importing_replaces_nothing():
         "import torch; zeros = torch.zeros; import megatron_2bw.mcore.cpu.backend; assert torch.zeros is zeros"
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes", "refused"),
+    [
+        ([], "1", None),
+        ([], "2", "a job of 2 nodes needs GPUs, and"),
+        (["--distributed-backend=nccl"], "1", "--distributed-backend nccl needs GPUs, and"),
+        (["--distributed-backend", "gloo"], "2", None),
+    ],
+)
+def test_a_node_whose_gpus_are_missing_is_named(flags, nodes, refused, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    args = argparse.Namespace(distributed_backend="gloo" if "gloo" in flags else "nccl")
+    with pytest.raises(ArgumentError, match=refused) if refused else contextlib.nullcontext():
+        refuse_to_miss_gpus(args)
 
 
 def test_only_defaults_are_adapted():

@@ -50,6 +50,19 @@ def test_nccl_is_not_told_of_groups_of_the_host(world: dist.ProcessGroup, bound:
     assert bound == [None]
 
 
+@pytest.mark.parametrize(("hard", "most"), [(600, 600), (-1, 1012)])
+def test_connections_come_on_top_of_what_a_process_may_open(
+    hard: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_2bw.mcore import groups
+
+    limits = [(500, hard)]
+    monkeypatch.setattr(groups.resource, "getrlimit", lambda what: limits[-1])
+    monkeypatch.setattr(groups.resource, "setrlimit", lambda what, limit: limits.append(limit))
+    groups._allow_connections(512)
+    assert limits[1:] == [(most, hard)]
+
+
 def test_a_group_has_the_options_of_megatrons(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups``; on the host there are none."""
     from megatron_2bw.mcore import groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -41,7 +42,10 @@ def parsed(megatron_parsing: Callable[[], Any]) -> Any:
 def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
     """Check and adapt ``args`` around Megatron's own validation; exit with code 2 on a refusal."""
     try:
-        notices = cpu_backend.adapt_arguments(args) if cpu_backend.needed() else []
+        notices = []
+        if cpu_backend.needed():
+            refuse_to_miss_gpus(args)
+            notices = cpu_backend.adapt_arguments(args)
         schedule = getattr(args, "pipeline_schedule", MEGATRON)
         name = MEGATRON if schedule == MEGATRON else canonical_name(schedule)
         refuse(args, name)
@@ -193,6 +197,22 @@ def _automatic(args: Any) -> str:
         return choose(args)
     except PlanError as error:
         raise ArgumentError(f"--mixpipe-k auto needs a prediction: {error}; or give a number") from error
+
+
+def refuse_to_miss_gpus(args: Any) -> None:
+    """Stop a job that wants GPUs where torch finds none, on a node that would train on its CPU, or wait for the others.
+
+    Raises:
+        ArgumentError: with the node's name.
+    """
+    is_given = any(word.partition("=")[0] == "--distributed-backend" for word in sys.argv[1:])
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if args.distributed_backend == "nccl" and (is_given or nodes > 1):
+        wanted = "--distributed-backend nccl" if is_given else f"a job of {nodes} nodes"
+        raise ArgumentError(
+            f"{wanted} needs GPUs, and torch.cuda.is_available() is false on {socket.gethostname()}: look at its "
+            "driver and at what the job may use, or train on CPUs by --distributed-backend gloo"
+        )
 
 
 def refuse(args: Any, schedule: str) -> None:
