@@ -20,7 +20,7 @@ from megatron_2bw.planner.report.report import compared
 from megatron_2bw.planner.rules import TWO_BW, problem
 from megatron_2bw.planner.search.candidates import Candidates
 from megatron_2bw.planner.search.efficiency import Progress
-from megatron_2bw.planner.search.finder import Finder, first_of_kinds
+from megatron_2bw.planner.search.finder import first_of_kinds
 from megatron_2bw.planner.search.search import Plan, search
 from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import CLUSTERS
@@ -121,10 +121,10 @@ def test_nothing_beats_the_best_of_those_in_both_directions(schedule: str, memor
     """Of all layouts that the search knows, priced one by one."""
     machine, space = cluster(8, memory_gb), equal(schedules=(schedule,))
     candidates = Candidates(model=MODEL, cluster=machine, global_batch=batch, space=space)
-    finder = Finder(candidates=candidates, progress=Progress())
     times_s = [
         costs.iteration(MODEL, layout, machine).time_s
-        for layout in finder.every()
+        for base in candidates.bases()
+        for layout in candidates.layouts(base)
         if memory.largest(MODEL, layout).total_bytes <= machine.memory_bytes
     ]
     assert len(times_s) > 20

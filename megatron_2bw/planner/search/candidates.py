@@ -263,6 +263,10 @@ class Candidates:
         used = self.space.optimizer, self.space.precision
         return tuple(on for on in choices if not optimizer_problem(*used, distributed=on))
 
+    def layouts(self, base: Layout) -> Iterator[Layout]:
+        """``base`` with each step of each way to save memory."""
+        return (saving.layout(step) for saving in self.savings(base) for step in saving.steps)
+
     def savings(self, base: Layout) -> Iterator[Saving]:
         """The ways to save memory."""
         space = self.space

@@ -24,7 +24,7 @@ from megatron_2bw.planner.pipeline.batch import is_bound_quicker
 from megatron_2bw.planner.rules import TWO_BW, least_microbatches
 from megatron_2bw.planner.search.candidates import ROUNDING, Candidates
 from megatron_2bw.planner.search.efficiency import EXACT, Progress
-from megatron_2bw.planner.search.savings import Saving, min_until
+from megatron_2bw.planner.search.savings import SAVED, Saving, min_until
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout, Recompute
 from megatron_2bw.planner.specs.model import Model
@@ -238,11 +238,14 @@ class Finder:
         bases = filter(self._may_fit, self.candidates.bases())
         return next((choice for base in bases for choice in self._fitting(base)), None)
 
-    def every(self) -> Iterator[Layout]:
-        """Every layout that runs, whether it fits or not."""
+    def first_of_each(self, field: str) -> dict[Any, Layout]:
+        """The first layout that runs, whether it fits or not, by the value of ``field``."""
+        found: dict[Any, Layout] = {}
         for base in self.candidates.bases():
-            for saving in self.candidates.savings(base):
-                yield from (saving.layout(step) for step in saving.steps)
+            if field in SAVED or getattr(base, field) not in found:
+                for layout in self.candidates.layouts(base):
+                    found.setdefault(getattr(layout, field), layout)
+        return found
 
 
 def first_of_kinds(choices: Iterable[Choice]) -> dict[tuple[object, ...], Choice]:

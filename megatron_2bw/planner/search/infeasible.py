@@ -122,10 +122,9 @@ class Infeasible:
     def _nearest(self, dimension: str) -> tuple[Any, Layout] | None:
         """(value of the limit, layout with the nearest one that leaves any); None if none does."""
         space, field = self._candidates.space, field_of(dimension)
-        others: dict[Any, Layout] = {}
         every = _EVERY | {"contexts": divisors(self._candidates.cluster.gpus)}
-        for layout in self.finder.of_other(space=replace(space, **{dimension: every.get(dimension)})).every():
-            others.setdefault(getattr(layout, field), layout)
+        lifted = self.finder.of_other(space=replace(space, **{dimension: every.get(dimension)}))
+        others = lifted.first_of_each(field)
         pairs = sorted(product(getattr(space, dimension), others), key=lambda pair: _distance(*pair))
         for value, other in pairs[:_TRIALS]:
             if self.finder.of_other(space=replace(space, **{dimension: (other,)})).first():

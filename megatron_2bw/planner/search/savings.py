@@ -19,6 +19,9 @@ from megatron_2bw.planner.specs.model import Model
 _OF_MOE = frozenset({RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS})
 """Parts of ``RecomputeModule.MOE``."""
 
+SAVED = frozenset({"gradient_buffers", "recompute", "recompute_method", "recompute_layers", "recompute_modules"})
+"""What a ``Saving`` may change of its base."""
+
 
 class Saving(NamedTuple):
     """One way to save memory, in one or more steps."""
