@@ -55,10 +55,10 @@ class System:
             if rest or not microbatches or (self.name == "2bw" and microbatches < self.pipeline):
                 continue
             for flushes in (2**power for power in range(microbatches.bit_length() if self.name == "gpipe" else 1)):
-                layout = self._layout(microbatch, 1 if self.name == INTER_LAYER else microbatches // flushes)
+                layout = self._layout(microbatch, microbatches // flushes)
                 needed_bytes = memory.largest(self.model, layout).total_bytes
                 if needed_bytes <= self.cluster.memory_bytes and microbatches % flushes == 0:
-                    samples_per_s = batch / self._batch_s(layout, microbatches, flushes)
+                    samples_per_s = batch / self._batch_s(layout, flushes)
                     yield Choice(microbatch, samples_per_s, needed_bytes, flushes)
                     break
 
@@ -76,7 +76,7 @@ class System:
 
     def _layout(self, microbatch: int, microbatches: int) -> Layout:
         return Layout(
-            schedule={INTER_LAYER: "1f1b-flush", TENSOR: "megatron"}.get(self.name, self.name),
+            schedule="megatron" if self.name == TENSOR else self.name,
             pipeline=self.pipeline,
             data=self.data,
             tensor=self.tensor,
@@ -88,12 +88,10 @@ class System:
             keeps_main_gradients=True,
         )
 
-    def _batch_s(self, layout: Layout, microbatches: int, flushes: int) -> float:
+    def _batch_s(self, layout: Layout, flushes: int) -> float:
+        batch_s = costs.iteration(self.model, layout, self.cluster).time_s
+        if flushes == 1:
+            return batch_s
         pipeline = costs.times_of(self.model, layout, self.cluster).pipeline
         update_s = pipeline.update_s + pipeline.gradients_s + pipeline.norm_s
-        if self.name != INTER_LAYER:
-            batch_s = costs.iteration(self.model, layout, self.cluster).time_s
-            return batch_s if flushes == 1 else flushes * (batch_s - update_s) + update_s
-        stages_s = sum(count * stage.pair_s for stage, count in zip(pipeline.kinds, pipeline.counts, strict=True))
-        there_and_back_s = 2 * (self.pipeline - 1) * pipeline.send_s
-        return microbatches * (stages_s + there_and_back_s) + update_s
+        return flushes * (batch_s - update_s) + update_s

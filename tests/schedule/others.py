@@ -84,21 +84,7 @@ def two_bw_update_at_batch_end(stages: int, microbatches: int) -> Schedule:
     return replace(
         schedule,
         programs=programs_of(
-            [*_without_update(program), update(stage)] for stage, program in enumerate(schedule.programs)
+            [*(action for action in program.steady if action.type is not ActionType.UPDATE), update(stage)]
+            for stage, program in enumerate(schedule.programs)
         ),
     )
-
-
-def two_bw_update_before_next_backward(stages: int, microbatches: int) -> Schedule:
-    """2BW with one gradient buffer, so that the update comes before the next batch's first backward."""
-    schedule = build("2bw", stages=stages, microbatches=microbatches)
-    programs = []
-    for stage, program in enumerate(schedule.programs):
-        actions = _without_update(program)
-        first = next(i for i, action in enumerate(actions) if action.type is ActionType.BACKWARD)
-        programs.append([*actions[:first], update(stage, batch=-1), *actions[first:]])
-    return replace(schedule, programs=programs_of(programs))
-
-
-def _without_update(program: Program) -> list[Action]:
-    return [action for action in program.steady if action.type is not ActionType.UPDATE]

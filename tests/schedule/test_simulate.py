@@ -10,8 +10,8 @@ from megatron_2bw.schedule.action import Action, ActionType, Reduction
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.engine import Model, run
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.lowering import lower
-from megatron_2bw.schedule.program import Schedule
+from megatron_2bw.schedule.lowering import lower, with_gradient_copy
+from megatron_2bw.schedule.program import GradientCopy, Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
 from megatron_2bw.schedule.simulate import simulate, steady_state
 from megatron_2bw.schedule.timeline import Event, Timeline
@@ -69,10 +69,9 @@ def test_when_an_update_waits(
 
     flush_s = span_s(build("1f1b-flush", stages=stages, microbatches=microbatches))
     assert round(flush_s / span_s(others.two_bw_update_at_batch_end(stages, microbatches)), 2) == at_batch_end
-    assert (
-        round(flush_s / span_s(others.two_bw_update_before_next_backward(stages, microbatches)), 2) == before_backward
-    )
-    assert round(flush_s / span_s(build("2bw", stages=stages, microbatches=microbatches)), 2) == before_use
+    two_bw = build("2bw", stages=stages, microbatches=microbatches)
+    assert round(flush_s / span_s(with_gradient_copy(two_bw, GradientCopy.NONE)), 2) == before_backward
+    assert round(flush_s / span_s(two_bw), 2) == before_use
 
 
 def test_latency_of_reductions_hides_in_the_slack():

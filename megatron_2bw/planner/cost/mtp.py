@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_2bw.planner.cost import fp8
 from megatron_2bw.planner.cost.speeds import Machine
-from megatron_2bw.planner.cost.work import NOTHING, Parts, Work, launched
+from megatron_2bw.planner.cost.work import Parts, Work, launched
 from megatron_2bw.planner.specs.layout import Recompute
 from megatron_2bw.planner.specs.model import Model
 
@@ -71,4 +71,4 @@ def _projection(model: Model, split: Split, machine: Machine) -> Work:
 
 
 def _sum(*parts: Parts) -> Parts:
-    return Parts(*(sum(values) for values in zip(*parts, strict=True))) if parts else NOTHING
+    return Parts(*map(sum, zip(*parts, strict=True)))

@@ -5,30 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
 
 from megatron_2bw.schedule.action import ACTIVATIONS, COMPUTE, OTHER_END, SENDS, TRANSFERS, Action, ActionType
 from megatron_2bw.schedule.calls import Part, Span
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.validation.rules import Rule, RuleBroken
-
-
-class Place(NamedTuple):
-    """Where an action stands."""
-
-    rank: int
-    span: Span
-    action: Action | None
-    """As written in the Program; None for the rank as such."""
-
-
-class RuleBrokenAt(RuleBroken):
-    """A rule broken at a place."""
-
-    def __init__(self, rule: Rule, detail: str, place: Place) -> None:
-        super().__init__(rule, detail)
-        self.place = place
-
 
 Channel = tuple[int, int, bool]
 """Source rank, destination rank, and whether it carries activations; first in, first out."""
@@ -114,7 +95,7 @@ class Channels:
         """Compare both sides of every channel, and count what is in flight when calls end.
 
         Raises:
-            RuleBrokenAt: at the receive, or at the send that has none.
+            RuleBroken: at the receive, or at the send that has none.
         """
         in_flight: Counter[tuple[int, int]] = Counter()
         for channel in sorted({*self._sent, *self._posted}):
@@ -132,22 +113,23 @@ class Channels:
                 boundary = use % self._stride // (2 * self._schedule.microbatches) - activations
                 in_flight[boundary, call] += 1
                 if in_flight[boundary, call] > self._schedule.per_boundary:
-                    raise RuleBrokenAt(
+                    raise RuleBroken(
                         Rule.BOUNDARY,
                         f"{in_flight[boundary, call]} tensors are between stages {boundary} and {boundary + 1} "
                         f"at the end of call {call}; declared: {self._schedule.per_boundary}",
-                        Place(channel[1], *posted.find(self._walk, index)),
+                        channel[1],
+                        *posted.find(self._walk, index),
                     )
 
-    def _mismatch(self, channel: Channel, index: int) -> RuleBrokenAt:
+    def _mismatch(self, channel: Channel, index: int) -> RuleBroken:
         source, destination, _ = channel
         sent, posted = (side[channel].find(self._walk, index) for side in (self._sent, self._posted))
 
         def written(side: tuple[Span, Action] | None) -> str:
             return "nothing" if side is None else f"{side[1]} in call {side[0].call}"
 
-        return RuleBrokenAt(
+        return RuleBroken(
             Rule.TRANSFER_ORDER,
             f"rank {source} sends {written(sent)} where rank {destination} expects {written(posted)}",
-            Place(destination, *posted) if posted else Place(source, *sent),
+            *((destination, *posted) if posted else (source, *sent)),
         )

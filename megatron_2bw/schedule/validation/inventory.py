@@ -12,24 +12,15 @@ from megatron_2bw.schedule.validation.rules import Rule, RuleBroken
 _COMMUNICATION = frozenset(ActionType) - WORK
 
 
-class Misplaced(RuleBroken):
-    """A rule broken by ``action`` of ``rank``; without an action, by what the rank lacks."""
-
-    def __init__(self, rule: Rule, detail: str, rank: int | None = None, action: Action | None = None) -> None:
-        super().__init__(rule, detail)
-        self.rank = rank
-        self.action = action
-
-
 def check_declaration(schedule: Schedule) -> None:
     """Refuse bounds that do not fit the Programs.
 
     Raises:
-        Misplaced: which bound.
+        RuleBroken: which bound.
     """
     ranks = len(schedule.programs)
     if schedule.per_boundary < 1:
-        raise Misplaced(Rule.DECLARATION, f"per_boundary = {schedule.per_boundary}; at least 1 crosses each boundary")
+        raise RuleBroken(Rule.DECLARATION, f"per_boundary = {schedule.per_boundary}; at least 1 crosses each boundary")
     for name, values, count, least in (
         ("delay", schedule.delay, schedule.stages, 0),
         ("weight_versions", schedule.weight_versions, ranks, 1),
@@ -37,7 +28,7 @@ def check_declaration(schedule: Schedule) -> None:
     ):
         if len(values) != count or min(values, default=0) < least:
             per = "stage" if name == "delay" else "rank"
-            raise Misplaced(
+            raise RuleBroken(
                 Rule.DECLARATION, f"{name} = {values}; it takes {count} numbers, one per {per}, from {least} up"
             )
 
@@ -47,7 +38,7 @@ def check_compute(schedule: Schedule) -> None:
     come from a later call or from long before, and ranks that share some of their stages.
 
     Raises:
-        Misplaced: the first one found.
+        RuleBroken: the first one found.
     """
     _check_homes_and_versions(schedule)
     _check_counts(schedule, only=WORK)
@@ -59,27 +50,29 @@ def _check_homes_and_versions(schedule: Schedule) -> None:
     homes: dict[tuple[ActionType, int, int | None], int] = {}
     for rank, action in _each(schedule):
         if not 0 <= action.stage < schedule.stages:
-            raise Misplaced(Rule.FOREIGN, f"stages are 0 to {schedule.stages - 1}", rank, action)
+            raise RuleBroken(Rule.FOREIGN, f"stages are 0 to {schedule.stages - 1}", rank, action=action)
         if action.microbatch is not None and not 0 <= action.microbatch < schedule.microbatches:
-            raise Misplaced(Rule.FOREIGN, f"microbatches are 0 to {schedule.microbatches - 1}", rank, action)
+            raise RuleBroken(Rule.FOREIGN, f"microbatches are 0 to {schedule.microbatches - 1}", rank, action=action)
         if action.type not in COMPUTE:
             continue
         if action.batch < 0:
-            raise Misplaced(Rule.BATCH, f"the first call would run batch {action.batch}", rank, action)
+            raise RuleBroken(Rule.BATCH, f"the first call would run batch {action.batch}", rank, action=action)
         if homes.setdefault((action.type, action.stage, action.microbatch), rank) != rank:
-            raise Misplaced(Rule.DUPLICATE, f"another rank does {_bare(action)} too", rank, action)
+            raise RuleBroken(Rule.DUPLICATE, f"another rank does {_bare(action)} too", rank, action=action)
         expected = schedule.version_of(action)
         if action.version != expected:
             given = "none" if action.version is None else f"v{action.version}"
-            raise Misplaced(Rule.VERSION, f"version is {given}, the declared delay asks for v{expected}", rank, action)
+            raise RuleBroken(
+                Rule.VERSION, f"version is {given}, the declared delay asks for v{expected}", rank, action=action
+            )
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             forward, backward = (homes.get((type_, stage, microbatch)) for type_ in ("F", "B"))
             if forward is None:
                 host = next((rank for rank, action in _each(schedule) if action.stage == stage), backward)
-                raise Misplaced(Rule.MISSING, f"no rank has {stage}F{microbatch}", host)
+                raise RuleBroken(Rule.MISSING, f"no rank has {stage}F{microbatch}", host)
             if backward != forward:
-                raise Misplaced(Rule.MISSING, f"{stage}B{microbatch} has to be where {stage}F{microbatch} is", forward)
+                raise RuleBroken(Rule.MISSING, f"{stage}B{microbatch} has to be where {stage}F{microbatch} is", forward)
 
 
 def _check_inputs(schedule: Schedule) -> None:
@@ -93,9 +86,9 @@ def _check_inputs(schedule: Schedule) -> None:
         other, maker = computes.get(made_by, (rank, user))
         calls = maker.batch - user.batch
         if calls < 0:
-            raise Misplaced(Rule.NO_INPUT, f"{maker} makes it in a later call", rank, user)
+            raise RuleBroken(Rule.NO_INPUT, f"{maker} makes it in a later call", rank, action=user)
         if calls > 1 and other != rank:
-            raise Misplaced(Rule.BOUNDARY, f"{maker} makes its input {calls} calls before", rank, user)
+            raise RuleBroken(Rule.BOUNDARY, f"{maker} makes its input {calls} calls before", rank, action=user)
 
 
 def _check_shared_stages(schedule: Schedule) -> None:
@@ -103,7 +96,7 @@ def _check_shared_stages(schedule: Schedule) -> None:
     for rank, stages in enumerate(hosted):
         other = next((other for other in hosted if not other.isdisjoint(stages) and other != stages), None)
         if other is not None:
-            raise Misplaced(
+            raise RuleBroken(
                 Rule.DECLARATION,
                 f"it has stages {sorted(stages)} and another rank {sorted(other)}: ranks that share a stage sum the "
                 "gradients of all their stages at once, and need the same ones",
@@ -115,7 +108,7 @@ def check_communication(schedule: Schedule) -> tuple[tuple[Reduction, ...], ...]
     """Refuse missing, repeated or strange transfers and reductions; returns each rank's chain.
 
     Raises:
-        Misplaced: the first one found.
+        RuleBroken: the first one found.
     """
     return _check_counts(schedule, only=_COMMUNICATION)
 
@@ -133,13 +126,13 @@ def _check_counts(schedule: Schedule, only: frozenset[ActionType]) -> tuple[tupl
                 continue
             bare = _bare(action)
             if bare in seen:
-                raise Misplaced(Rule.DUPLICATE, f"rank {rank} has {bare} twice", rank, action)
+                raise RuleBroken(Rule.DUPLICATE, f"rank {rank} has {bare} twice", rank, action=action)
             if bare not in missing:
-                raise Misplaced(Rule.FOREIGN, f"rank {rank} has no use for {bare}", rank, action)
+                raise RuleBroken(Rule.FOREIGN, f"rank {rank} has no use for {bare}", rank, action=action)
             missing.remove(bare)
             seen.add(bare)
         if missing:
-            raise Misplaced(Rule.MISSING, f"rank {rank} lacks {', '.join(sorted(map(str, missing)))}", rank)
+            raise RuleBroken(Rule.MISSING, f"rank {rank} lacks {', '.join(sorted(map(str, missing)))}", rank)
         chains.append(chain)
     return tuple(chains)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from megatron_2bw.schedule.action import Action, ActionType, Reduction
+from megatron_2bw.schedule.calls import Span
 from megatron_2bw.schedule.program import GradientCopy, Schedule
 
 
@@ -65,12 +66,15 @@ class Rule(StrEnum):
 
 
 class RuleBroken(Exception):
-    """A rule and what breaks it; the caller knows where."""
+    """A rule, what breaks it, and where, as far as the one who raises it knows: by an action of a rank; or by a rank as
+    such; in a part of a run, or in all of it."""
 
-    def __init__(self, rule: Rule, detail: str) -> None:
+    def __init__(
+        self, rule: Rule, detail: str, rank: int | None = None, span: Span | None = None, action: Action | None = None
+    ) -> None:
         super().__init__(f"{rule}: {detail}")
-        self.rule = rule
-        self.detail = detail
+        self.rule, self.detail = rule, detail
+        self.rank, self.span, self.action = rank, span, action
 
 
 class RankRules:

@@ -11,8 +11,8 @@ from megatron_2bw.schedule.engine import Blocked, Model, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.first_calls import FIRST_CALLS
 from megatron_2bw.schedule.program import Schedule
-from megatron_2bw.schedule.validation.channels import Channels, Place, RuleBrokenAt
-from megatron_2bw.schedule.validation.inventory import Misplaced, check_communication, check_compute, check_declaration
+from megatron_2bw.schedule.validation.channels import Channels
+from megatron_2bw.schedule.validation.inventory import check_communication, check_compute, check_declaration
 from megatron_2bw.schedule.validation.listing import listing
 from megatron_2bw.schedule.validation.rules import RankRules, Rule, RuleBroken
 
@@ -43,11 +43,8 @@ def validate(schedule: Schedule) -> None:
         check_compute(schedule)
         schedule = lowered(schedule)
         chains = check_communication(schedule)
-    except Misplaced as error:
-        where = "" if error.rank is None else f"rank {error.rank}"
-        if error.action is not None:
-            where += f", {error.action}"
-        raise _error(schedule, error, where, WHOLE[Phase.STEADY], [(error.rank, error.action)]) from None
+    except RuleBroken as error:
+        raise _error_at(schedule, error) from None
     # What is known of the end changes a call that is as far from it as forwards run ahead.
     ahead = max(program.ahead for program in schedule.programs)
     runs = (_calls_to_repeat(schedule), *range(1, max(ahead + 1, 2) + 1))
@@ -82,11 +79,12 @@ def _check_ranks(schedule: Schedule, chains: tuple[tuple[Reduction, ...], ...], 
                 if span.phase is Phase.DRAIN:
                     rules.end(span.call + 1)
             except RuleBroken as error:
-                raise _error_at(schedule, error, Place(rank, span, action)) from None
+                error.rank, error.span, error.action = rank, span, action
+                raise _error_at(schedule, error) from None
     try:
         Channels(schedule, parts, walk).check()
-    except RuleBrokenAt as error:
-        raise _error_at(schedule, error, error.place) from None
+    except RuleBroken as error:
+        raise _error_at(schedule, error) from None
 
 
 def _check_progress(schedule: Schedule, runs: Sequence[int], models: tuple[Model, ...]) -> None:
@@ -106,11 +104,12 @@ def _check_progress(schedule: Schedule, runs: Sequence[int], models: tuple[Model
     raise _error(schedule, error, f"with {model}", part, marks)
 
 
-def _error_at(schedule: Schedule, error: RuleBroken, place: Place) -> ScheduleError:
-    where = f"rank {place.rank}, {_call(place.span)}"
-    if place.action is not None:
-        where += f", {place.action}"
-    return _error(schedule, error, where, place.span.part, [(place.rank, place.action)])
+def _error_at(schedule: Schedule, error: RuleBroken) -> ScheduleError:
+    """Where ``error`` says that it is."""
+    rank, span, action = error.rank, error.span, error.action
+    known = ("" if rank is None else f"rank {rank}", span and _call(span), action and str(action))
+    part = span.part if span else WHOLE[Phase.STEADY]
+    return _error(schedule, error, ", ".join(filter(None, known)), part, [(rank, action)])
 
 
 def _error(
