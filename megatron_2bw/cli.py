@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_2bw import __version__
-from megatron_2bw.planner.commands import add_commands as add_planner_commands
+from megatron_2bw.planner.commands import estimate, plan, profile
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.spelling import misspelled
-from megatron_2bw.schedule.commands import add_commands as add_schedule_commands
+from megatron_2bw.schedule.commands import schedules, show, validate
 from megatron_2bw.schedule.errors import ScheduleError
 
 
@@ -88,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(takes_flags=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_schedule_commands(commands)
-    add_planner_commands(commands)
+    for command in (show, schedules, validate, plan, estimate, profile):
+        command.add(commands)
     return parser
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_2bw.planner.cost.costs import model_flops
 from tests.planner.measured import Row
@@ -89,10 +90,11 @@ def naive(rows: Sequence[Row]) -> Predict:
 
 def linear(rows: Sequence[Row]) -> Predict:
     """Seven constants by least squares of the relative error on ``rows``."""
-    weights = _least_squares(
-        [[feature / row.measured for feature in features(row)] for row in rows], [1.0 for _ in rows]
-    )
-    return lambda row: sum(a * b for a, b in zip(weights, features(row), strict=True))
+    columns = np.array([features(row) for row in rows]) / [[row.measured] for row in rows]
+    lengths = np.linalg.norm(columns, axis=0)
+    lengths[lengths == 0] = 1.0  # A feature that none of the rows has.
+    weights = np.linalg.lstsq(columns / lengths, np.ones(len(rows)))[0] / lengths
+    return lambda row: float(weights @ features(row))
 
 
 def features(row: Row) -> list[float]:
@@ -113,23 +115,3 @@ def features(row: Row) -> list[float]:
         layers_passed * stretched / 1e3,
         1.0,
     ]
-
-
-def _least_squares(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """By normal equations, with as little on the diagonal as keeps equal columns apart."""
-    n = len(matrix[0])
-    scale = [math.sqrt(sum(row[i] ** 2 for row in matrix)) or 1.0 for i in range(n)]
-    scaled = [[value / scale[i] for i, value in enumerate(row)] for row in matrix]
-    system = [
-        [sum(row[i] * row[j] for row in scaled) + (1e-9 if i == j else 0.0) for j in range(n)]
-        + [sum(row[i] * value for row, value in zip(scaled, target, strict=True))]
-        for i in range(n)
-    ]
-    for i in range(n):
-        pivot = max(range(i, n), key=lambda k: abs(system[k][i]))
-        system[i], system[pivot] = system[pivot], system[i]
-        for k in range(n):
-            if k != i:
-                factor = system[k][i] / system[i][i]
-                system[k] = [a - factor * b for a, b in zip(system[k], system[i], strict=True)]
-    return [system[i][n] / system[i][i] / scale[i] for i in range(n)]

@@ -245,10 +245,8 @@ def aleph_alpha(folder: Path) -> Iterator[str]:
     yield Accuracy.of(predicted_s, rows).line("all rows")
     for tensor in sorted({row.layout.tensor for row in rows}):
         yield Accuracy.of(predicted_s, [row for row in rows if row.layout.tensor == tensor]).line(f"t={tensor}")
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.group, []).append(row)
-    yield from (Accuracy.of(predicted_s, alike).line(group) for group, alike in groups.items() if len(alike) > 1)
+    groups = by_group(rows).items()
+    yield from (Accuracy.of(predicted_s, alike).line(group) for group, alike in groups if len(alike) > 1)
     yield from (_as_stated(rows), _not_to_fit(rows))
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from report import heading
+from report import heading, put_each
 
 from megatron_2bw.planner.cost.costs import SCHEDULES
 from megatron_2bw.planner.measure.profile import Profile, Setting
@@ -104,13 +105,15 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    lines = [*heading("numpy"), "", f"{MODEL.name}, fp32, one thread per rank"]
+    put_each(lines(map(int, options.ranks.split(","))), options.output)
+
+
+def lines(counts: Iterable[int]) -> Iterator[str]:
+    """The report, on each of these numbers of ranks."""
+    yield from (*heading("numpy"), "", f"{MODEL.name}, fp32, one thread per rank")
     with tempfile.TemporaryDirectory() as folder:
-        for ranks in map(int, options.ranks.split(",")):
-            lines += report(ran(profiled(MODEL, ranks, Path(folder))))
-            print("\n".join(lines), flush=True)
-    if options.output is not None:
-        options.output.write_text("\n".join([*lines, ""]))
+        for ranks in counts:
+            yield from report(ran(profiled(MODEL, ranks, Path(folder))))
 
 
 if __name__ == "__main__":

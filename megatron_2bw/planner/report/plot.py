@@ -11,7 +11,7 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.search.finder import Choice
 from megatron_2bw.planner.search.search import Plan
 from megatron_2bw.planner.table import GIB, gib
-from megatron_2bw.schedule.pictures.svg import text_at
+from megatron_2bw.schedule.pictures.svg import FAINT_INK, FONTS, INK, text_at
 
 _COLOURS = dict(
     zip(
@@ -20,7 +20,7 @@ _COLOURS = dict(
         strict=True,
     )
 )
-_INK, _FAINT_INK, _GRID, _LIMIT = "#1f2430", "#5b6474", "#e9ebf0", "#d1242f"
+_GRID, _LIMIT = "#e9ebf0", "#d1242f"
 _WIDTH, _HEIGHT = 900, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 96, 28, 72, 60
 _MARKS = 6
@@ -37,7 +37,7 @@ def plot(plan: Plan) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-            f"font-family=\"-apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif\">",
+            f'font-family="{FONTS}">',
             f"<title>{escape(title)}: throughput against memory</title>",
             f'<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="12" fill="#fff" stroke="#d5d9e2"/>',
             text_at(_LEFT, 34, title, size=18, weight=600),
@@ -56,11 +56,11 @@ def _axes(gpu_gib: float, fastest: float) -> Iterator[str]:
     for mark in marks(gpu_gib):
         x = _across(mark, gpu_gib)
         yield f'<path d="M{x:.1f} {_TOP}V{bottom}" stroke="{_GRID}"/>'
-        yield text_at(x, bottom + 20, f"{mark:g}", anchor="middle", fill=_FAINT_INK)
+        yield text_at(x, bottom + 20, f"{mark:g}", anchor="middle", fill=FAINT_INK)
     for mark in marks(fastest):
         y = _upwards(mark, fastest)
         yield f'<path d="M{_LEFT} {y:.1f}H{right}" stroke="{_GRID}"/>'
-        yield text_at(_LEFT - 8, y + 4, f"{mark:,.0f}", anchor="end", fill=_FAINT_INK)
+        yield text_at(_LEFT - 8, y + 4, f"{mark:,.0f}", anchor="end", fill=FAINT_INK)
     x = _across(gpu_gib, gpu_gib)
     yield f'<path d="M{x:.1f} {_TOP}V{bottom}" stroke="{_LIMIT}" stroke-dasharray="5 4"/>'
     yield text_at((_LEFT + right) / 2, _HEIGHT - 18, "memory of the fullest stage, GiB", anchor="middle")
@@ -91,7 +91,7 @@ def _dot(choice: Choice, gpu_gib: float, fastest: float) -> str:
 def _winner(best: Choice, gpu_gib: float, fastest: float) -> Iterator[str]:
     x = _across(best.memory.total_bytes / GIB, gpu_gib)
     y = _upwards(best.iteration.tokens_per_s, fastest)
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="{_INK}" stroke-width="1.5"/>'
+    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="{INK}" stroke-width="1.5"/>'
     on_the_right = x > (_LEFT + _WIDTH) / 2
     yield text_at(
         x + (-14 if on_the_right else 14), y - 10, name(best.layout), anchor="end" if on_the_right else "start"
@@ -103,10 +103,10 @@ def _legend(plan: Plan) -> Iterator[str]:
     present = {choice.layout.schedule for choice in plan.choices}
     for schedule in (schedule for schedule in PRICED if schedule in present):
         yield f'<circle cx="{x + 5}" cy="51" r="5" fill="{_COLOURS[schedule]}"/>'
-        yield text_at(x + 15, 55, schedule, fill=_FAINT_INK)
+        yield text_at(x + 15, 55, schedule, fill=FAINT_INK)
         x += 40 + 8 * len(schedule)
     yield f'<path d="M{x} 51h18" stroke="{_LIMIT}" stroke-dasharray="5 4"/>'
-    yield text_at(x + 24, 55, f"{plan.cluster.gpu.memory_gb:g} GiB of the GPU", fill=_FAINT_INK)
+    yield text_at(x + 24, 55, f"{plan.cluster.gpu.memory_gb:g} GiB of the GPU", fill=FAINT_INK)
 
 
 def _across(size_gib: float, gpu_gib: float) -> float:

@@ -13,7 +13,7 @@ from megatron_2bw.schedule.timeline import Event, Timeline, percent
 
 _HUES = (("#a9cdf8", "#2563b5"), ("#fcd19c", "#bf5f0b"), ("#b4dfb7", "#2a7d43"), ("#dbc6f0", "#7140ab"))
 """(forward, backward) of batches 0, 1, ..., over and over."""
-_INK, _FAINT_INK, _IDLE, _CARD, _EDGE, _UPDATE = "#1f2430", "#5b6474", "#e9ebf0", "#ffffff", "#d5d9e2", "#d1242f"
+INK, FAINT_INK, _IDLE, _CARD, _EDGE, _UPDATE = "#1f2430", "#5b6474", "#e9ebf0", "#ffffff", "#d5d9e2", "#d1242f"
 
 _WIDTH, _MARGIN = 1200, 28
 _LABELS = 58
@@ -88,7 +88,7 @@ class _Panel:
         end = self._x(self.timeline.end_s)
         for rank, events in enumerate(self.timeline.events):
             y = self.top + _HEADING + rank * _ROW
-            yield text_at(_MARGIN, y + 16, f"rank {rank}", fill=_FAINT_INK)
+            yield text_at(_MARGIN, y + 16, f"rank {rank}", fill=FAINT_INK)
             yield _box(_MARGIN + _LABELS, y, end - _MARGIN - _LABELS, _CELL, _IDLE)
             for event in events:
                 if event.action.type in WORK:  # A rank that waits is idle.
@@ -97,7 +97,7 @@ class _Panel:
         if room > 110:
             middle = self.top + _HEADING + (_ROW * len(self.timeline.events) - _ROW + _CELL) / 2
             yield text_at(end + room / 2, middle + 2, f"{speedup:.2f}\u00d7", size=26, weight=600, anchor="middle")
-            yield text_at(end + room / 2, middle + 22, "as fast", fill=_FAINT_INK, anchor="middle")
+            yield text_at(end + room / 2, middle + 22, "as fast", fill=FAINT_INK, anchor="middle")
 
     def _heading(self) -> Iterator[str]:
         name = self.timeline.name
@@ -105,18 +105,18 @@ class _Panel:
         yield text_at(x, y, name, size=17, weight=600)
         x += 17 * _BOLD_LETTER * len(name) + 22
         bubble = f"bubble {percent(self.timeline.bubble_ratio)}{self.note}"
-        yield text_at(x, y, bubble, size=14, fill=_FAINT_INK)
+        yield text_at(x, y, bubble, size=14, fill=FAINT_INK)
         x += 14 * _LETTER * len(bubble) + 26
         for batch, weights in _weights(self.timeline):
             label = f"batch {batch} with {weights}"
             forward, backward = _HUES[batch % len(_HUES)]
             width = 24 + 13 * _LETTER * len(label) + 16
             if x + width > _WIDTH - _MARGIN:
-                yield text_at(x, y, "\u2026", fill=_FAINT_INK)
+                yield text_at(x, y, "\u2026", fill=FAINT_INK)
                 return
             yield _box(x, y - 10, 9, 11, forward, radius=0)
             yield _box(x + 9, y - 10, 9, 11, backward, radius=0)
-            yield text_at(x + 24, y, label, fill=_FAINT_INK)
+            yield text_at(x + 24, y, label, fill=FAINT_INK)
             x += width
 
     def _event(self, event: Event, y: float) -> Iterator[str]:
@@ -132,7 +132,7 @@ class _Panel:
         yield _box(x, y, width, _CELL, _HUES[action.batch % len(_HUES)][0 if forward else 1], tip=str(action))
         label = str(action.microbatch)
         if width > 12 * _LETTER * len(label):
-            ink = _INK if forward else _CARD
+            ink = INK if forward else _CARD
             yield text_at(x + width / 2, y + 15.5, label, size=12, anchor="middle", fill=ink)
 
     def _x(self, time_s: Seconds) -> float:
@@ -158,10 +158,10 @@ def _legend(y: float) -> Iterator[str]:
             yield f'<path d="M{x + 9} {y + 8}l-4.5 -8h9z" fill="{_UPDATE}"/>'
         else:
             yield _box(x, y - 3, 18, 13, fill)
-        yield text_at(x + 25, y + 8, text, fill=_FAINT_INK)
+        yield text_at(x + 25, y + 8, text, fill=FAINT_INK)
         x += 25 + 13 * _LETTER * len(text) + 24
-    yield text_at(x, y + 8, "numbers are microbatches", fill=_FAINT_INK)
-    yield text_at(_WIDTH - _MARGIN, y + 8, "time \u2192", fill=_FAINT_INK, anchor="end")
+    yield text_at(x, y + 8, "numbers are microbatches", fill=FAINT_INK)
+    yield text_at(_WIDTH - _MARGIN, y + 8, "time \u2192", fill=FAINT_INK, anchor="end")
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, *, radius: float = 3, tip: str = "") -> str:
@@ -171,7 +171,7 @@ def _box(x: float, y: float, width: float, height: float, fill: str, *, radius: 
 
 
 def text_at(
-    x: float, y: float, text: str, *, size: int = 13, weight: int = 400, fill: str = _INK, anchor: str = "start"
+    x: float, y: float, text: str, *, size: int = 13, weight: int = 400, fill: str = INK, anchor: str = "start"
 ) -> str:
     """A line of text; ``anchor`` says which end of it is at x: start, middle or end."""
     return (
