@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
+
+from megatron_2bw.runtime.host_copy import HostCopy
 
 
 class NotFiniteError(RuntimeError):
@@ -16,13 +17,6 @@ class NotFiniteError(RuntimeError):
         self.batch = batch
 
 
-class _Asked(NamedTuple):
-    batch: int
-    norms: torch.Tensor
-    """On the host, once ``there``."""
-    there: torch.cuda.Event | None
-
-
 class FiniteCheck:
     """Asks for every batch, and has the answer when the next one asks.
 
@@ -30,7 +24,8 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
-        self._asked: _Asked | None = None
+        self._asked: tuple[int, HostCopy] | None = None
+        """A batch and its norms."""
 
     def ask(self, batch: int, gradients: Sequence[torch.Tensor]) -> None:
         """Ask for ``batch``, whose gradients are on one device, after the answer for the one before.
@@ -42,9 +37,7 @@ class FiniteCheck:
         if not gradients:
             return
         # The largest: finite numbers cannot overflow in it.
-        norms = torch.stack(torch._foreach_norm(list(gradients), float("inf"))).to("cpu", non_blocking=True)
-        on_gpu = gradients[0].is_cuda
-        self._asked = _Asked(batch, norms, torch.cuda.current_stream().record_event() if on_gpu else None)
+        self._asked = batch, HostCopy(torch.stack(torch._foreach_norm(list(gradients), float("inf"))))
 
     def answer(self) -> None:
         """For the last batch asked for.
@@ -55,7 +48,6 @@ class FiniteCheck:
         asked, self._asked = self._asked, None
         if asked is None:
             return
-        if asked.there is not None:
-            asked.there.synchronize()
-        if not asked.norms.isfinite().all():
-            raise NotFiniteError(asked.batch, "is not finite here")
+        batch, norms = asked
+        if not norms.read().isfinite().all():
+            raise NotFiniteError(batch, "is not finite here")

@@ -17,19 +17,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron_2bw.runtime.host_copy import HostCopy
+
 
 class _Reduced(NamedTuple):
     """Logits of a batch, of all replicas: (heads,) by attention."""
 
     logits: Sequence[torch.Tensor]
-    on_host: Sequence[torch.Tensor]
-    there: torch.cuda.Event | None
-    """When they are on the host."""
+    copied: HostCopy
+    """All of them, one after the other."""
 
-    def read_on_host(self) -> Sequence[torch.Tensor]:
-        if self.there is not None:
-            self.there.synchronize()
-        return self.on_host
+    def read(self) -> Sequence[torch.Tensor]:
+        """On the host; waits for them."""
+        return self.copied.read().split([*map(len, self.logits)])
 
 
 class AttentionLogits:
@@ -59,7 +59,7 @@ class AttentionLogits:
         """Of all attentions, one after the other."""
         self._heads: list[int] = []
         """By attention."""
-        self._reduced = self._updated = _Reduced([], [], None)
+        self._reduced = self._updated = _Reduced([], HostCopy(torch.empty(0)))
         """Of the newest batch that is reduced, and of the one updated last."""
         if self._threshold is not None and self._attentions:
             _load_kernels(self._attentions[0])
@@ -100,9 +100,7 @@ class AttentionLogits:
         """
         if replicas is not None:
             dist.all_reduce(self._captured, op=dist.ReduceOp.MAX, group=replicas)
-        on_host = self._captured.to("cpu", non_blocking=True)
-        there = torch.cuda.current_stream().record_event() if self._captured.is_cuda else None
-        self._reduced = _Reduced(self._captured.split(self._heads), on_host.split(self._heads), there)
+        self._reduced = _Reduced(self._captured.split(self._heads), HostCopy(self._captured))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -113,8 +111,8 @@ class AttentionLogits:
         self._updated = self._reduced
         if self._threshold is None:
             return
-        found, on_host = self._updated.logits, self._updated.read_on_host()
-        for attention, logits, here in zip(self._attentions, found, on_host, strict=True):
+        on_device, on_host = self._updated.logits, self._updated.read()
+        for attention, logits, here in zip(self._attentions, on_device, on_host, strict=True):
             if (here > self._threshold).any():
                 attention.core_attention.current_max_attn_logits = logits
                 attention.clip_qk()
@@ -122,7 +120,7 @@ class AttentionLogits:
     @property
     def largest(self) -> float:
         """On this stage, in the batch updated last; 0 before; what Megatron logs. Waits for that number."""
-        return max([0.0, *(logits.max().item() for logits in self._updated.read_on_host())])
+        return max([0.0, *(logits.max().item() for logits in self._updated.read())])
 
     def release(self) -> None:
         """Record from nothing, as Megatron leaves it to the next batch; the last call."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_2bw.runtime.host_copy import HostCopy
 from megatron_2bw.runtime.weights import WeightVersions
 
 
@@ -28,9 +29,8 @@ class LossScales:
         """Empty without loss scaling."""
         self._running: torch.Tensor | None = None
         """Of the batch whose forward or backward is running."""
-        self._on_host = torch.ones(1)
-        """That of the newest weights, once ``_there``."""
-        self._there: torch.cuda.Event | None = None
+        self._on_host = HostCopy(torch.ones(1))
+        """That of the newest weights."""
         self.know()
 
     def of(self, batch: int) -> torch.Tensor | None:
@@ -57,9 +57,7 @@ class LossScales:
 
     def newest_on_host(self) -> torch.Tensor:
         """That of the newest weights, one element; 1 without loss scaling. Waits for their update at most."""
-        if self._there is not None:
-            self._there.synchronize()
-        return self._on_host
+        return self._on_host.read()
 
     def updated(self) -> None:
         """The newest weights have been made, and the scaler has seen their gradients; older scales are let go of."""
@@ -69,6 +67,5 @@ class LossScales:
 
     def _present(self) -> torch.Tensor:
         scale = self._scaler.scale.clone()
-        self._on_host = scale.to("cpu", non_blocking=True)
-        self._there = torch.cuda.current_stream().record_event() if scale.is_cuda else None
+        self._on_host = HostCopy(scale)
         return scale
