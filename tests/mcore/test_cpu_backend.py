@@ -192,15 +192,20 @@ def test_importing_replaces_nothing():
 @pytest.mark.parametrize(
     ("flags", "nodes", "refused"),
     [
-        ([], "1", None),
-        ([], "2", "a job of 2 nodes needs GPUs, and"),
-        (["--distributed-backend=nccl"], "1", "--distributed-backend nccl needs GPUs, and"),
-        (["--distributed-backend", "gloo"], "2", None),
+        ([], {}, None),
+        ([], {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_NODES": "2"}, None),
+        ([], {"GROUP_WORLD_SIZE": "2"}, "a job of 2 nodes needs GPUs, and"),
+        ([], {"SLURM_STEP_NUM_NODES": "2"}, "a job of 2 nodes needs GPUs, and"),
+        (["--distributed-backend=nccl"], {}, "--distributed-backend nccl needs GPUs, and"),
+        (["--distributed-backend", "gloo"], {"GROUP_WORLD_SIZE": "2"}, None),
     ],
 )
 def test_a_node_whose_gpus_are_missing_is_named(flags, nodes, refused, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
-    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    for name in ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, count in nodes.items():
+        monkeypatch.setenv(name, count)
     args = argparse.Namespace(distributed_backend="gloo" if "gloo" in flags else "nccl")
     with pytest.raises(ArgumentError, match=refused) if refused else contextlib.nullcontext():
         refuse_to_miss_gpus(args)

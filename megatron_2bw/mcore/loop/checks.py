@@ -23,6 +23,9 @@ from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON, PER_MICROBATCH, TWO_BW, canonical_name
 from megatron_2bw.schedule.validation.feasible import chain_of, enough_microbatches, refusal
 
+_NODES = ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES")
+"""What torchrun, and srun without it, tell a rank of how many nodes there are."""
+
 
 class ArgumentError(ValueError):
     """Flags that do not go together: the flag, the reason and the remedy."""
@@ -206,7 +209,7 @@ def refuse_to_miss_gpus(args: Any) -> None:
         ArgumentError: with the node's name.
     """
     is_given = any(word.partition("=")[0] == "--distributed-backend" for word in sys.argv[1:])
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    nodes = next((int(os.environ[name]) for name in _NODES if name in os.environ), 1)
     if args.distributed_backend == "nccl" and (is_given or nodes > 1):
         wanted = "--distributed-backend nccl" if is_given else f"a job of {nodes} nodes"
         raise ArgumentError(
