@@ -43,17 +43,17 @@ def validate(schedule: Schedule) -> None:
         check_compute(schedule)
         schedule = lowered(schedule)
         chains = check_communication(schedule)
+        # What is known of the end changes a call that is as far from it as forwards run ahead.
+        ahead = max(program.ahead for program in schedule.programs)
+        runs = (_calls_to_repeat(schedule), *range(1, max(ahead + 1, 2) + 1))
+        _check_ranks(schedule, chains, walk_of(schedule, runs))
+        # What gets through a queue, which waits for more, gets through on the host.
+        _check_progress(schedule, runs, (Model.IN_ORDER_QUEUE, Model.HOST))
+        for calls in runs:
+            _check_ranks(schedule, chains, walk_of(schedule, [calls], first_calls=FIRST_CALLS))
+            _check_progress(schedule, [calls], (Model.FIRST_USE,))
     except RuleBroken as error:
         raise _error_at(schedule, error) from None
-    # What is known of the end changes a call that is as far from it as forwards run ahead.
-    ahead = max(program.ahead for program in schedule.programs)
-    runs = (_calls_to_repeat(schedule), *range(1, max(ahead + 1, 2) + 1))
-    _check_ranks(schedule, chains, walk_of(schedule, runs))
-    # What gets through a queue, which waits for more, gets through on the host.
-    _check_progress(schedule, runs, (Model.IN_ORDER_QUEUE, Model.HOST))
-    for calls in runs:
-        _check_ranks(schedule, chains, walk_of(schedule, [calls], first_calls=FIRST_CALLS))
-        _check_progress(schedule, [calls], (Model.FIRST_USE,))
 
 
 def _calls_to_repeat(schedule: Schedule) -> int:
@@ -80,11 +80,8 @@ def _check_ranks(schedule: Schedule, chains: tuple[tuple[Reduction, ...], ...], 
                     rules.end(span.call + 1)
             except RuleBroken as error:
                 error.rank, error.span, error.action = rank, span, action
-                raise _error_at(schedule, error) from None
-    try:
-        Channels(schedule, parts, walk).check()
-    except RuleBroken as error:
-        raise _error_at(schedule, error) from None
+                raise
+    Channels(schedule, parts, walk).check()
 
 
 def _check_progress(schedule: Schedule, runs: Sequence[int], models: tuple[Model, ...]) -> None:
