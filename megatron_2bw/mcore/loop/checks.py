@@ -34,12 +34,17 @@ class ArgumentError(ValueError):
 def parsed(megatron_parsing: Callable[[], Any]) -> Any:
     """Parse; exit with code 2 where our arguments would be lost without a word."""
     args = megatron_parsing()
-    given = [word for word in sys.argv[1:] if word.startswith("--pipeline-schedule")]
+    given = _given("--pipeline-schedule")
     if getattr(args, "pipeline_schedule", None) is None and given:
         exit_with(ArgumentError(f"{given[0]} does not work with --yaml-cfg, which replaces all other flags; use flags"))
     if getattr(args, "pipeline_schedule", MEGATRON) in BIDIRECTIONAL:
         _print_once(place(args))
     return args
+
+
+def _given(flag: str) -> list[str]:
+    """What the command line says by ``flag``, with or without its value."""
+    return [word for word in sys.argv[1:] if word.partition("=")[0] == flag]
 
 
 def validated(args: Any, megatron_validation: Callable[[], Any]) -> Any:
@@ -208,7 +213,7 @@ def refuse_to_miss_gpus(args: Any) -> None:
     Raises:
         ArgumentError: with the node's name.
     """
-    is_given = any(word.partition("=")[0] == "--distributed-backend" for word in sys.argv[1:])
+    is_given = bool(_given("--distributed-backend"))
     nodes = next((int(os.environ[name]) for name in _NODES if name in os.environ), 1)
     if args.distributed_backend == "nccl" and (is_given or nodes > 1):
         wanted = "--distributed-backend nccl" if is_given else f"a job of {nodes} nodes"
