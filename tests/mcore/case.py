@@ -10,7 +10,6 @@ SEQUENCE_LENGTH = 16
 VOCABULARY = 128
 MICRO_BATCH_SIZE = 2
 HIDDEN = 32
-LAYERS = 4
 EVALUATION_ITERATIONS = 2
 LOSS_SCALE = 1024.0
 LOSS_SCALE_WINDOW = 5
@@ -58,11 +57,13 @@ class Case:
     """Value of ``--pipeline-schedule``; None runs Megatron without the extension."""
     kind: str = "gpt"
     """Of the model: gpt, bert or hybrid."""
+    layers: int = 0
+    """0 for one per stage, and two at least."""
     stages: int = 1
     microbatches: int = 1
     """Per batch and replica."""
     replicas: int = 1
-    batches: int = 24
+    batches: int = 20
     steps: tuple[tuple[int, int], ...] = ()
     """(batches, microbatches per batch and replica) of every phase, in place of the two numbers."""
     skipped: tuple[int, ...] = ()
@@ -123,6 +124,10 @@ class Case:
         return self.stages * self.replicas * self.tensor_parallel * self.context_parallel
 
     @property
+    def num_layers(self) -> int:
+        return self.layers or max(self.stages, 2)
+
+    @property
     def microbatches_per_row(self) -> int:
         """Of losses in results: a row is a batch, or a microbatch where batches differ."""
         return 1 if self.steps else self.microbatches
@@ -157,7 +162,7 @@ class Case:
             *f"--pipeline-model-parallel-size {self.stages} --clip-grad {self.clip!r}".split(),
             *f"--micro-batch-size {MICRO_BATCH_SIZE}".split(),
             *(self._growing() if self.steps else self._of_one_size()),
-            *f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 2".split(),
+            *f"--num-layers {self.num_layers} --hidden-size {HIDDEN} --num-attention-heads 2".split(),
             *f"--seq-length {SEQUENCE_LENGTH} --max-position-embeddings {SEQUENCE_LENGTH}".split(),
             *f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 --tokenizer-type NullTokenizer".split(),
             *"--attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --adam-eps 1e-3".split(),

@@ -78,7 +78,7 @@ SLOW = {
     "test_experts_of_two_replicas_no_further_off_than_megatron": ("whole",),
     "test_precisions_optimizers_and_models": (
         *("distributed-fp32", "muon-distributed", "several-tokens", "biases-of-experts-bf16"),
-        *("precision-aware-fp16", "a-part-on-the-host-reshardable", "all-on-the-host"),
+        *("two-instances", "precision-aware-fp16", "a-part-on-the-host-reshardable", "all-on-the-host"),
     ),
     "test_a_run_has_no_problem": ("mixpipe", "experts with biases, full recompute"),
     "test_it_trains_like_a_pipeline": ("half delayed, lead", "a beginning without a delay"),

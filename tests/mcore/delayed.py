@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .attention import Clip
-from .case import EVALUATION_ITERATIONS, LAYERS, MICRO_BATCH_SIZE, Case
+from .case import EVALUATION_ITERATIONS, MICRO_BATCH_SIZE, Case
 from .fused_adam import FusedAdam, rounded
 from .loss_scale import LossScale
 from .record import Optimizers, RankRecord, weights
@@ -390,7 +390,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
         clipped_in=accumulated_in if case.moments or case.offloaded else torch.float32,
         replicas_in_fp32=args.ddp_reduce_scatter_with_fp32_accumulation,
         more_delay=[
-            _pipedream_delay(name, rules.pipedream_stages)
+            _pipedream_delay(name, rules.pipedream_stages, args.num_layers)
             for name in [*(shard.name for shard in named.values()), *routers.names]
         ],
         routers=routers,
@@ -478,13 +478,13 @@ def _give_own_embedding(model: Any, *, tied: bool) -> None:
         model.shared_embedding_or_output_weight = lambda: own.word_embeddings.weight
 
 
-def _pipedream_delay(name: str, stages: int) -> int:
-    """Of a weight of a GPT, by its name."""
+def _pipedream_delay(name: str, stages: int, layers: int) -> int:
+    """Of a weight of a GPT with so many ``layers``, by its name."""
     if not stages:
         return 0
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
-        return stages - 1 - int(parts[2]) * stages // LAYERS
+        return stages - 1 - int(parts[2]) * stages // layers
     return stages - 1 if parts[0] == "embedding" else 0
 
 

@@ -47,6 +47,7 @@ def drawn(seed: str) -> Case:
         schedule="2bw",
         kind=kind,
         stages=stages,
+        layers=4,
         replicas=replicas,
         batches=draw.choice([8, 12]),
         tied=draw.random() < 0.5,

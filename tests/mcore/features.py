@@ -109,7 +109,9 @@ EXACT = {
     "clipped latent attention, muon, distributed optimizer, tensor parallel, half delayed": replace(
         SHARDED_BY_LAYERS, microbatches=4, model=LATENT, clip_attention=0.045, tensor_parallel=2, delayed=2
     ),
-    "pipeline layout": replace(CASE, stages=3, flags=("--pipeline-model-parallel-layout", "Et|ttt|L"), tied=True),
+    "pipeline layout": replace(
+        CASE, stages=3, layers=4, flags=("--pipeline-model-parallel-layout", "Et|ttt|L"), tied=True
+    ),
     "fused gradients, bf16": replace(CASE, fused_gradients=True, precision="bf16", tied=True),
     "gradients in bf16, tensor and sequence parallel": replace(
         CASE, model=IN_BF16, precision="bf16", tensor_parallel=2, sequence_parallel=True, tied=True
@@ -159,7 +161,10 @@ EXACT = {
         flags=("--pipeline-gradient-buffers", "1"),
     ),
     "one more in flight per boundary, at its tightest fit": replace(
-        CASE, stages=3, flags=("--pipeline-extra-in-flight", "1", "--pipeline-model-parallel-layout", "Et|tt|tL")
+        CASE,
+        stages=3,
+        layers=4,
+        flags=("--pipeline-extra-in-flight", "1", "--pipeline-model-parallel-layout", "Et|tt|tL"),
     ),
 }
 """In the test suite."""
@@ -225,7 +230,9 @@ MORE = {
         EXPERTS_IN_TENSOR_PARALLEL, expert_tensor_parallel=1, precision="bf16"
     ),
     "uneven stages": replace(
-        CASE, flags=tuple("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3".split())
+        CASE,
+        layers=4,
+        flags=tuple("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3".split()),
     ),
     "fused gradients": replace(CASE, fused_gradients=True),
     "fused gradients, distributed optimizer": replace(TWO_REPLICAS, fused_gradients=True, distributed_optimizer=True),

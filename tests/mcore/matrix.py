@@ -40,6 +40,7 @@ class Cell(NamedTuple):
         """Twelve batches, of which clipping changes about half."""
         return Case(
             schedule="2bw",
+            layers=4,
             batches=12,
             clip=1.0,
             precision=self.precision,

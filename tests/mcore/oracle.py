@@ -37,6 +37,7 @@ def oracle(
         case,
         schedule=None,
         stages=1,
+        layers=case.num_layers,
         # Where several further tokens are predicted it changes the order in which gradients of one tensor are added.
         recompute=case.recompute if "--mtp-num-layers" in case.model else "no",
         expert_parallel=1,

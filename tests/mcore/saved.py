@@ -12,7 +12,7 @@ from .harness import Results, run
 BATCHES = 12
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=BATCHES, clip=1.0, model=DROPOUT)
-DETERMINED = Case(schedule="2bw", stages=2, microbatches=4, batches=BATCHES, tied=False)
+DETERMINED = Case(schedule="2bw", layers=4, stages=2, microbatches=4, batches=BATCHES, tied=False)
 """Without dropout, whose numbers depend on the layout: equal to the oracle to the last bit."""
 TRACKER = "latest_checkpointed_iteration.txt"
 

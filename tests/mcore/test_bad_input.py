@@ -11,7 +11,7 @@ from .case import Case, Fault
 from .harness import Ended, launch
 from .worker import main, through_launcher
 
-TWO_BW = Case(schedule="2bw", stages=2, microbatches=2)
+TWO_BW = Case(schedule="2bw", layers=4, stages=2, microbatches=2)
 FLUSH = replace(TWO_BW, schedule="1f1b-flush")
 
 

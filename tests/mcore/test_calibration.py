@@ -13,7 +13,7 @@ from .harness import run
 from .matrix import LAYOUTS, PRECISIONS, compared
 from .oracle import oracle
 
-MEGATRON = Case(schedule=None, microbatches=4)
+MEGATRON = Case(schedule=None, layers=4, microbatches=4)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

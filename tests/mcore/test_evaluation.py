@@ -17,7 +17,7 @@ EVALUATING = ("--eval-interval", str(EVERY), "--eval-iters", str(EVALUATION_ITER
 
 cases = pytest.mark.parametrize(
     "case",
-    [Case(schedule="2bw", stages=d, microbatches=m, tied=False) for d, m in [(2, 2), (4, 3)]],
+    [Case(schedule="2bw", stages=d, microbatches=m, tied=False, batches=18) for d, m in [(2, 2), (4, 3)]],
     ids=["d2-m2", "d4-m3"],
 )
 

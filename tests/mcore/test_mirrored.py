@@ -36,6 +36,7 @@ CASES = {
     "mixpipe, d4, many microbatches": replace(MIXPIPE, microbatches=10, flags=()),
     "chimera, bf16, distributed optimizer, 2 replicas, uneven stages": replace(
         CHIMERA,
+        layers=4,
         precision="bf16",
         replicas=2,
         distributed_optimizer=True,

@@ -54,7 +54,7 @@ def test_equal_to_the_last_bit(case: Case) -> None:
 
 def test_delays_differ_from_each_other() -> None:
     """The comparison above would see a delay that is wrong by one on one stage."""
-    case = replace(PIPEDREAM, stages=2)
+    case = replace(PIPEDREAM, layers=4, stages=2)
     assert differing(oracle(case), oracle(replace(case, stages=4)), norms=False)
     assert differing(oracle(case), oracle(replace(case, schedule="2bw"), delay=1), norms=False)
 
@@ -66,7 +66,7 @@ def test_many_batches_under_random_waits() -> None:
 
 
 def test_evaluation_changes_no_training_number() -> None:
-    case = replace(PIPEDREAM, stages=4)
+    case = replace(PIPEDREAM, stages=4, batches=18)
     evaluating = replace(case, flags=("--eval-interval", "5", "--eval-iters", "2"))
     found, expected = run(evaluating), oracle(case, evaluate_every=5)
     assert differing(found, expected, norms=False) == []
@@ -91,7 +91,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(format_: str, case: Case, tmp_pa
 
 def test_a_checkpoint_opens_under_other_schedules_and_layouts(tmp_path: Path) -> None:
     """With the newest weights; the older versions are of no use there."""
-    whole = save(replace(PIPEDREAM, stages=4, batches=BATCHES, record_gradients=False), tmp_path, "torch_dist", 6)
+    case = replace(PIPEDREAM, layers=4, stages=4, batches=BATCHES, record_gradients=False)
+    whole = save(case, tmp_path, "torch_dist", 6)
     stock, *others = (
         whole.resumed(6, replace(whole.case, schedule=schedule, stages=stages)).losses[0, 0]
         for schedule, stages in ((None, 4), ("pipedream", 2), ("2bw", 2))

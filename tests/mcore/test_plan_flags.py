@@ -232,11 +232,12 @@ LIMITS: dict[str, tuple[object, ...]] = {
 }
 
 
+@pytest.mark.parametrize("sets", [12, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODEL_CASES)
-def test_megatron_accepts_what_is_printed_under_any_limits(model: str, validate: Validate):
-    """Limits that a search would not choose by itself: 25 random sets of up to five."""
+def test_megatron_accepts_what_is_printed_under_any_limits(model: str, sets: int, validate: Validate):
+    """Limits that a search would not choose by itself: random sets of up to five."""
     chosen, found = random.Random(model), 0
-    for _ in range(25):
+    for _ in range(sets):
         limited = chosen.sample(sorted(LIMITS), chosen.randint(1, 5))
         values = {limit: tuple(chosen.sample(LIMITS[limit], chosen.randint(1, 2))) for limit in limited}
         space = Space(**values, precision=chosen.choice([None, *Precision]), tight=chosen.random() < 0.3)
@@ -250,7 +251,7 @@ def test_megatron_accepts_what_is_printed_under_any_limits(model: str, validate:
                 assert args.data_parallel_size == choice.layout.data, (name(choice.layout), space)
                 assert config.pipeline_model_parallel_size == choice.layout.pipeline
                 found += 1
-    assert found > 20
+    assert found > 0.8 * sets
 
 
 @pytest.mark.parametrize("model", MODEL_CASES)

@@ -91,7 +91,7 @@ def test_a_run_without_an_update_so_far(format_: str, tmp_path: Path) -> None:
                 format_,
                 id=f"experts-{frequency}-{format_}",
             )
-            for frequency, format_ in (("([0]*2+[1]*2)", "torch_dist"), ("([1]*2+[0]*2)", "torch"))
+            for frequency, format_ in (("([0,1])", "torch_dist"), ("([1,0])", "torch"))
         ),
     ],
 )

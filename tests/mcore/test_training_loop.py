@@ -36,7 +36,7 @@ REPLICATED = replace(CASE, replicas=2)
         ("--no-check-for-nan-in-loss-and-grad",),
         ("--timing-log-level", "2", "--log-interval", "3"),
         ("--num-virtual-stages-per-pipeline-rank", "1"),
-        ("--num-layers-per-virtual-pipeline-stage", "2"),  # All of a stage.
+        ("--num-layers-per-virtual-pipeline-stage", "1"),  # All of a stage.
     ],
     ids=lambda flags: flags[0],
 )

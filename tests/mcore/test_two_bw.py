@@ -15,7 +15,7 @@ from .oracle import oracle
 LAYOUTS = [(2, 1, 1), (2, 2, 1), (2, 4, 1), (4, 3, 1), (4, 4, 1), (4, 8, 1), (2, 1, 2), (2, 2, 2)]
 """(d, m, data-parallel replicas) with m = d - 1, d, 2d."""
 
-CASES = [Case(schedule="2bw", stages=d, microbatches=m, replicas=w) for d, m, w in LAYOUTS]
+CASES = [Case(schedule="2bw", layers=4, stages=d, microbatches=m, replicas=w) for d, m, w in LAYOUTS]
 layouts = pytest.mark.parametrize(
     "case", CASES, ids=[f"d{case.stages}-m{case.microbatches}-w{case.replicas}" for case in CASES]
 )
