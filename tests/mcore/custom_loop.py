@@ -21,7 +21,7 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
     """Run ``case`` as ``rank``; Megatron's flags only size the model and the optimizer.
 
     Args:
-        then: the schedule of the second half of the batches.
+        then: the schedule of the second half of the batches; "megatron" is Megatron-Core's own function.
     """
     args = initialize(replace(case, schedule="megatron", synchronous=0, delayed=0), rank, case.ranks, port)
     from megatron.core import parallel_state
@@ -30,6 +30,7 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
     from megatron.training import training
 
@@ -44,7 +45,7 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
         ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         bare = provide(case.kind, record, models, *ends)
         bare.config.finalize_model_grads_func = finalize_model_grads
-        module = Float16Module(bare.config, bare) if args.bf16 else bare
+        module = Float16Module(bare.config, bare) if case.precision != "fp32" else bare
         sums = DistributedDataParallelConfig(grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32)
         return DistributedDataParallel(bare.config, sums, module)
 
@@ -54,32 +55,40 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
     scheduler = training.get_optimizer_param_scheduler(optimizer)
     mirrored = megatron_2bw.build_mirrored(build) if case.schedule == "chimera" else None
     data = _microbatches(case, parallel_state.get_data_parallel_rank())
-    spans = {case.schedule: range(case.batches)}
+    spans = [(case.schedule, range(case.batches))]
     if then is not None:
         half = case.batches // 2
-        spans = {case.schedule: range(half), then: range(half, case.batches)}
-    for schedule, batches in spans.items():
-        pipeline = megatron_2bw.Pipeline(
-            schedule, model, optimizer, mirrored=mirrored, delayed_microbatches=case.delayed or None
-        )
-        optimizer, scheduler = pipeline.optimizer, pipeline.drive(scheduler)
+        spans = [(case.schedule, range(half)), (then, range(half, case.batches))]
+    for schedule, batches in spans:
+        pipeline = None
+        if case.precision == "fp16":  # As Megatron's loop does; in a second pipeline, of the one that is closed.
+            model.config.grad_scale_func = optimizer.scale_loss
+        if schedule != "megatron":
+            pipeline = megatron_2bw.Pipeline(
+                schedule, model, optimizer, mirrored=mirrored, delayed_microbatches=case.delayed or None
+            )
+            optimizer, scheduler = pipeline.optimizer, pipeline.drive(scheduler)
         for batch in batches:
             model.zero_grad_buffer()
             optimizer.zero_grad()
-            pipeline.forward_backward(
+            run = get_forward_backward_func()
+            if pipeline is not None:
+                left = batches[-1] - batch
+                run = partial(pipeline.forward_backward, left=left, synchronous=batch < case.synchronous)
+            run(
                 forward_step_func=partial(forward_step, case.kind, record),
                 data_iterator=data,
                 model=model,
                 num_microbatches=case.microbatches,
                 seq_length=SEQUENCE_LENGTH,
                 micro_batch_size=MICRO_BATCH_SIZE,
-                left=batches[-1] - batch,
-                synchronous=batch < case.synchronous,
             )
+            assert case.precision != "fp16" or model.config.grad_scale_func == optimizer.scale_loss
             optimizer.step()
             scheduler.step(case.global_batch_size)
-        pipeline.close()
-    if args.bf16:
+        if pipeline is not None:
+            pipeline.close()
+    if case.precision != "fp32":
         record.main = optimizers.main_weights()
     write(record, models[0], folder / f"rank{rank}.pt")
 

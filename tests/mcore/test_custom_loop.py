@@ -19,8 +19,12 @@ CASES = (Case(stages=2, microbatches=2, tied=False, batches=12), Case(stages=2, 
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, replace(CASES[1], precision="bf16", model=IN_BF16)],
-    ids=["untied", "tied-w2", "gradients in bf16, tied-w2"],
+    [
+        *CASES,
+        replace(CASES[0], precision="fp16", delayed=1),
+        replace(CASES[1], precision="bf16", model=IN_BF16),
+    ],
+    ids=["untied", "tied-w2", "fp16, half delayed", "gradients in bf16, tied-w2"],
 )
 def test_equals_the_oracle(case: Case) -> None:
     found = looped(replace(case, schedule="2bw"))
@@ -40,16 +44,27 @@ def test_a_mirrored_stage_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*CASES, replace(CASES[0], model=BIASED), replace(CASES[0], model=GLOBALLY_BALANCED)],
-    ids=["untied", "tied-w2", "biases of experts", "experts, loss over the batch"],
+    ("case", "then"),
+    [
+        (CASES[0], "1f1b-flush"),
+        (replace(CASES[0], precision="fp16"), "megatron"),
+        (CASES[1], "1f1b-flush"),
+        (replace(CASES[0], model=BIASED), "1f1b-flush"),
+        (replace(CASES[0], model=GLOBALLY_BALANCED), "1f1b-flush"),
+    ],
+    ids=["untied", "fp16, Megatron's own", "tied-w2", "biases of experts", "experts, loss over the batch"],
 )
-def test_a_synchronous_schedule_can_go_on(case: Case) -> None:
+def test_a_synchronous_schedule_can_go_on(case: Case, then: str) -> None:
     """With Megatron's optimizer, as it was before, and no token of an expert counted yet."""
     case = replace(case, schedule="2bw")
-    found = looped(case, then="1f1b-flush")
+    found = looped(case, then=then)
     differences = differing(found, oracle(case, delay=1, delayed_batches=case.batches // 2), norms=False)
     assert differences == ["skipped updates"], "which are kept of delayed updates only"
+
+
+def test_a_second_pipeline_scales_losses_by_its_versions() -> None:
+    """Where the loop has set the function of the first one's optimizer; see `custom_loop.main`."""
+    looped(replace(CASES[0], schedule="2bw", precision="fp16"), then="2bw")
 
 
 def test_a_delay_can_begin_later() -> None:
