@@ -104,6 +104,8 @@ def _microbatches(case: Case, replica: int) -> Iterator[dict[str, torch.Tensor]]
 def refused(case: Case, rank: int, port: int, folder: Path) -> None:
     """Write what `Pipeline` says of configs that the schedule does not work with."""
     initialize(replace(case, schedule="megatron", synchronous=0, delayed=0), rank, case.ranks, port)
+    from megatron.core.timers import Timers
+
     import megatron_2bw
     from megatron_2bw.runtime.corrections import MomentLead
 
@@ -122,6 +124,17 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         except (ValueError, RuntimeError) as error:
             return str(error)
         return ""
+
+    def reduced_otherwise(pipeline: megatron_2bw.Pipeline) -> None:
+        pipeline.config.finalize_model_grads_func = print
+        pipeline.forward_backward(
+            forward_step_func=None,
+            data_iterator=None,
+            model=pipeline._model,
+            num_microbatches=case.microbatches,
+            seq_length=SEQUENCE_LENGTH,
+            micro_batch_size=MICRO_BATCH_SIZE,
+        )
 
     mean_in_fp32 = {"reduce_scatter_with_fp32_accumulation": True, "average_in_collective": True}
     answers = {
@@ -145,6 +158,11 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         "step": answer("2bw", {}, {}, lambda pipeline: pipeline.optimizer._inner.step()),
         "two": answer("2bw", {}, {}, lambda used: megatron_2bw.Pipeline("gpipe", used._model, used.optimizer)),
         "mirror": answer("chimera", {}, {}),
+        "no mirror": answer("2bw", {}, {}, mirrored=torch.nn.Identity()),
+        "three buffers": answer("2bw", {}, {}, gradient_buffers=3),
+        "timers": answer("2bw", {"timers": Timers(1, "max")}, {}),
+        "bare": answer("2bw", {}, {}, lambda p: (p.forget(), megatron_2bw.Pipeline("2bw", p._model.module, p._inner))),
+        "reduced otherwise": answer("2bw", {}, {}, reduced_otherwise),
         "nothing": answer("2bw", {}, {}, lambda pipeline: None),
     }
     torch.save(answers, folder / f"rank{rank}.pt")

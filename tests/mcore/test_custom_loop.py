@@ -97,6 +97,11 @@ def test_what_does_not_work_is_refused() -> None:
         "step": "a pipeline updates with this optimizer by itself: call step() of pipeline.optimizer",
         "two": "the optimizer belongs to a pipeline that is in use: close() that one first",
         "mirror": "chimera needs a mirrored stage: pass mirrored=megatron_2bw.build_mirrored(...)",
+        "no mirror": "2bw has no mirrored stage: leave mirrored out",
+        "three buffers": "gradient_buffers 3: use 1 or 2",
+        "timers": "the timers of a config wait for the device inside a call, and 2bw must not: use log level 0",
+        "bare": "2bw needs a model in Megatron-Core's DistributedDataParallel, got GPTModel",
+        "reduced otherwise": "config.finalize_model_grads_func is not Megatron's own, and 2bw does not call it",
         "nothing": "",
     }
     assert answers.keys() == expected.keys()
