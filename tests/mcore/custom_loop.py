@@ -107,7 +107,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
     from megatron.core.timers import Timers
 
     import megatron_2bw
-    from megatron_2bw.runtime.corrections import MomentLead
+    from megatron_2bw.runtime.corrections import MomentLead, UpdateLead
 
     def answer(
         schedule: str,
@@ -148,6 +148,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         "long lead": answer("2bw", {}, {}, correction=MomentLead(20.0)),
         "lead without a delay": answer("gpipe", {}, {}, correction=MomentLead(2.0)),
         "one buffer": answer("gpipe", {}, {}, gradient_buffers=1),
+        "lead of updates": answer("2bw", {}, {}, correction=UpdateLead(1.0)),
         "lead by name": answer("2bw", {}, {}, correction="lead"),
         "evaluation": answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(forward_only=True)),
         "scheduler": answer("2bw", {}, {}, lambda pipeline: pipeline.drive(None).step(1)),

@@ -86,6 +86,22 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         replace(TWO_BW, flags=("--pipeline-trace", "/dev/null/trace.json")),
         ["--pipeline-trace /dev/null/trace.json cannot be written: "],
     ),
+    "a folder in place of a file": (
+        replace(TWO_BW, flags=("--pipeline-trace", "/")),
+        ["--pipeline-trace / cannot be written: Is a directory"],
+    ),
+    "half of what is chosen together": (
+        replace(TWO_BW, schedule="mixpipe", flags=("--mixpipe-k", "auto", "--mixpipe-gamma", "1")),
+        ["--mixpipe-gamma is chosen together with --mixpipe-k auto", "leave it out, or give both"],
+    ),
+    "stages that no microbatches suit": (
+        replace(TWO_BW, schedule="chimera", stages=3, layers=3),
+        ["--pipeline-schedule chimera cannot run", "--pipeline-model-parallel-size 3", "or use", "1f1b-flush"],
+    ),
+    "a lead that is none": (
+        replace(TWO_BW, flags=("--delay-correction", "lead", "--delay-lead", "0")),
+        ["--delay-lead: '0' is no number above 0"],
+    ),
     "no delay to wait with": (
         replace(TWO_BW, schedule="megatron", flags=("--synchronous-warmup-iters", "3")),
         ["--synchronous-warmup-iters", "--pipeline-schedule 2bw"],

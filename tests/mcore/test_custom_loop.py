@@ -86,6 +86,7 @@ def test_what_does_not_work_is_refused() -> None:
         "long lead": "a lead of 20 needs a decay of the first moment above 0.952381, got 0.9",
         "lead without a delay": "gpipe has no delay of one batch to correct",
         "one buffer": "gpipe keeps no finished gradients: leave gradient_buffers out, or use 2bw",
+        "lead of updates": "needs main weights beside the model's: use bf16 or fp16 for all weights",
         "lead by name": "correction 'lead': give MomentLead(steps), or UpdateLead, of megatron_2bw.runtime.corrections",
         "evaluation": "forward_only is set: evaluate with Megatron-Core's get_forward_backward_func(), after settle()",
         "scheduler": "moves the learning-rate schedule by 1, and a batch has 0 samples",
