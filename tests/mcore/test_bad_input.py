@@ -102,6 +102,10 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
         replace(TWO_BW, flags=("--delay-correction", "lead", "--delay-lead", "0")),
         ["--delay-lead: '0' is no number above 0"],
     ),
+    "batches that shrink": (
+        replace(TWO_BW, steps=((2, 4), (3, 2))),
+        ["--step-batch-size-schedule makes batches smaller after 16 samples", "let them grow only"],
+    ),
     "no delay to wait with": (
         replace(TWO_BW, schedule="megatron", flags=("--synchronous-warmup-iters", "3")),
         ["--synchronous-warmup-iters", "--pipeline-schedule 2bw"],
