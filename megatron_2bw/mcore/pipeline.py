@@ -24,7 +24,7 @@ from megatron_2bw.mcore.stages.random_state import RandomState
 from megatron_2bw.mcore.stages.stage import Call, DelayedStage, FlushedStage
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.mcore.updates.driven_scheduler import DrivenScheduler
-from megatron_2bw.mcore.updates.optimizer import DelayedOptimizer, unwrapped_optimizer
+from megatron_2bw.mcore.updates.optimizer import DelayedOptimizer, is_scale_of, unwrapped_optimizer
 from megatron_2bw.runtime.corrections import Correction
 from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.executor import Executor
@@ -87,7 +87,7 @@ class Pipeline:
         timeout: timedelta = timedelta(minutes=10),
         logs_this_batch: Callable[[], bool] = lambda: True,
     ) -> None:
-        given, optimizer = optimizer, unwrapped_optimizer(optimizer)
+        optimizer = unwrapped_optimizer(optimizer)
         self.schedule_name = canonical_name(name)
         self.is_delayed = self.schedule_name in DELAYED
         """Whether updates come after the call of their batch."""
@@ -119,8 +119,6 @@ class Pipeline:
         self._moe_metrics: MoEMetrics | None = None
         """Of a model with experts, where forwards run ahead of the report of their batch."""
         self._inner = self.optimizer = optimizer
-        self._replaced = (optimizer.scale_loss, given.scale_loss)
-        """What a loop may have set to scale losses; the second may be that of a pipeline which is closed."""
         self._tied = False
         if self.is_delayed:
             # Neither versions nor reductions depend on the number of microbatches, which comes with the first batch.
@@ -315,7 +313,7 @@ class Pipeline:
                 f"config.finalize_model_grads_func is not Megatron's own, and {self.schedule_name} does not call it: "
                 "it reduces a captured copy; use 1f1b-flush, or leave the function unset"
             )
-        if self.config.grad_scale_func in self._replaced:
+        if is_scale_of(self._inner, self.config.grad_scale_func):
             self.config.grad_scale_func = self.optimizer.scale_loss
         if self.optimizer.scales.by_version and self.config.grad_scale_func is None:
             raise RuntimeError(

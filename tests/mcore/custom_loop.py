@@ -75,14 +75,7 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
             if pipeline is not None:
                 left = batches[-1] - batch
                 run = partial(pipeline.forward_backward, left=left, synchronous=batch < case.synchronous)
-            run(
-                forward_step_func=partial(forward_step, case.kind, record),
-                data_iterator=data,
-                model=model,
-                num_microbatches=case.microbatches,
-                seq_length=SEQUENCE_LENGTH,
-                micro_batch_size=MICRO_BATCH_SIZE,
-            )
+            run(**_keywords(case, model, data, partial(forward_step, case.kind, record)))
             assert case.precision != "fp16" or model.config.grad_scale_func == optimizer.scale_loss
             optimizer.step()
             scheduler.step(case.global_batch_size)
@@ -91,6 +84,18 @@ def main(case: Case, rank: int, port: int, folder: Path, then: str | None = None
     if case.precision != "fp32":
         record.main = optimizers.main_weights()
     write(record, models[0], folder / f"rank{rank}.pt")
+
+
+def _keywords(case: Case, model: Any, data: Any, step: Any) -> dict[str, Any]:
+    """Of a call for one batch."""
+    return {
+        "forward_step_func": step,
+        "data_iterator": data,
+        "model": model,
+        "num_microbatches": case.microbatches,
+        "seq_length": SEQUENCE_LENGTH,
+        "micro_batch_size": MICRO_BATCH_SIZE,
+    }
 
 
 def _microbatches(case: Case, replica: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -127,14 +132,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
 
     def reduced_otherwise(pipeline: megatron_2bw.Pipeline) -> None:
         pipeline.config.finalize_model_grads_func = print
-        pipeline.forward_backward(
-            forward_step_func=None,
-            data_iterator=None,
-            model=pipeline._model,
-            num_microbatches=case.microbatches,
-            seq_length=SEQUENCE_LENGTH,
-            micro_batch_size=MICRO_BATCH_SIZE,
-        )
+        pipeline.forward_backward(**_keywords(case, pipeline._model, data=None, step=None))
 
     mean_in_fp32 = {"reduce_scatter_with_fp32_accumulation": True, "average_in_collective": True}
     answers = {
@@ -243,15 +241,7 @@ def _after_errors(case: Case, rank: int, port: int, reading: Any) -> tuple[list[
     for batch in range(4):
         model.zero_grad_buffer()
         try:
-            pipeline.forward_backward(
-                forward_step_func=forward,
-                data_iterator=data,
-                model=model,
-                num_microbatches=case.microbatches,
-                seq_length=SEQUENCE_LENGTH,
-                micro_batch_size=MICRO_BATCH_SIZE,
-                left=3 - batch,
-            )
+            pipeline.forward_backward(**_keywords(case, model, data, forward), left=3 - batch)
             pipeline.optimizer.step()
             answers.append("")
         except (ValueError, RuntimeError, KeyError) as error:

@@ -367,10 +367,20 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
     Raises:
         ValueError: a pipeline uses it.
     """
-    inner = optimizer._inner if isinstance(optimizer, DelayedOptimizer) else optimizer
+    inner = _inner_of(optimizer)
     if inner.step is _refuse_to_step:
         raise ValueError("the optimizer belongs to a pipeline that is in use: close() that one first")
     return inner
+
+
+def is_scale_of(inner: Any, function: Any) -> bool:
+    """Whether ``function`` is ``scale_loss`` of Megatron's optimizer ``inner``, or of a closed pipeline's around it."""
+    owner = getattr(function, "__self__", None)
+    return owner is not None and _inner_of(owner) is inner and function == owner.scale_loss
+
+
+def _inner_of(optimizer: Any) -> Any:
+    return optimizer._inner if isinstance(optimizer, DelayedOptimizer) else optimizer
 
 
 def _refuse_to_step() -> None:
