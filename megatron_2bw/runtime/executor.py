@@ -13,7 +13,7 @@ from megatron_2bw.runtime.links import Boundary, Links
 from megatron_2bw.runtime.pace import Pace
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action, ActionType
-from megatron_2bw.schedule.first_calls import FIRST_CALLS, first_calls
+from megatron_2bw.schedule.as_sent import Lefts, as_sent, calls_as_sent, followed
 from megatron_2bw.schedule.program import Schedule
 
 
@@ -79,8 +79,9 @@ class Executor:
         self._in_flight: dict[tuple[int, int | None, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._results: dict[tuple[int, int | None, int], torch.Tensor] = {}
         self._filled = False
-        self._lefts: tuple[int | None, ...] | None = ()
-        """Of the job's first calls so far; None when they are over."""
+        self._lefts: Lefts | None = ()
+        """Of the calls since the pipeline was empty; None when those in the order of `as_sent` are over."""
+        self._orders: dict[Lefts, tuple[Action, ...]] = {}
         self._steps: dict[ActionType, Callable[[Action], None]] = {
             ActionType.FORWARD: self._forward,
             ActionType.BACKWARD: self._backward,
@@ -102,9 +103,7 @@ class Executor:
                 as many as it takes. Where forwards run several batches ahead, it has to be known so many before.
         """
         if self._lefts is not None:
-            lefts = (*self._lefts, left)
-            actions = first_calls(self.schedule, lefts)[self._rank]
-            self._lefts = lefts if left != 0 and len(lefts) < FIRST_CALLS else None
+            actions = self._as_sent(self._lefts, left)
         elif self._filled:
             actions = self._program.call(left)
         else:
@@ -112,16 +111,30 @@ class Executor:
         self._run(actions, batch)
         self._filled = left != 0
 
+    def _as_sent(self, before: Lefts, left: int | None) -> tuple[Action, ...]:
+        lefts = followed(before, left, self.schedule.ahead)
+        if left == 0:
+            self._emptied()
+        else:
+            self._lefts = lefts if len(lefts) < calls_as_sent(self.schedule) else None
+        if lefts not in self._orders:
+            self._orders[lefts] = as_sent(self.schedule, lefts)[self._rank]
+        return self._orders[lefts]
+
+    def _emptied(self) -> None:
+        self._lefts = () if self.schedule.late_receives else None
+
     @property
     def is_ahead(self) -> bool:
         """Whether forwards of the next batch have run, on this rank or another."""
-        return self._filled and any(program.ahead for program in self.schedule.programs)
+        return self._filled and self.schedule.ahead > 0
 
     def abandon(self) -> None:
         """Drop what ran ahead, at the end of a run: the data that it read is gone."""
         self._links.flush()
         self._in_flight.clear()
-        self._filled, self._lefts = False, None
+        self._filled = False
+        self._emptied()
 
     def _run(self, actions: tuple[Action, ...], batch: int) -> None:
         for action in actions:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_2bw.schedule.action import WORK, Action, Reduction
-from megatron_2bw.schedule.first_calls import first_calls
+from megatron_2bw.schedule.as_sent import Lefts, as_sent, calls_as_sent, followed
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 
@@ -26,17 +26,15 @@ class Part(NamedTuple):
     phase: Phase
     left: int | None = None
     """Batches that come after this one; None for as many as it takes."""
-    first_calls: tuple[int | None, ...] = ()
-    """For a job's first calls: ``left`` of each call up to this one, of which the first also fills the pipeline."""
+    as_sent: Lefts = ()
+    """For a call with the order of `as_sent`: what that takes; then the first call fills the pipeline, too."""
 
     def of(self, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
         """The actions of each rank."""
-        if not self.first_calls:
+        if not self.as_sent:
             programs = schedule.programs
             return tuple(p.fill(self.left) if self.phase is Phase.FILL else p.call(self.left) for p in programs)
-        return (
-            first_calls(schedule, self.first_calls) if self.phase is not Phase.FILL else ((),) * len(schedule.programs)
-        )
+        return as_sent(schedule, self.as_sent) if self.phase is not Phase.FILL else ((),) * len(schedule.programs)
 
 
 WHOLE = {phase: Part(phase, 0 if phase is Phase.DRAIN else None) for phase in Phase}
@@ -56,13 +54,13 @@ class Span(NamedTuple):
         return self.part.phase
 
 
-def spans(runs: Iterable[int], ahead: int = 1, *, first_calls: int = 0) -> tuple[Span, ...]:
+def spans(runs: Iterable[int], ahead: int = 1, *, ordered: int = 0) -> tuple[Span, ...]:
     """The parts of consecutive runs, each of so many calls and ended by a drain.
 
     Args:
         runs: calls of each.
         ahead: batches by which forwards run ahead; further from its end than that, a run does not know how long it is.
-        first_calls: how many calls of the first run are the first ones of a job.
+        ordered: how many calls, from the first one on, have the order of `as_sent`.
 
     >>> for span in spans([2, 1]):
     ...     print(span.phase, span.part.left, span.call, span.first)
@@ -73,25 +71,31 @@ def spans(runs: Iterable[int], ahead: int = 1, *, first_calls: int = 0) -> tuple
     drain 0 2 2
     """
 
-    def part(phase: Phase, call: int, left: int) -> Part:
-        lefts = [left + earlier for earlier in range(call, -1, -1)] if call < first_calls and first == 0 else []
-        known, *before = (left if left < max(ahead, 1) else None for left in (left, *lefts))
-        return Part(phase, known, tuple(before))
-
     result: list[Span] = []
     first = 0
     for calls in runs:
-        last = first + calls - 1
-        result.append(Span(part(Phase.FILL, first, calls - 1), first, first))
-        result.extend(Span(part(Phase.STEADY, call, last - call), call, first) for call in range(first, last))
-        result.append(Span(part(Phase.DRAIN, last, 0), last, first))
-        first = last + 1
+        lefts: Lefts = ()
+        for call in range(first, first + calls):
+            left = first + calls - 1 - call
+            lefts = followed(lefts, left, ahead)
+            order = lefts if call < ordered else ()
+            if call == first:
+                result.append(Span(Part(Phase.FILL, lefts[-1], order), call, first))
+            result.append(Span(Part(Phase.STEADY if left else Phase.DRAIN, lefts[-1], order), call, first))
+        first += calls
     return tuple(result)
 
 
-def walk_of(schedule: Schedule, runs: Iterable[int], *, first_calls: int = 0) -> tuple[Span, ...]:
-    """The spans of all ranks of ``schedule``."""
-    return spans(runs, max(program.ahead for program in schedule.programs), first_calls=first_calls)
+def walk_of(schedule: Schedule, runs: Iterable[int], *, from_start: bool = False) -> tuple[Span, ...]:
+    """The spans of all ranks of ``schedule``.
+
+    Args:
+        schedule: lowered.
+        runs: see `spans`.
+        from_start: whether these are a job's first calls.
+    """
+    ordered = calls_as_sent(schedule) if from_start or schedule.late_receives else 0
+    return spans(runs, schedule.ahead, ordered=ordered)
 
 
 def lowered(schedule: Schedule) -> Schedule:

@@ -16,7 +16,6 @@ from megatron_2bw.schedule.action import ACTIVATIONS, OTHER_END, SENDS, TRANSFER
 from megatron_2bw.schedule.calls import Part, Span, groups, walk_of
 from megatron_2bw.schedule.durations import Durations, Seconds
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.first_calls import FIRST_CALLS
 from megatron_2bw.schedule.program import Schedule
 
 
@@ -31,8 +30,8 @@ class Model(StrEnum):
     collective starts only when the host waits for it, behind all that the rank has issued before. That is the worst case:
     it is for finding deadlocks, not for times."""
     FIRST_USE = "one in-order hardware queue, every kernel used for the first time"
-    """The same, for a job's first calls: also, each action waits for all that its rank has posted before it, as CUDA
-    does to load a kernel."""
+    """The same, from a job's first call on: also, each action of a call with the order of `as_sent` waits for all that
+    its rank has posted before it, as CUDA does to load a kernel."""
 
 
 class Blocked(NamedTuple):
@@ -118,7 +117,7 @@ class _Engine:
         self._delays = delays
         self._record = record
         self._queued = model is not Model.HOST
-        self._spans = walk_of(schedule, runs, first_calls=FIRST_CALLS if model is Model.FIRST_USE else 0)
+        self._spans = walk_of(schedule, runs, from_start=model is Model.FIRST_USE)
         self._ranks = range(len(schedule.programs))
         self._groups = groups(schedule)
         self._channels: dict[tuple[int | None, int | None, bool], int] = {}
@@ -221,7 +220,7 @@ class _Engine:
     def _walk(self, rank: int) -> Iterator[int]:
         """Run one rank's actions; yields the key of what it waits for, each time it has to."""
         there, timed, delays, stride = self._there, self._timed[rank], self._delays, self._stride
-        queued, record = self._queued, self._record
+        queued, record, first_use = self._queued, self._record, self._model is Model.FIRST_USE
         last_of_channel: dict[int, int] = {}
         posted: list[int] = []
         begun = -1
@@ -234,7 +233,7 @@ class _Engine:
                     continue
                 if delays:
                     cost += delays.pop((rank, action.shifted(call)), 0)
-                if span.part.first_calls:
+                if first_use and span.part.as_sent:
                     if channel is not None:
                         posted.append(gives + base)
                     elif posted:

@@ -115,8 +115,15 @@ class Schedule:
     """Per stage boundary: tensors on their way, or not used yet, at the end of a call, at most."""
     reductions: tuple[Reduction, ...] = tuple(Reduction)
     """What its updates may wait for."""
+    late_receives: bool = False
+    """Whether all calls, not only a job's first ones, post their receives in the order of `as_sent.as_sent`."""
     options: tuple[tuple[str, int], ...] = ()
     """What ``registry.build`` was given beside its size."""
+
+    @property
+    def ahead(self) -> int:
+        """Batches by which forwards run ahead, on any rank."""
+        return max(program.ahead for program in self.programs)
 
     @cached_property
     def _homes(self) -> dict[tuple[int, int | None], int]:

@@ -45,6 +45,9 @@ SIZES = [
     Size("mixpipe", 4, 4, (("k", 2),)),
     Size("mixpipe", 4, 8),
     Size("mixpipe", 4, 4, (("k", 2), ("gamma", 1)), batches=60, jitter_s=0.002),
+    two_bw(4, 3, batches=30, drains=(0, 9), jitter_s=0.002, late_receives=True),
+    Size("pipedream", 4, 1, drains=(0, 2), late_receives=True),
+    Size("chimera", 4, 8, late_receives=True),
 ]
 MORE = [
     *(two_bw(d, m) for d, m in ((2, 1), (2, 2), (3, 2), (4, 4), (4, 8))),

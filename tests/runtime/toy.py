@@ -8,6 +8,7 @@ import random
 import tempfile
 import time
 import unittest.mock
+from dataclasses import replace
 from itertools import starmap
 from multiprocessing import forkserver
 from pathlib import Path
@@ -59,10 +60,11 @@ class Size(NamedTuple):
     drains: tuple[int, ...] = ()
     """Batches after which the pipeline drains, beside the last one."""
     jitter_s: float = 0.0
+    late_receives: bool = False
 
     def schedule(self) -> Schedule:
         schedule = build(self.name, stages=self.stages, microbatches=self.microbatches, **dict(self.options))
-        lowered = lower(schedule, REDUCTIONS)
+        lowered = replace(lower(schedule, REDUCTIONS), late_receives=self.late_receives)
         validate(lowered)
         return lowered
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 
 from megatron_2bw.schedule.action import Reduction
@@ -23,6 +24,7 @@ def lowered_as(
     *,
     copy: GradientCopy | None = None,
     reductions: Iterable[Reduction] = tuple(Reduction),
+    late_receives: bool = False,
     **size_and_options: int | None,
 ) -> Schedule:
     """``build``, lowered as a run has it.
@@ -31,10 +33,12 @@ def lowered_as(
         name: of the schedule.
         copy: what is kept of finished gradients; None where no update is delayed.
         reductions: of the chain.
+        late_receives: see `Schedule`.
         **size_and_options: see `registry.build`.
     """
     schedule = build(name, **size_and_options)
-    return lower(schedule if copy is None else with_gradient_copy(schedule, copy), tuple(reductions))
+    schedule = lower(schedule if copy is None else with_gradient_copy(schedule, copy), tuple(reductions))
+    return replace(schedule, late_receives=late_receives)
 
 
 def refusal(name: str, **how: object) -> str | None:

@@ -9,7 +9,6 @@ from megatron_2bw.schedule.calls import WHOLE, Part, Phase, Span, lowered, walk_
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.engine import Blocked, Model, run
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.first_calls import FIRST_CALLS
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.validation.channels import Channels
 from megatron_2bw.schedule.validation.inventory import check_communication, check_compute, check_declaration
@@ -44,13 +43,12 @@ def validate(schedule: Schedule) -> None:
         schedule = lowered(schedule)
         chains = check_communication(schedule)
         # What is known of the end changes a call that is as far from it as forwards run ahead.
-        ahead = max(program.ahead for program in schedule.programs)
-        runs = (_calls_to_repeat(schedule), *range(1, max(ahead + 1, 2) + 1))
+        runs = (_calls_to_repeat(schedule), *range(1, max(schedule.ahead + 1, 2) + 1))
         _check_ranks(schedule, chains, walk_of(schedule, runs))
         # What gets through a queue, which waits for more, gets through on the host.
         _check_progress(schedule, runs, (Model.IN_ORDER_QUEUE, Model.HOST))
         for calls in runs:
-            _check_ranks(schedule, chains, walk_of(schedule, [calls], first_calls=FIRST_CALLS))
+            _check_ranks(schedule, chains, walk_of(schedule, [calls], from_start=True))
             _check_progress(schedule, [calls], (Model.FIRST_USE,))
     except RuleBroken as error:
         raise _error_at(schedule, error) from None

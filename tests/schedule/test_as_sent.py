@@ -1,7 +1,8 @@
-"""A job's first calls, in which any action may load what it needs, and then waits for all that its rank has posted."""
+"""Calls in which any action may wait for all that its rank has posted: a job's first ones, or all."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import deque
@@ -10,14 +11,14 @@ from unittest import mock
 
 import pytest
 
-from megatron_2bw.schedule import first_calls as module
+from megatron_2bw.schedule import as_sent as module
 from megatron_2bw.schedule import lowering
 from megatron_2bw.schedule.action import RECEIVES, TRANSFERS, Action, Reduction
+from megatron_2bw.schedule.as_sent import FIRST_CALLS, as_sent, followed
 from megatron_2bw.schedule.calls import lowered
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.engine import Model, run
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.first_calls import FIRST_CALLS, first_calls
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
@@ -58,13 +59,13 @@ def schedules(name: str) -> tuple[Schedule, ...]:
 
 
 def broken(schedule: Schedule) -> str | None:
-    first_calls.cache_clear()
+    as_sent.cache_clear()
     try:
         validate(schedule)
     except ScheduleError as error:
         return error.message
     finally:
-        first_calls.cache_clear()
+        as_sent.cache_clear()
     return None
 
 
@@ -149,13 +150,54 @@ def test_later_calls_are_not_held_to_it() -> None:
     assert not outcome.blocked
 
 
-def test_first_calls_do_what_later_ones_do() -> None:
+def late(schedule: Schedule) -> Schedule:
+    return dataclasses.replace(schedule, late_receives=True)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_ranks_get_through_all_calls(name: str) -> None:
+    assert [problem for problem in map(broken, map(late, schedules(name))) if problem] == []
+
+
+@pytest.mark.parametrize("name", sorted({*SCHEDULES} - {"gems"}))
+def test_a_later_call_in_another_order_is_found_out(name: str) -> None:
+    """The third one, and those after it: what a job without late receives does."""
+
+    def order(call: tuple[Action, ...], ends: dict, now: int) -> Iterable[Action]:
+        return call if now > 0 else IN_ORDER(call, ends, now)
+
+    with mock.patch.object(module, "_in_order", order):
+        assert any(map(broken, map(late, schedules(name))))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_calls_far_from_the_end_are_as_the_second_one(name: str) -> None:
+    for schedule in schedules(name):
+        ends = [*range(max(schedule.ahead, 1) - 1, -1, -1)]
+        for end in (ends[:known] for known in range(len(ends) + 1)):
+            short, long = (as_sent(schedule, (*[None] * calls, *end)) for calls in (2, 6))
+            assert short == long
+
+
+def test_a_run_comes_to_its_end_in_as_few_orders_as_there_are() -> None:
+    schedule = lowered(build("pipedream", stages=3, microbatches=1))
+    assert schedule.ahead == 2
+    lefts, seen = (), []
+    for left in range(8, -1, -1):
+        lefts = followed(lefts, left, schedule.ahead)
+        seen.append(lefts)
+    assert seen == [(None,), *[(None, None)] * 6, (None, None, 1), (None, None, 1, 0)]
+
+
+@pytest.mark.parametrize("left", [None, 0])
+def test_calls_do_what_later_ones_do(left: int | None) -> None:
     schedule = lowered(build("2bw", stages=3, microbatches=4))
     for rank, program in enumerate(schedule.programs):
-        first, second = (first_calls(schedule, lefts)[rank] for lefts in ((None,), (None, None)))
+        first, second = (as_sent(schedule, lefts)[rank] for lefts in ((None,), (None, left)))
         assert sorted(map(str, first)) == sorted(map(str, (*program.fill(), *program.steady)))
-        assert sorted(map(str, second)) == sorted(map(str, program.steady))
-        assert [a for a in second if a.type not in RECEIVES] == [a for a in program.steady if a.type not in RECEIVES]
+        call = program.call(left)
+        assert sorted(map(str, second)) == sorted(map(str, call))
+        assert [a for a in second if a.type not in RECEIVES] == [a for a in call if a.type not in RECEIVES]
 
 
 def test_in_one_queue_the_last_stage_receives_what_the_first_one_has_to_send_before_they_meet() -> None:
