@@ -63,6 +63,8 @@ class Pipeline:
         delayed_microbatches: 2bw: how many of a batch are computed with the older weights; None for all.
         k, gamma: of `schedule.systems.mixpipe.mixpipe`.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
+        late_receives: see `Schedule.late_receives`; always so for a model with experts, whose kernels depend on the
+            tokens and may be first used late.
         correction: 2bw: of updates for their delay; None for the paper's exact rule.
         timeout: of every transfer and every reduction.
         logs_this_batch: whether the losses of experts are reported for the batch that has just ended.
@@ -83,6 +85,7 @@ class Pipeline:
         k: int | None = None,
         gamma: int | None = None,
         gradient_buffers: int = 2,
+        late_receives: bool = False,
         correction: Correction | None = None,
         timeout: timedelta = timedelta(minutes=10),
         logs_this_batch: Callable[[], bool] = lambda: True,
@@ -111,6 +114,8 @@ class Pipeline:
         self.transfers: groups.TransferGroups | None = None
         """From the first batch on."""
         self.config = get_model_config(model)
+        self.late_receives = late_receives or self.config.num_moe_experts is not None
+        """Whether an action may wait for the whole device."""
         self._model, self._mirrored, self._timeout = model, mirrored, timeout
         self._logs_this_batch = logs_this_batch
         self._stage_index = parallel_state.get_pipeline_model_parallel_rank()
@@ -345,6 +350,7 @@ class Pipeline:
             "microbatches": microbatches,
             "copy": self.optimizer.pending.captured.copy if self.is_delayed else None,
             "reductions": chain_of(tied=self._tied),
+            "late_receives": self.late_receives,
             **(self._options if name == self.schedule_name else {}),
         }
 

@@ -101,6 +101,24 @@ def test_ranks_that_wait_for_each_other_are_found(flaw: str) -> None:
     assert stuck([rank.steps for rank in found], one_queue=False)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_get_through_computations_that_wait_for_the_device_where_receives_are_late(late: bool) -> None:
+    flags = ("--pipeline-late-receives",) if late else ()
+    found = collect(
+        functools.partial(watch, flaw="computations wait for the device"), replace(CASE, batches=6, flags=flags)
+    )
+    steps = [rank.steps for rank in found]
+    ends = [stuck(steps, one_queue=one_queue) == [] for one_queue in (False, True)]
+    assert ends == [late, late]
+
+
+def test_receives_of_a_model_with_experts_are_late() -> None:
+    """Its kernels depend on the tokens: one may be used for the first time at any time."""
+    case = replace(CASE, replicas=2, model=BIASED, tied=False, batches=6)
+    found = collect(functools.partial(watch, flaw="computations wait for the device"), case)
+    assert stuck([rank.steps for rank in found], one_queue=False) == []
+
+
 def access(line: Line, *, first: int = 0, last: int = 8, writes: bool = True) -> Access:
     return Access(line=line, step=line.step(), first=first, last=last, writes=writes, where="a test")
 

@@ -33,7 +33,11 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--pipeline-gradient-buffers 1": [{"pipeline_gradient_buffers": 1}],
     "--delay-correction": [{"delay_correction": "update-lead", "bf16": True}],
     "--delay-lead": [{"delay_lead": 1.0}],
-    "--pipeline-trace / --log-pipeline": [{"pipeline_trace": "file"}, {"log_pipeline": True}],
+    "--pipeline-trace / --log-pipeline / --pipeline-late-receives": [
+        {"pipeline_trace": "file"},
+        {"log_pipeline": True},
+        {"pipeline_late_receives": True},
+    ],
     "--delay-correction lead with lion": [
         {"delay_correction": "lead", "optimizer": "lion"},
         {"delay_correction": "lead", "optimizer": "muon", "muon_scalar_optimizer": "lion", "muon_momentum": 0.95},
@@ -483,19 +487,23 @@ def test_noticed_once_and_then_settled(defaults: argparse.Namespace, row) -> Non
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "late_receives", "told"),
     [
-        ({}, ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}, []),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}, []),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, ["PYTORCH_CUDA_ALLOC_CONF"]),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_LAUNCH_BLOCKING": "1"}, ["LAUNCH_BLOCKING"]),
+        ({}, False, ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]),
+        ({}, True, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}, False, []),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}, False, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False, ["PYTORCH_CUDA_ALLOC_CONF"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_LAUNCH_BLOCKING": "1"}, False, ["LAUNCH_BLOCKING"]),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, True, ["LAUNCH_BLOCKING"]),
     ],
 )
-def test_a_run_is_told_what_makes_ranks_wait_for_each_other(environment: dict[str, str], told: list[str]) -> None:
+def test_a_run_is_told_what_makes_ranks_wait_for_each_other(
+    environment: dict[str, str], late_receives: bool, told: list[str]
+) -> None:
     from megatron_2bw.mcore.loop.session import notices
 
-    found = [*notices(environment)]
+    found = [*notices(environment, late_receives=late_receives)]
     assert len(found) == len(told)
     assert all(expected in notice for expected, notice in zip(told, found, strict=True))
 

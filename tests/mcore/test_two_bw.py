@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+
+from megatron_2bw.schedule.validation import feasible
 
 from .case import Case, Fault
 from .compare import differing
-from .harness import run
+from .features import BIASED
+from .harness import collect, run
 from .matrix import compared
 from .oracle import oracle
 
@@ -47,3 +52,26 @@ def test_many_batches_at_the_tightest_fit(stages: int, microbatches: int) -> Non
     case = Case(schedule="2bw", stages=stages, microbatches=microbatches, tied=False, batches=60, faults=jitter)
     found, expected = run(case), oracle(case, delay=1)
     assert differing(found, expected, norms=False) == []
+
+
+def _lowerings(case: Case, rank: int, port: int, folder: Path) -> None:
+    from .worker import main
+
+    main(case, rank, port, folder)
+    torch.save(feasible._refusal.cache_info().misses, folder / f"rank{rank}.pt")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES[1],
+        replace(CASES[1], flags=("--pipeline-gradient-buffers", "1", "--pipeline-late-receives")),
+        replace(CASES[1], tied=False, replicas=2, distributed_optimizer=True, precision="bf16"),
+        replace(CASES[1], tied=False, replicas=2, distributed_optimizer=True, precision="bf16", optimizer="muon"),
+        replace(CASES[1], tied=False, model=BIASED),
+    ],
+    ids=["plain", "one buffer, late receives", "distributed optimizer", "muon, distributed optimizer", "experts"],
+)
+def test_a_run_finds_its_programs_proven(case: Case) -> None:
+    """What the flags foretell of them is what is run; the validator takes its time, and all ranks would wait for it."""
+    assert collect(_lowerings, replace(case, batches=2)) == [1] * case.ranks

@@ -54,6 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "the paper's rule.",
     )
     group.add_argument(
+        "--pipeline-late-receives",
+        action="store_true",
+        help="Post each receive no earlier than its tensor is sent, by the schedule. Then all ranks get through, "
+        "whatever waits for the whole GPU, such as an allocator without free memory or a kernel that is first used "
+        "late; transfers have less time beside computations. Models with experts are always run so: their kernels "
+        "depend on the tokens.",
+    )
+    group.add_argument(
         "--mixpipe-k",
         type=_natural_or_auto,
         default=None,

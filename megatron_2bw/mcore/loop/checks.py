@@ -132,15 +132,16 @@ def check_batches(
 def lowering_of(args: Any) -> dict[str, Any]:
     """How the run's Programs are lowered, as far as flags tell, so that a run finds them proven: see `lowered_as`."""
     name = canonical_name(args.pipeline_schedule)
+    late_receives = args.pipeline_late_receives or args.num_experts is not None
     if name not in DELAYED:
-        return {"reductions": chain_of(tied=False)}
+        return {"reductions": chain_of(tied=False), "late_receives": late_receives}
     copy = GradientCopy.WHOLE
     if args.pipeline_gradient_buffers == 1 or name in PER_MICROBATCH:
         copy = GradientCopy.NONE
-    elif args.use_distributed_optimizer and _shards(args) > 1:
+    elif (args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer) and _shards(args) > 1:
         copy = GradientCopy.SHARD
     tied = not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers)
-    return {"copy": copy, "reductions": chain_of(tied=tied)}
+    return {"copy": copy, "reductions": chain_of(tied=tied), "late_receives": late_receives}
 
 
 def _shards(args: Any) -> int:

@@ -59,6 +59,7 @@ class Session:
             mirrored=mirrored,
             **options_of(args),
             gradient_buffers=args.pipeline_gradient_buffers,
+            late_receives=args.pipeline_late_receives,
             correction=None if args.delay_correction == "none" else CORRECTIONS[args.delay_correction](args.delay_lead),
             timeout=self._timeout,
             logs_this_batch=self.reports_experts,
@@ -175,7 +176,7 @@ class Session:
                 f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {pipeline.schedule_name}: "
                 "a transfer of evaluation would wait for every stream of the device"
             )
-        for notice in notices(os.environ) if torch.cuda.is_available() else ():
+        for notice in notices(os.environ, late_receives=pipeline.late_receives) if torch.cuda.is_available() else ():
             print_rank_0(f"megatron_2bw: {notice}")
         pipeline.start(call)
         if args.pipeline_trace is not None or args.log_pipeline:
@@ -188,15 +189,15 @@ class Session:
             self.exits = ExitRequests(self._timeout)
 
 
-def notices(environment: Mapping[str, str]) -> Iterator[str]:
+def notices(environment: Mapping[str, str], *, late_receives: bool) -> Iterator[str]:
     """What to set so that nothing waits for the whole GPU, or for a peer, while receives are under way."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     settings = [environment.get(name, "").replace(" ", "") for name in names]
-    if not any("expandable_segments:True" in setting for setting in settings):
+    if not late_receives and not any("expandable_segments:True" in setting for setting in settings):
         yield (
-            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Without it, an allocation that finds no free memory "
-            "waits for everything on the GPU, also for receives that are posted early; neighbouring stages that do so "
-            "at once wait for each other until the timeout"
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or add --pipeline-late-receives. Without either, an "
+            "allocation that finds no free memory waits for everything on the GPU, also for receives that are posted "
+            "early; neighbouring stages that do so at once wait for each other until the timeout"
         )
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         yield (

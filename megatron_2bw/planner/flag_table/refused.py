@@ -94,11 +94,11 @@ REFUSED: tuple[Refused, ...] = (
         is_set=leads_nothing,
     ),
     Refused(
-        "--pipeline-trace / --log-pipeline",
+        "--pipeline-trace / --log-pipeline / --pipeline-late-receives",
         STOCK,
-        "they record the schedules of megatron_2bw",
+        "they are about the schedules of megatron_2bw",
         "leave the flags out, or use --pipeline-schedule 1f1b-flush, which is Megatron's 1F1B",
-        is_set=given("pipeline_trace", "log_pipeline"),
+        is_set=given("pipeline_trace", "log_pipeline", "pipeline_late_receives"),
     ),
     Refused(
         "--delay-correction lead",

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from megatron_2bw.mcore.monitoring.timers import CallTimers
 from megatron_2bw.mcore.stages.stage import DelayedStage
 from megatron_2bw.runtime.links import Links
+from megatron_2bw.runtime.pace import Pace
 
 from ..case import Case
 from ..worker import install, set_environment, train
@@ -70,6 +71,10 @@ def _one_group(links: Links, *args: Any) -> Any:
 _started = Links._started
 
 
+def _waits_for_the_device(pace: Pace) -> None:
+    torch.cuda.synchronize()
+
+
 FLAWS = {
     "a stream does not wait for another": (Stream, "wait_stream", _no_wait),
     "a stream does not wait for an event": (Stream, "wait_event", _no_wait),
@@ -78,6 +83,7 @@ FLAWS = {
     "a batch does not wait for the sum of gradients": (DelayedStage, "reduce_wait", _no_wait),
     "one group for both ways": (Links, "_started", _one_group),
     "timers wait for the device": (CallTimers, "__call__", Timers.__call__),
+    "computations wait for the device": (Pace, "computed", _waits_for_the_device),
 }
 """What breaks a run on a GPU, and none on a CPU: what has which attribute in place of its own."""
 
