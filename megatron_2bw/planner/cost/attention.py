@@ -4,6 +4,10 @@ With multi-latent attention (DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, secti
 first. Their weights are on all tensor-parallel ranks, and each multiplies tokens that it has: ``MLASelfAttention`` in
 ``megatron/core/transformer/multi_latent_attention.py``, with the ``duplicated`` ``TELinear`` of Transformer Engine.
 Products that are split over the ranks then give queries, keys and values; two kernels turn them by their positions.
+
+Where there are more ranks than query groups, the columns of a group are split over several of them, none of which has
+a whole key: each gathers what all products gave, and takes its own heads' queries and its group's key and value, in
+``SelfAttention.get_query_key_value_tensors`` of ``megatron/core/transformer/attention.py``.
 """
 
 from __future__ import annotations
@@ -45,6 +49,18 @@ def up_products(model: Model, tokens: float, tensor: int) -> tuple[Product, Prod
     )
 
 
+def regathered(model: Model, tensor: int) -> int:
+    """Numbers per token that every rank gathers behind the product; 0 unless there are more ranks than query groups."""
+    return model.query_size + 2 * model.key_size if tensor > model.num_query_groups else 0
+
+
+def keys_and_values(model: Model, tensor: int) -> tuple[float, float]:
+    """Channels of both that one rank attends to: those of a whole group, where several ranks share one."""
+    if tensor > model.num_query_groups:
+        return model.kv_channels, model.kv_channels
+    return model.key_size / tensor, model.value_size / tensor
+
+
 def weights(model: Model, tensor: int) -> float:
     """Of these products, on one rank."""
     if not model.multi_latent_attention:
@@ -79,7 +95,9 @@ def elementwise(model: Model, tokens: float, tensor: int, outside: int, *, backw
             passes, kernels = 2, 2
         if model.qk_layernorm:
             passes, kernels = passes + (3 if backward else 2), kernels + (4 if backward else 2)
-        return Elementwise(passes * tokens * (model.query_size + model.key_size) / tensor, kernels)
+        copied, copies = _copied(model, tensor, backward=backward)
+        keys, _ = keys_and_values(model, tensor)
+        return Elementwise(tokens * (passes * (model.query_size / tensor + keys) + copied), kernels + copies)
     turned = model.num_attention_heads * model.qk_pos_emb_head_dim / tensor
     content = model.num_attention_heads * model.qk_head_dim / tensor + model.value_size / tensor
     moved = 2 * turned + content + model.qk_pos_emb_head_dim + (model.key_size + model.value_size) / tensor
@@ -92,19 +110,42 @@ def elementwise(model: Model, tokens: float, tensor: int, outside: int, *, backw
     return Elementwise(tokens * moved, kernels)
 
 
+def _copied(model: Model, tensor: int, *, backward: bool) -> Elementwise:
+    """Around what is gathered once more, per token.
+
+    The forward puts the ranks' columns side by side (``_gather_along_last_dim``). The backward writes the gradient of a
+    rank's queries into zeros for those of the group, that of the group into zeros for all groups, and puts the ranks'
+    columns one behind the other (``_reduce_scatter_along_last_dim``, in ``megatron/core/tensor_parallel/mappings.py``).
+    """
+    everything, groups = regathered(model, tensor), model.num_query_groups
+    if not everything:
+        return Elementwise()
+    if not backward:
+        return Elementwise(2 * everything, 1)
+    of_queries = model.query_size / groups + 2 * model.query_size / tensor
+    return Elementwise(of_queries + everything + 2 * everything / groups + 2 * everything, 5)
+
+
 def core_channels(model: Model) -> tuple[int, int]:
     """Per head: of queries and keys, and of values and outputs."""
     return model.query_size // model.num_attention_heads, model.output_size // model.num_attention_heads
 
 
-def kept(model: Model) -> int:
-    """Numbers per token, before they are split: queries, keys, values, and the input of the output projection.
+def kept(model: Model, tensor: int, *, core_again: bool = False) -> float:
+    """Numbers per token on one rank: queries, keys and values, and what norms of queries and keys read.
 
-    Norms of queries and keys keep what they read, too.
+    Attention copies what is a view of a larger tensor (``get_qkv_layout`` in ``transformer_engine/pytorch/attention/
+    dot_product_attention/utils.py``), and so do norms. With ``core_again``, the checkpoint before it keeps the view
+    itself, and with it all that was gathered: of values, and where neither positions nor norms make new ones, of
+    queries and keys.
     """
+    queries, (keys, values) = model.query_size / tensor, keys_and_values(model, tensor)
     normed = model.qk_layernorm and not model.multi_latent_attention
-    of_norms = model.query_size + model.key_size if normed else 0
-    return model.query_size + model.key_size + model.value_size + model.output_size + of_norms
+    of_norms = queries + keys if normed else 0
+    if core_again and (everything := regathered(model, tensor)):
+        is_new = normed or (model.rotary and not model.learned_positions)
+        return (queries + keys if is_new else 0) + everything + of_norms
+    return queries + keys + values + of_norms
 
 
 def latents(model: Model) -> int:

@@ -82,6 +82,8 @@ class Sizes:
         self.shares = model.moe_shared_expert_intermediate_size > 0
         self.collectives = (split.tensor > 1) + (self.of_mlp > 1) + 2 * (split.expert > 1)
         self.collectives += (self.shares and split.tensor > 1) + len(self.gathered(backward=False))
+        self.regathered = attention.regathered(model, self.tensor)
+        self.collectives += self.regathered > 0
         # Every head has a score per pair of tokens.
         self.scores = self.tokens * model.seq_length * model.num_attention_heads / self.tensor
         self.fused = split.fused_attention
@@ -176,7 +178,7 @@ class Sizes:
         ranks = self.split.context
         if ranks == 1:
             return 0.0
-        keys_and_values = (self.model.key_size + self.model.value_size) / self.tensor
+        keys_and_values = sum(attention.keys_and_values(self.model, self.tensor))
         size_bytes = passes * keys_and_values * self.tokens * self.width
         send_s = machine.pass_on_s(size_bytes, ranks, self.tensor)
         return (ranks - 1) * max(0.0, send_s - self.attention_s(machine, passes) / ranks)
@@ -211,6 +213,9 @@ class Sizes:
     def all_reduces_s(self, machine: Machine, products_s: float, *, backward: bool) -> float:
         """One after attention and one after the MLP; with sequence parallelism, as a pair of half ones each.
 
+        More ranks than query groups have half a one more, of queries, keys and values, which no product is beside: they
+        gather them in the forward, and scatter sums of their gradients in the backward. Both are in full width.
+
         That of the MLP is of the tokens of the ranks that split it; behind an exchange, of routed ones. Shared experts
         have one of all tokens.
 
@@ -225,7 +230,9 @@ class Sizes:
             attention_s = self.all_reduce_s(machine)
         mlp_s, shared_s = self.mlp_all_reduce_s(machine), self.all_reduce_s(machine) if self.shares else 0.0
         beside_products_s = attention_s + shared_s + (0.0 if self.model.num_experts else mlp_s)
-        return attention_s + shared_s + mlp_s - self.hidden_s(beside_products_s, products_s)
+        regathered_bytes = self.regathered * self.tokens * self.width
+        regathered_s = machine.reduce_scatter_s(regathered_bytes, self.tensor, 1) if self.regathered else 0.0
+        return attention_s + shared_s + mlp_s + regathered_s - self.hidden_s(beside_products_s, products_s)
 
     def all_reduce_s(self, machine: Machine) -> float:
         """Of all tokens: after attention, and after shared experts."""

@@ -48,10 +48,13 @@ def of_layer(model: Model, layout: Layout) -> LayerActivations:
     # Inputs of two norms; two dropout masks.
     between = (2 * width + 2 * masks) * hidden / outside
     gathered = width * hidden if layout.sequence_parallel else 0
+    working = gathered + max(part.gradients + part.again for part in (attends, mlp))
+    # The MLP had its backward before, and has given back what it kept.
+    working = max(working, attends.around_product - mlp.kept)
     return LayerActivations(
         input=tokens * width * hidden / outside,
         kept=tokens * (between + attends.kept + mlp.kept),
-        working=tokens * (gathered + max(part.gradients + part.again for part in (attends, mlp))),
+        working=tokens * working,
     )
 
 
@@ -63,6 +66,8 @@ class _Part(NamedTuple):
     """Not kept, but alive in the part's own backward."""
     gradients: float
     """Alive there, too."""
+    around_product: float = 0.0
+    """Alive between attention's core and the product before it, less what is kept from the product on."""
 
 
 def _of_attention(model: Model, layout: Layout, outside: int) -> _Part:
@@ -71,7 +76,8 @@ def _of_attention(model: Model, layout: Layout, outside: int) -> _Part:
     # With latent vectors, two products read what the norm writes, each with a cast of its own.
     casts = 1 + (model.multi_latent_attention and layout.fp8 is not Fp8.NONE)
     norm = casts * kept * model.hidden_size / outside
-    vectors = width * (attention.kept(model) - model.output_size) / tensor
+    core_again = RecomputeModule.CORE_ATTN in layout.modules_again
+    vectors = width * attention.kept(model, tensor, core_again=core_again)
     output = (width + fp8.kept_copies(layout.fp8)) * model.output_size / tensor
     latents = (width * attention.kept_latents(model) - (width - kept) * attention.latents(model)) / outside
     scores = model.num_attention_heads * model.seq_length / tensor
@@ -89,10 +95,15 @@ def _of_attention(model: Model, layout: Layout, outside: int) -> _Part:
     # Of attention to the keys of every rank, kept until the last one's have been attended to.
     gradients = width * model.output_size / tensor * layout.context if layout.context > 1 else 0
     if model.multi_latent_attention:  # More than what goes into its products: queries, keys, values and what they give.
-        gradients = max(gradients, width * attention.kept(model) / tensor)
+        gradients = max(gradients, vectors + width * model.output_size / tensor)
     if not layout.fused_attention:
         gradients = max(gradients, 2 * width * scores)
-    return _Part(parts - again, again, gradients)
+    around_product = 0.0
+    if everything := attention.regathered(model, tensor):
+        # Twice, as ranks send it and with each token's columns together; a share each; the residual's gradient.
+        around_product = width * (2 * everything + everything / tensor + model.hidden_size / outside)
+        around_product -= parts - again - norm
+    return _Part(parts - again, again, gradients, around_product)
 
 
 def _of_mlp(model: Model, layout: Layout, outside: int) -> _Part:
