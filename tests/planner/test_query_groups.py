@@ -11,7 +11,7 @@ from megatron_2bw.planner.cost import attention
 from megatron_2bw.planner.cost.layer import works_of
 from megatron_2bw.planner.cost.sizes import Sizes, Split
 from megatron_2bw.planner.cost.speeds import machine_of
-from megatron_2bw.planner.memory import activations
+from megatron_2bw.planner.memory import activations, memory
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.layout import Fp8, Layout, Recompute, RecomputeModule
 from megatron_2bw.planner.specs.model import Model
@@ -129,3 +129,14 @@ def test_memory_while_it_is_gathered():
     assert of_layer.working > activations.of_layer(replace(narrow, num_query_groups=8), layout()).working
     wide, other = (activations.of_layer(model, layout()).working for model in (TWO, EIGHT))
     assert wide == other, "a wide MLP takes more"
+
+
+def test_a_checkpoint_of_attention_that_keeps_more_is_not_what_saves_most():
+    """Modules without it fit where all together do not."""
+    model = replace(TWO, bias=False, learned_positions=False)
+    modules = (RecomputeModule.MLP,)
+    fits = layout(recompute=Recompute.SELECTIVE, recompute_modules=modules)
+    needed = memory.largest(model, fits).total_bytes
+    with_attention = replace(fits, recompute_modules=(RecomputeModule.CORE_ATTN, *modules))
+    assert memory.largest(model, with_attention).total_bytes > needed
+    assert not memory.needs_more(model, layout(), needed, recompute=Recompute.SELECTIVE)

@@ -119,10 +119,16 @@ def needs_more(
     leanest = replace(layout, recompute=Recompute.NONE, gradient_buffers=gradient_buffers)
     shares = _shares(model, leanest)
     if recompute is Recompute.SELECTIVE:
-        kept_as = replace(layout, recompute=recompute, recompute_modules=tuple(RecomputeModule))
+        every = tuple(RecomputeModule)
+        kept_as = replace(layout, recompute=recompute, recompute_modules=every)
+        # A checkpoint of attention's core may keep more than the core itself.
+        others = replace(kept_as, recompute_modules=tuple(one for one in every if one is not RecomputeModule.CORE_ATTN))
         kinds = (shares.layer, model), (shares.dense_layer, model.dense)
         # What is made again takes memory, too, but how much depends on the modules.
-        layers = [layer._replace(kept=activations.of_layer(kind, kept_as).kept) for layer, kind in kinds]
+        layers = [
+            layer._replace(kept=min(activations.of_layer(kind, one).kept for one in (kept_as, others)))
+            for layer, kind in kinds
+        ]
         shares = shares._replace(layer=layers[0], dense_layer=layers[1])
     else:  # Every forward leaves at least the input of one layer.
         grouped = {"recompute_method": RecomputeMethod.UNIFORM, "recompute_layers": model.num_layers}
