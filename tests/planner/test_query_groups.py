@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_2bw.planner.cost import attention
-from megatron_2bw.planner.cost.layer import works_of
+from megatron_2bw.planner.cost.layer import matrices, works_of
 from megatron_2bw.planner.cost.sizes import Sizes, Split
 from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.memory import activations, memory
@@ -140,3 +140,10 @@ def test_a_checkpoint_of_attention_that_keeps_more_is_not_what_saves_most():
     with_attention = replace(fits, recompute_modules=(RecomputeModule.CORE_ATTN, *modules))
     assert memory.largest(model, with_attention).total_bytes > needed
     assert not memory.needs_more(model, layout(), needed, recompute=Recompute.SELECTIVE)
+
+
+def test_muon_takes_a_part_of_a_group_as_one_matrix():
+    """Megatron splits a weight only if a rank has whole groups of its rows."""
+    split = Split.of(layout())
+    assert next(iter(matrices(TWO, split))) == (ALL / 8, 4096, 1, False)
+    assert [rows for rows, *_ in matrices(EIGHT, split)][:3] == [512, 128, 128]

@@ -107,12 +107,15 @@ def _overlapped(forward: Parts, backward: Parts) -> tuple[Parts, Parts]:
 
 
 def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bool]]:
-    """(rows, columns, how many, they are of experts) of a layer's weights on one rank; Q, K and V apart."""
+    """(rows, columns, how many, they are of experts) of a layer's weights on one rank.
+
+    Q, K and V are apart, where a rank has whole groups of them: ``_get_megatron_emerging_optimizer``.
+    """
     sizes = Sizes(model, split)
     of_attention = len(sizes.products) - len(sizes.mlp_products())
     for i, (_, columns, inner, count, *_) in enumerate(sizes.products):
         is_of_expert = model.num_experts > 0 and of_attention <= i < of_attention + 2
-        if i == 0 and not model.multi_latent_attention:
+        if i == 0 and not model.multi_latent_attention and not sizes.regathered:
             for size in (model.query_size, model.key_size, model.value_size):
                 yield size / split.tensor, inner, 1, False
         else:
