@@ -85,11 +85,11 @@ def tensor_problem(model: Model, split: Layout | Shape, *, sequence_parallel: bo
             sizes[name] = getattr(model, name)
     if sequence_parallel:
         sizes["seq_length" if split.context == 1 else "seq_length / context"] = model.seq_length // split.context
-    groups = model.num_query_groups
+    groups, columns = model.num_query_groups, 0 if model.multi_latent_attention else 2 * model.key_size
     shared = math.gcd(*sizes.values(), tensor * split.replicas)
 
     def remedy() -> str:
-        fitting = [count for count in divisors(shared) if not (groups % count and count % groups)]
+        fitting = [count for count in divisors(shared) if not ((groups % count and count % groups) or columns % count)]
         return f"use {min(fitting, key=lambda count: (abs(count - tensor), count))}"
 
     for name, size in sizes.items():
@@ -97,6 +97,8 @@ def tensor_problem(model: Model, split: Layout | Shape, *, sequence_parallel: bo
             return Problem(f"tensor {tensor} does not divide {name} {size}", remedy())
     if groups % tensor and tensor % groups:
         return Problem(f"tensor {tensor} is neither a divisor nor a multiple of num_query_groups {groups}", remedy())
+    if columns % tensor:  # Of the product that gives queries, keys and values.
+        return Problem(f"tensor {tensor} does not divide 2 x num_query_groups x kv_channels {columns}", remedy())
     if sequence_parallel and tensor == 1:
         return Problem("sequence_parallel needs tensor above 1", "leave it out")
     if model.num_experts and tensor > 1 and not sequence_parallel:

@@ -12,6 +12,7 @@ from megatron_2bw.planner.cost.layer import matrices, works_of
 from megatron_2bw.planner.cost.sizes import Sizes, Split
 from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.memory import activations, memory
+from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.layout import Fp8, Layout, Recompute, RecomputeModule
 from megatron_2bw.planner.specs.model import Model
@@ -147,3 +148,10 @@ def test_muon_takes_a_part_of_a_group_as_one_matrix():
     split = Split.of(layout())
     assert next(iter(matrices(TWO, split))) == (ALL / 8, 4096, 1, False)
     assert [rows for rows, *_ in matrices(EIGHT, split)][:3] == [512, 128, 128]
+
+
+def test_ranks_share_the_columns():
+    """``divide`` in ``ColumnParallelLinear``."""
+    odd = replace(EIGHT, num_query_groups=1, kv_channels=3)
+    assert str(problem(odd, layout())) == "tensor 8 does not divide 2 x num_query_groups x kv_channels 6; use 2"
+    assert problem(replace(odd, kv_channels=4), layout()) is None
