@@ -63,6 +63,7 @@ BUILT: dict[str, Model] = {
     "gpt": PLAIN,
     "llama": replace(PLAIN, num_query_groups=2, swiglu=True, bias=False, rmsnorm=True, learned_positions=False),
     "norms of queries and keys": replace(PLAIN, num_query_groups=2, kv_channels=24, qk_layernorm=True),
+    "one query group": replace(PLAIN, num_query_groups=1, kv_channels=24, qk_layernorm=True),
     "latent vectors": LATENT,
     "latent vectors, biases": replace(LATENT, rmsnorm=False, learned_positions=True),
     "no norms of latent vectors": replace(LATENT, qk_layernorm=False, tied=False, bias=False),
