@@ -92,7 +92,7 @@ def attention(sizes: Sizes, peak: float) -> Iterator[Kernel]:
     """Of one sequence or more, causal: half of the scores count. A backward is timed with the forward before it."""
     model, tensor = sizes.model, sizes.split.tensor
     batch, length, heads = sizes.split.microbatch, model.seq_length, model.num_attention_heads // tensor
-    groups, channels = model.num_query_groups // tensor, core_channels(model)[0]
+    groups, channels = max(model.num_query_groups // tensor, 1), core_channels(model)[0]
     shapes = ((length, batch, count, channels) for count in (heads, groups, groups))
     q, k, v = (_random(*shape, grad=True) for shape in shapes)
     run = _engine(heads, groups, channels) if importlib.util.find_spec("transformer_engine") else _torch
