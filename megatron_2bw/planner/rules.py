@@ -399,19 +399,8 @@ def microbatch_problem(layout: Layout, needed: int) -> Problem | None:
             f"microbatches {count}: {layout.schedule} needs at least {needed} on {layout.pipeline} stages",
             f"raise global_batch to {needed * unit}",
         )
-    if layout.delayed_microbatches > count:
-        return Problem(
-            f"delayed_microbatches {layout.delayed_microbatches}: a batch has {count} microbatches",
-            "use fewer, or leave it out",
-        )
-    if 0 < layout.delayed_microbatches < count:
-        ahead = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
-        if layout.delayed_microbatches < ahead:
-            return Problem(
-                f"delayed_microbatches {layout.delayed_microbatches}: the first of {layout.pipeline} stages runs "
-                f"{ahead} ahead",
-                f"use {ahead + 1}, or leave it out",
-            )
+    if refused := _delayed_problem(layout):
+        return refused
     if layout.chunks > 1 and count % layout.pipeline:
         nearest = nearest_multiple(count, layout.pipeline)
         return Problem(
@@ -421,6 +410,20 @@ def microbatch_problem(layout: Layout, needed: int) -> Problem | None:
     if layout.schedule in _BY_PROGRAMS and (refused := refusal(layout)):
         return Problem(f"microbatches {count}: {refused}", f"use {_nearest_that_works(layout)}")
     return None
+
+
+def _delayed_problem(layout: Layout) -> Problem | None:
+    """Why the batch does not have so many to delay, or the first stage runs further ahead than that."""
+    count, delayed = layout.microbatches, layout.delayed_microbatches
+    ahead = least_microbatches(layout.schedule, layout.pipeline, layout.extra_in_flight)
+    if delayed > count:
+        reason, nearest = f"a batch has {count} microbatches", count - 1
+    elif 0 < delayed < min(ahead, count):
+        reason, nearest = f"the first of {layout.pipeline} stages runs {ahead} ahead", ahead
+    else:
+        return None
+    remedy = f"use {nearest}, or leave it out" if ahead < count else "leave it out"
+    return Problem(f"delayed_microbatches {delayed}: {reason}", remedy)
 
 
 def _nearest_that_works(layout: Layout) -> str:

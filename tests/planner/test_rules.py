@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -18,6 +20,7 @@ from megatron_2bw.planner.rules import (
 )
 from megatron_2bw.planner.specs.layout import Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.schedule.validation.feasible import works
 
 MODEL = Model(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=50257)
 
@@ -67,3 +70,25 @@ def test_all_layers_of_a_stage_can_be_computed_again():
 def test_the_nearest_batch_is_named():
     seven = problem(MODEL, layout(schedule="chimera", pipeline=4, global_batch=7))
     assert seven.remedy == "use global_batch 8"
+
+
+@pytest.mark.parametrize(("stages", "extra"), product((2, 3, 4), (0, 1, 2)))
+def test_as_many_delayed_microbatches_as_are_named_run(stages: int, extra: int):
+    """Also beside the schedule itself, and where none but all of them do."""
+    least = (1 + extra) * (stages - 1)
+    for count, delayed in product(range(least, least + 4), range(1, least + 6)):
+        one = layout(
+            schedule="2bw", pipeline=stages, extra_in_flight=extra, global_batch=count, delayed_microbatches=delayed
+        )
+        runs = works("2bw", stages=stages, microbatches=count, extra_in_flight=extra, delayed_microbatches=delayed)
+        refused = problem(MODEL, one)
+        if refused is None:
+            assert runs
+            continue
+        assert delayed > count or not runs
+        assert problem(MODEL, replace(one, delayed_microbatches=0)) is None
+        named = [int(number) for number in re.findall(r"use (\d+), or leave it out", refused.remedy)]
+        assert named or refused.remedy == "leave it out"
+        for number in named:
+            assert number < count, "all of them: the search has that without the number"
+            assert problem(MODEL, replace(one, delayed_microbatches=number)) is None

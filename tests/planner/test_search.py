@@ -172,7 +172,7 @@ def test_delayed_microbatches_that_are_asked_for():
         }
     only = dataclasses.replace(only, schedules=("2bw",))
     for count, progress, message in (
-        (2, Progress(), "delayed_microbatches 2: the first of 4 stages runs 3 ahead; use 4, or leave it out"),
+        (2, Progress(), "delayed_microbatches 2: the first of 4 stages runs 3 ahead; use 3, or leave it out"),
         (8, Progress(), "delayed_microbatches 8: a batch has 8 microbatches; leave it out"),
         (5, Progress(delayed=0.5), "delayed_microbatches 5: more than 0.5 of 8; use 4"),
         (0, Progress(delayed=0.5), "delayed_microbatches 8: more than 0.5 of 8; use 4"),
