@@ -28,6 +28,7 @@ from megatron_2bw.schedule.systems.two_bw import MOST_EXTRA_IN_FLIGHT
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.search.shapes import Shape
+    from megatron_2bw.planner.specs.space import Space
 
 _CACHES_NO_FP8 = DELAYED | BIDIRECTIONAL
 _BY_PROGRAMS = BIDIRECTIONAL | {"pipedream"}
@@ -252,16 +253,34 @@ def schedule_problem(layout: Layout) -> Problem | None:
 
 def count_problem(field: str, count: int) -> Problem | None:
     """Why no layout has so many, whatever else it is."""
-    if field == "extra_in_flight" and count > MOST_EXTRA_IN_FLIGHT:
-        return Problem(
-            f"extra_in_flight {count}: above {MOST_EXTRA_IN_FLIGHT}, transfers would wait for each other",
-            f"use {MOST_EXTRA_IN_FLIGHT}",
-        )
-    if field == "gradient_buffers" and count not in (1, 2):
-        return Problem(f"gradient_buffers {count}: there are 1 or 2", "use 2")
-    if field == "mixpipe_k" and count % 2:
-        return Problem(f"mixpipe_k {count}: it is even", f"use {count + 1}")
-    return None
+    nearest = nearest_count(field, count)
+    if count == nearest:
+        return None
+    rules = {
+        "extra_in_flight": f": above {MOST_EXTRA_IN_FLIGHT}, transfers would wait for each other",
+        "gradient_buffers": ": there are 1 or 2",
+        "mixpipe_k": ": it is even",
+    }
+    return Problem(f"{field} {count}{rules[field]}", f"use {nearest}")
+
+
+def nearest_count(field: str, count: int) -> int:
+    """``count``, or what comes nearest to it of what a layout may have."""
+    if field == "extra_in_flight":
+        return min(count, MOST_EXTRA_IN_FLIGHT)
+    if field == "gradient_buffers":
+        return count if count in (1, 2) else 2
+    return count + count % 2
+
+
+def impossible_counts(space: Space) -> dict[str, Problem]:
+    """By dimension of ``space``, why no layout has a count within its limit."""
+    problems = {}
+    for field in ("extra_in_flight", "gradient_buffers", "mixpipe_k"):
+        impossible = [count_problem(field, count) for count in getattr(space, field) or ()]
+        if impossible and all(impossible):
+            problems[field] = impossible[0]
+    return problems
 
 
 def instance_problem(layout: Layout) -> Problem | None:

@@ -20,7 +20,7 @@ from megatron_2bw.planner.report.report import compared
 from megatron_2bw.planner.rules import TWO_BW, problem
 from megatron_2bw.planner.search.candidates import Candidates
 from megatron_2bw.planner.search.efficiency import Progress
-from megatron_2bw.planner.search.finder import first_of_kinds
+from megatron_2bw.planner.search.finder import Finder, first_of_kinds
 from megatron_2bw.planner.search.search import Plan, search
 from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import CLUSTERS
@@ -325,10 +325,16 @@ def test_what_is_said_to_be_enough_is(
         assert search(MODELS[model], sized(node, gpus=numbers[0]), numbers[1] if numbers[1:] else batch, space).choices
 
 
-def test_where_neither_more_gpus_nor_larger_ones_help():
-    """No layout was counted, so nothing says how much memory would do."""
-    with pytest.raises(PlanError, match=r"; lift a limit, or use another global_batch$"):
-        search(MODELS["llama3-405b"], sized(CLUSTERS["dgx-h100"], gpus=40), 7, Space(pipelines=(2,)))
+def test_a_batch_that_does_not_split_where_nothing_fits_either():
+    """Nor do more GPUs help, of which these limits use most as replicas."""
+    machine, space = sized(CLUSTERS["dgx-h100"], gpus=40), Space(pipelines=(2,))
+    with pytest.raises(PlanError) as refusal:
+        search(MODELS["llama3-405b"], machine, 7, space)
+    message = str(refusal.value)
+    assert "global_batch 7 does not split over any possible number of replicas (5, 10, 20), and none with " in message
+    batch, enough = re.search(r"; with a global_batch of (\d+), use GPUs with (\d+) GiB$", message).groups()
+    larger = dataclasses.replace(machine, gpu=dataclasses.replace(machine.gpu, memory_gb=int(enough)))
+    assert search(MODELS["llama3-405b"], larger, int(batch), space).choices
 
 
 def test_a_batch_that_does_not_split_is_replaced_by_one_that_has_a_layout():
@@ -440,6 +446,110 @@ def test_a_limit_that_leaves_nothing_is_named_with_the_nearest_that_does(
         best(space)
     assert f": {message}; use {field_of(field)} {value}" in str(refusal.value)
     assert best(dataclasses.replace(space, **{field: (value,)})).choices
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "space", "message", "remedy", "enough"),
+    [
+        (
+            "llama3-70b",
+            4,
+            64,
+            Space(tensors=(8,)),
+            "tensor 8 does not divide the 4 GPUs of a stage, and none with tensor 4 fits: megatron:d1,t4,",
+            "use 16 GPUs",
+            {},
+        ),
+        (
+            "mixtral-8x7b",
+            4,
+            64,
+            Space(microbatches=(5,)),
+            "global_batch 64 is no multiple of microbatch 5 x data 4, and none with microbatch 4 fits: megatron:d1,t4,",
+            "with microbatch 4, use 16 GPUs",
+            {"microbatches": (4,)},
+        ),
+        (
+            "mixtral-8x7b",
+            1,
+            16,
+            Space(chunks=(3,)),
+            "chunks 3 need pipeline of at least 2, and none with chunks 1 fits: megatron:d1,t1,",
+            "with chunks 1, use 16 GPUs",
+            {"chunks": (1,)},
+        ),
+        (
+            "llama3-70b",
+            2,
+            16,
+            Space(gradient_buffers=(6,)),
+            "gradient_buffers 6: there are 1 or 2, and none with gradient_buffers 2 fits: megatron:d1,t2,",
+            "with gradient_buffers 2, use 16 GPUs",
+            {"gradient_buffers": (2,)},
+        ),
+        (
+            "mixtral-8x7b",
+            1,
+            16,
+            Space(schedules=("gpipe",)),
+            "pipeline 1: gpipe needs at least 2, and none with schedule megatron fits: megatron:d1,t1,",
+            "use 16 GPUs",
+            {},
+        ),
+        (
+            "mixtral-8x7b",
+            4,
+            7,
+            Space(chunks=(8,)),
+            "microbatches 7: interleaving needs a multiple of pipeline 2, and none without limits fits: ",
+            "use 16 GPUs and a global_batch of 28",
+            {},
+        ),
+        (
+            "llama3-70b",
+            4,
+            64,
+            Space(tensors=(8,), microbatches=(5,)),
+            "tensor 8 and the other limits leave none, and none without limits fits: megatron:d1,t4,",
+            "without limits, use 16 GPUs",
+            {"tensors": None, "microbatches": None},
+        ),
+    ],
+)
+def test_a_limit_is_named_before_memory_where_both_leave_nothing(
+    model: str,
+    gpus: int,
+    batch: int,
+    space: Space,
+    message: str,
+    remedy: str,
+    enough: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    others, of_other = [], Finder.of_other
+    monkeypatch.setattr(Finder, "of_other", lambda finder, **changes: others.append(1) or of_other(finder, **changes))
+    with pytest.raises(PlanError) as refusal:
+        search(MODELS[model], sized(CLUSTERS["dgx-h100"], gpus=gpus), batch, space)
+    assert f" GPUs: {message}" in str(refusal.value)
+    assert str(refusal.value).endswith(f"; {remedy}")
+    assert len(others) < 40, "all numbers of nodes were tried with limits that none of them helps"
+    gpus, size = re.search(r"(\d+) GPUs(?: and a global_batch of (\d+))?$", remedy).groups()
+    machine, space = sized(CLUSTERS["dgx-h100"], gpus=int(gpus)), dataclasses.replace(space, **enough)
+    assert search(MODELS[model], machine, int(size or batch), space).choices
+
+
+def test_a_schedule_that_these_stages_have_none_of_is_replaced():
+    with pytest.raises(PlanError) as refusal:
+        search(MODEL, cluster(3, 80), 3, Space(schedules=("chimera",)))
+    remedy = str(refusal.value).split("; use schedule ")[1]
+    assert search(MODEL, cluster(3, 80), 3, Space(schedules=(remedy,))).choices
+
+
+def test_recomputing_what_saves_nothing_is_named():
+    """No set of modules of a GPT with biases and fused attention does."""
+    biased = MODELS["gpt-2.2b"]
+    with pytest.raises(PlanError, match=r": recompute selective leaves none; use recompute none$"):
+        search(biased, cluster(4, 80), 8, Space(recomputes=(Recompute.SELECTIVE,)))
 
 
 def test_limits_that_exclude_each_other():

@@ -119,7 +119,7 @@ class Candidates:
                 if problem := schedule_problem(layout):
                     self.decisions.reject("schedule", "the schedule suits the depth", problem, name(layout))
                 elif of_model:
-                    self.decisions.reject("schedule", "the schedule suits the model", of_model, name(layout))
+                    self.decisions.reject("model", "the schedule suits the model", of_model, name(layout))
                 else:
                     yield fields
 
@@ -287,10 +287,15 @@ class Candidates:
                             sizes = self.decisions.allowed("recompute_layers", tuple(range(1, most + 1)))
                         if sizes:
                             yield Saving(base, buffers, recompute, method, sizes)
+                        else:
+                            self.decisions.stop("recompute_methods")
                 elif recompute == Recompute.NONE:
                     yield Saving(base, buffers, recompute, base.recompute_method, (1,))
                 else:
-                    for sets in self._module_sets(base):
+                    chains = self._module_sets(base)
+                    if not chains:
+                        self.decisions.stop("recomputes")
+                    for sets in chains:
                         yield Saving(base, buffers, recompute, base.recompute_method, sets)
 
     def _module_sets(self, base: Layout) -> tuple[tuple[tuple[RecomputeModule, ...], ...], ...]:

@@ -10,7 +10,7 @@ from megatron_2bw.planner.specs.space import Space
 
 STEPS = (
     *("pipelines", "tensors", "contexts", "widths", "expert_tensors", "experts", "shape"),
-    *("schedules", "chunks", "schedule", "microbatches", "mixpipe_k", "mixpipe_gamma", "extra_in_flight"),
+    *("schedules", "chunks", "schedule", "model", "microbatches", "mixpipe_k", "mixpipe_gamma", "extra_in_flight"),
     *("sequence_parallel", "distributed_optimizer", "batch", "gradient_buffers"),
     *("recomputes", "recompute_methods", "recompute_layers", "memory"),
 )

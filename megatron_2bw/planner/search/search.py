@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.rules import count_problem, delay_of, module_problem
+from megatron_2bw.planner.rules import delay_of, impossible_counts, module_problem
 from megatron_2bw.planner.search.candidates import Candidates
 from megatron_2bw.planner.search.decisions import Rejection
 from megatron_2bw.planner.search.efficiency import EXACT, Progress
@@ -91,10 +91,8 @@ def search(
     choices = [found.with_fewest_delayed(choice) for choice in found.best(keep)]
     if not choices:
         raise PlanError(Infeasible(finder=found).why())
-    for field in ("extra_in_flight", "gradient_buffers", "mixpipe_k"):
-        impossible = [count_problem(field, count) for count in getattr(candidates.space, field) or ()]
-        if impossible and all(impossible):  # Another schedule, without it, was found.
-            raise PlanError(impossible[0])
+    for impossible in impossible_counts(candidates.space).values():  # Another schedule, without it, was found.
+        raise PlanError(impossible)
     return Plan(
         model=model,
         cluster=cluster,
