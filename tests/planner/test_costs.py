@@ -512,6 +512,28 @@ def test_other_gpus():
     assert costs.iteration(wide, layout(fp8=Fp8.DELAYED), h100).relative_error == 0.11
 
 
+@pytest.mark.parametrize(
+    ("cluster", "engine", "torch"), [("dgx-a100", 2, 16), ("dgx-h100", 2, 14.76), ("p3.16xlarge", 7.96, 7.96)]
+)
+def test_products_of_fp32(cluster: str, engine: float, torch: float):
+    """Transformer Engine rounds factors to TF32, where there is that; torch, which computes the logits, does not."""
+    machine, n = machine_of(CLUSTERS[cluster]), 16384
+
+    def busy_s(width: int, **by: bool) -> float:
+        return machine.product_s(n, n, n, width=width, **by) - machine.kernel_s
+
+    assert busy_s(4, of_engine=True) == pytest.approx(engine * busy_s(2), rel=1e-3)
+    assert busy_s(4) == pytest.approx(torch * busy_s(2), rel=1e-3)
+    assert busy_s(2, of_engine=True) == busy_s(2)
+
+
+def test_layers_in_fp32_are_transformer_engines():
+    in_16_bits, in_fp32 = (
+        layout(precision=precision, pipeline=1, data=8) for precision in (Precision.BF16, Precision.FP32)
+    )
+    assert 1.9 < time_s(in_fp32) / time_s(in_16_bits) < 4
+
+
 def test_rings_that_fill_no_node():
     """On recent GPUs they use the cards of all their GPUs on it, on A100s of one."""
     old, new = (machine_of(replace(CLUSTERS[name], nodes=8)) for name in ("dgx-a100", "dgx-h100"))

@@ -156,9 +156,10 @@ def _forward(sizes: Sizes, machine: Machine) -> tuple[Parts, Piece]:
 
 def _backward(sizes: Sizes, machine: Machine) -> Parts:
     width, tokens, hidden = sizes.width, sizes.tokens, sizes.hidden
+    narrow = sizes.product_width
     products_s = sum(
-        machine.product_s(one.rows, one.inner, one.columns, width=sizes.product_width, count=one.count)
-        + machine.product_s(one.inner, one.columns, one.rows, width=sizes.product_width, count=one.count)
+        machine.product_s(one.rows, one.inner, one.columns, width=narrow, count=one.count, of_engine=True)
+        + machine.product_s(one.inner, one.columns, one.rows, width=narrow, count=one.count, of_engine=True)
         for one in sizes.products
     )
     # Norms read gradient and input, write a gradient; residual sums likewise, and a mask.

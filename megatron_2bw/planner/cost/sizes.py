@@ -99,8 +99,9 @@ class Sizes:
 
     def products_s(self, machine: Machine, products: Sequence[Product]) -> float:
         """Of a forward."""
+        width = self.product_width
         return sum(
-            machine.product_s(one.rows, one.columns, one.inner, width=self.product_width, count=one.count)
+            machine.product_s(one.rows, one.columns, one.inner, width=width, count=one.count, of_engine=True)
             for one in products
         )
 

@@ -1,9 +1,9 @@
-"""What GPUs and links reach of their data sheets: all constants of the cost model, and the times that follow.
+"""What GPUs and links reach of their data sheets: the constants of the cost model, and the times that follow.
 
-Seven constants, none per model or layout. They were fitted by ``scripts/bench/planner_fit.py`` on three sets of rows
+Seven are fitted (``A100``), none per model or layout: by ``scripts/bench/planner_fit.py``, on three sets of rows
 measured on A100s: the layer times of Korthikanti et al. (arXiv 2205.05198, Table 4), the 18.4B model of vTrain
-(VIA-Research/vTrain, ``ground_truth_multi.csv``, 15 rows), and its single-node rows on 8 GPUs (90 rows). How good they
-are on other rows: ``scripts/bench/results/planner_accuracy.txt``.
+(VIA-Research/vTrain, ``ground_truth_multi.csv``, 15 rows), and its single-node rows on 8 GPUs (90 rows). All others are
+from the sources that they name. How good they are on other rows: ``scripts/bench/results/planner_accuracy.txt``.
 """
 
 from __future__ import annotations
@@ -62,8 +62,15 @@ A100 = Speed(
 )
 """Fitted, with two digits."""
 
-FP32_SHARE = 1 / 15
-"""Of the 16-bit peak, in fp32 without tensor cores: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100 (data sheets)."""
+_FP32 = {
+    "v100": 15.7 / 125,
+    "a100": 19.5 / 312,
+    **dict.fromkeys(("h100", "h200"), 67 / 989),
+    **dict.fromkeys(("b200", "b300", "gb200", "gb300"), 75 / 2250),
+}
+"""Of the 16-bit peak, in fp32 without tensor cores: NVIDIA's data sheets, of B200 that of HGX."""
+_TF32_SHARE = 1 / 2
+"""Of the 16-bit peak, in fp32 rounded to TF32: 156 of 312 TFLOP/s on A100, 495 of 989 on H100 (data sheets)."""
 
 GEMM_EFFICIENCY = {
     "a100": 271.2 / 312,
@@ -134,6 +141,10 @@ class Machine:
 
     flops_per_s: float
     """In 16 bits."""
+    fp32_flops_per_s: float
+    engine_fp32_flops_per_s: float
+    """Of Transformer Engine's products of fp32, which are in TF32 where there is that: ``cublaslt_gemm.cu``, "Use TF32
+    only for pure FP32 GEMM"; torch's are not (``torch.backends.cuda.matmul.allow_tf32``)."""
     fp8_flops_per_s: float
     flash_flops_per_s: float
     memory_bytes_per_s: float
@@ -153,19 +164,30 @@ class Machine:
     profile: Any = None
     """Of the cluster, if it has one."""
 
-    def product_s(self, rows: float, columns: float, inner: float, *, width: int, count: float = 1) -> float:
+    def product_s(
+        self, rows: float, columns: float, inner: float, *, width: int, count: float = 1, of_engine: bool = False
+    ) -> float:
         """One kernel: ``count`` products of (rows, inner) and (inner, columns), bound by arithmetic or by HBM.
 
-        ``width``: bytes per number of what is multiplied; the product of numbers of 8 bits has 16.
+        Args:
+            rows: of what comes out.
+            columns: of what comes out.
+            inner: numbers in each sum.
+            width: bytes per number of what is multiplied; the product of numbers of 8 bits has 16.
+            count: products in the kernel.
+            of_engine: whether Transformer Engine computes it, as Megatron's layers by default, and not torch.
         """
         moved_bytes = width * (rows * inner + inner * columns) + max(width, 2) * rows * columns
-        busy_s = max(2 * rows * columns * inner / self._flops_per_s(width), moved_bytes / self.memory_bytes_per_s)
+        flops_per_s = self._flops_per_s(width, of_engine)
+        busy_s = max(2 * rows * columns * inner / flops_per_s, moved_bytes / self.memory_bytes_per_s)
         return self.kernel_s + count * busy_s
 
-    def _flops_per_s(self, width: int) -> float:
+    def _flops_per_s(self, width: int, of_engine: bool) -> float:
         if width == FP8_BYTES:
             return self.fp8_flops_per_s
-        return FP32_SHARE * self.flops_per_s if width == FP32_BYTES else self.flops_per_s
+        if width == FP32_BYTES:
+            return self.engine_fp32_flops_per_s if of_engine else self.fp32_flops_per_s
+        return self.flops_per_s
 
     def elementwise_s(self, moved_bytes: float, kernels: int = 1) -> float:
         """Kernels that read and write ``moved_bytes`` in all."""
@@ -264,8 +286,13 @@ def machine_of(cluster: Cluster, speed: Speed | None = None) -> Machine:
     """The times of ``cluster`` with the constants of its GPU, or with others."""
     speed = speed or speed_of(cluster.gpu)
     peak = cluster.gpu.peak_tflops * 1e12
+    flops_per_s = speed.gemm_efficiency * peak
+    fp32_flops_per_s = _FP32.get(family_of(cluster.gpu), _FP32["a100"]) * flops_per_s
     machine = Machine(
-        flops_per_s=speed.gemm_efficiency * peak,
+        flops_per_s=flops_per_s,
+        fp32_flops_per_s=fp32_flops_per_s,
+        # TF32 and bf16 came with the same GPUs.
+        engine_fp32_flops_per_s=_TF32_SHARE * flops_per_s if cluster.gpu.has_bf16 else fp32_flops_per_s,
         fp8_flops_per_s=_fp8_flops_per_s(cluster.gpu, speed),
         flash_flops_per_s=speed.attention_efficiency * peak,
         memory_bytes_per_s=speed.hbm_efficiency * cluster.gpu.hbm_gb_s * 1e9,
