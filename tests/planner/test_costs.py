@@ -182,14 +182,18 @@ def test_both_copies_of_a_stage_on_one_node():
 def test_no_batch_is_shorter_than_its_bounds(schedule: str):
     """The search leaves out what cannot be among the best by them."""
     sizes = (1,) if schedule == "pipedream" else (8, 16)
+    full = {"recompute": Recompute.FULL}
+    block = {**full, "recompute_method": RecomputeMethod.BLOCK, "recompute_layers": 1}
     for stages, microbatches, more in itertools.product(
-        (2, 4, 8), sizes, ({}, {"recompute": Recompute.FULL}, {"distributed_optimizer": True})
+        (2, 4, 8), sizes, ({}, full, block, {"distributed_optimizer": True})
     ):
         priced = layout(schedule=schedule, pipeline=stages, global_batch=4 * microbatches, **more)
         least_s = costs.least_s(SMALL, priced, TWO_DGX)
         assert 0.15 * time_s(priced, cluster=TWO_DGX) < least_s <= time_s(priced, cluster=TWO_DGX) * (1 + 1e-9)
-        if priced.recompute == Recompute.NONE:
-            assert 0.1 * least_s < costs.work_s(SMALL, priced, TWO_DGX) <= least_s
+        work_s = costs.work_s(SMALL, priced, TWO_DGX)
+        assert 0.1 * least_s < work_s <= least_s
+        plain_s = costs.work_s(SMALL, replace(priced, recompute=Recompute.NONE), TWO_DGX)
+        assert work_s > 1.2 * plain_s if more is full else work_s == plain_s
 
 
 def test_no_interleaved_batch_is_shorter_than_its_work():

@@ -22,7 +22,7 @@ from megatron_2bw.planner.pipeline.periods import Pipeline, Stage
 from megatron_2bw.planner.pipeline.stages import Contents, chunks_in_order, contents_of, layers_of_stages
 from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.specs.cluster import Cluster
-from megatron_2bw.planner.specs.layout import Layout, Optimizer
+from megatron_2bw.planner.specs.layout import Layout, Optimizer, RecomputeMethod
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
@@ -119,10 +119,17 @@ def work_s(model: Model, layout: Layout, cluster: Cluster) -> float:
     (m + d - 1)/d of the work; less where chunks or a second direction shorten the way.
     """
     works = works_of(model, Split.of(layout), machine_of(cluster))
-    microbatch_s = (model.num_layers - model.dense_layers) * (works.layer.forward_s + works.layer.backward_s)
-    others = (1, works.embedding), (1 + model.mtp_num_layers, works.loss)
-    for count, work in (*others, (model.dense_layers, works.dense), (model.mtp_num_layers, works.mtp)):
-        microbatch_s += count * (work.forward_s + work.backward_s)
+    microbatch_s = 0.0
+    for count, work in (
+        (model.num_layers - model.dense_layers, works.layer),
+        (model.dense_layers, works.dense),
+        (model.mtp_num_layers, works.mtp),
+        (1, works.embedding),
+        (1 + model.mtp_num_layers, works.loss),
+    ):
+        # Where only some layers are computed again, without them.
+        again_s = 0.0 if layout.recompute_method == RecomputeMethod.BLOCK else work.again_s
+        microbatch_s += count * (work.forward_s + work.backward_s + again_s)
     passes = m = float(layout.microbatches)
     if layout.chunks == 1 and layout.schedule in _FILLING:
         has_ends = layout.first_stage_layers or layout.last_stage_layers or layout.pipeline_layout
