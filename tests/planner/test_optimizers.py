@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_2bw.planner.cost import costs
+from megatron_2bw.planner.cost.error_bars import error_bar
 from megatron_2bw.planner.cost.muon import newton_schulz_s
 from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.errors import PlanError
@@ -22,6 +23,7 @@ from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.inputs import sized
 from megatron_2bw.planner.specs.layout import Layout, Optimizer, Precision
 from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.models import MODELS
 from megatron_2bw.planner.specs.space import Space
 
 DGX = CLUSTERS["dgx-h100"]
@@ -132,6 +134,18 @@ def test_a_plan_for_muon():
 def test_the_error_bar_of_muon_is_assumed():
     batches = {optimizer: costs.iteration(GPT, layout(optimizer=optimizer), DGX) for optimizer in Optimizer}
     assert [one for one, batch in batches.items() if "no run with Muon" in batch.error_source] == [Optimizer.MUON]
+
+
+@pytest.mark.parametrize("model", ["gpt-2.2b", "deepseek-v3"])
+@pytest.mark.parametrize("cluster", ["p3dn.24xlarge", "dgx-a100", "dgx-h100"])
+def test_the_error_bars_of_what_no_published_run_is_like_are_assumed(model: str, cluster: str):
+    run = layout(precision=Precision.FP32, fused_attention=False)
+    sources = {
+        optimizer: error_bar(CLUSTERS[cluster], MODELS[model], replace(run, optimizer=optimizer)).source
+        for optimizer in (Optimizer.ADAM, Optimizer.MUON)
+    }
+    assert sources[Optimizer.ADAM] == "assumed: no run in fp32 was compared"
+    assert sources[Optimizer.MUON].startswith("assumed: no run with Muon")
 
 
 def test_a_plan_with_a_precision_aware_optimizer():
