@@ -60,6 +60,20 @@ _IN_OUR_WORDS = {
 """What argparse says, as patterns, and what is said in its place."""
 
 
+_OF_FLAGS = ("--run-args", "--script-args")
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """With a value that is itself a flag as ``--run-args=--flag``: argparse would take it for an option."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in _OF_FLAGS and word.startswith("-"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as the commands do."""
 
@@ -67,11 +81,11 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """As the base class does."""
-        self.words = sys.argv[1:] if args is None else args
+        self.words = _joined(sys.argv[1:] if args is None else args)
         for word in self.words:
             if word.startswith("--") and word.endswith("=--"):  # Argparse would take it for no value at all.
                 self.error(f"argument {word[:-3]}: expected one argument")
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(self.words, namespace)
 
     def error(self, message: str) -> NoReturn:
         required = re.fullmatch(r"the following arguments are required: (.*)", message)

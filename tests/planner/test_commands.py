@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
+from megatron_2bw.cli import main
+from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.flags import read
 from megatron_2bw.planner.flags.model_flags import model_flags
 from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.measure import verify
 from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.report.report import _narrow, launch_lines, stage_totals
 from megatron_2bw.planner.search import efficiency
@@ -682,9 +687,51 @@ BAD = {
     ESTIMATE.replace("--cluster dgx-a100", ""): "--cluster is missing",
     f"{ESTIMATE} --tensor-model-parallel-size 3": "gpus 4 is no multiple of tensor x context x pipeline = 3; use 3",
     f"{ESTIMATE} --from-script /nowhere.sh": "--from-script /nowhere.sh: No such file or directory",
+    f"{ESTIMATE} --pipeline-schedule 2bw gpipe": "--pipeline-schedule 2bw gpipe: it takes one value; leave out 'gpipe'",
+    f"{ESTIMATE} --recompute-granularity selective x": "selective x: it takes one value; leave out 'x'",
+    ESTIMATE.replace("estimate", "estimate stray"): "stray is no option of this command, and no flag of Megatron's;",
+    f"estimate {SCRIPTS / 'conditions.sh'} --cluster dgx-a100": "conditions.sh, if its flags are meant",
+    f"{PLAN} --verify-top 1 --run-args '--a": "--run-args '--a: a quote is not closed; close it",
+    f"{ESTIMATE} --num-experts 4 --moe-aux-loss-coeff 0.1 x": "--moe-aux-loss-coeff x: give a number of at least 0",
+    f"{ESTIMATE} --num-experts 4 --moe-router-load-balancing-type aux_loss x": "-type x: choose one of aux_loss",
     f"{ESTIMATE} --jsonl rows": "--jsonl and --num-layers: the rows hold all that it says",
     "estimate --jsonl /nowhere": "--jsonl /nowhere: No such file or directory",
 }
+
+
+def test_flags_with_several_values_are_printed_with_all(capsys: pytest.CaptureFixture[str]):
+    balanced = "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2"
+    mixture = f"{FLAGS} --num-experts 4 --disable-bias-linear {balanced} --cluster dgx-a100 --global-batch-size 8"
+    for command in (f"plan {mixture} --flags-only", f"estimate {mixture} --micro-batch-size 1 --json"):
+        code, printed, _ = run(capsys, command)
+        assert code == 0
+        assert balanced in printed.replace('", "', " ")
+
+
+def test_a_pattern_is_printed_as_megatron_reads_it(capsys: pytest.CaptureFixture[str]):
+    words = f"plan {FLAGS} --num-experts 4 --disable-bias-linear --cluster dgx-a100 --global-batch-size 8".split()
+    assert main([*words, "--flags-only", "--moe-layer-freq", "([0]*1 + [1]*7)"]) == 0
+    assert "--moe-layer-freq ([0]*1+[1]*7) " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--run-args", "--a 'b c'"], ["--run-args", "--a"], ["--run-args=--a"]])
+def test_flags_in_one_string(words: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Also one without a value, which argparse would take for an option."""
+    seen: list[list[str]] = []
+
+    def measured(plan: object, choices: object, script: object, more_flags: list[str]) -> NoReturn:
+        seen.append(more_flags)
+        raise PlanError("enough")
+
+    monkeypatch.setattr(verify, "measured", measured)
+    assert main([*PLAN.replace("--nodes 8", "--nodes 1").replace("512", "8").split(), "--verify-top", "1", *words]) == 2
+    assert seen == [shlex.split(words[-1].removeprefix("--run-args="))]
+
+
+def test_gamma_may_be_0(capsys: pytest.CaptureFixture[str]):
+    code, printed, _ = run(capsys, f"{PLAN} --pipeline-schedule mixpipe --mixpipe-gamma 0 --flags-only")
+    assert code == 0
+    assert "--pipeline-schedule mixpipe" in printed
 
 
 @pytest.mark.parametrize("command", BAD)

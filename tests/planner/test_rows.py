@@ -92,6 +92,7 @@ def test_a_precision_aware_optimizer_as_megatrons_arguments_have_it() -> None:
     types = {"exp_avg_dtype": "torch.bfloat16", "exp_avg_sq_dtype": "torch.uint8", "main_grads_dtype": "torch.bfloat16"}
     assert predicted({**row, **types, "main_params_dtype": "torch.float32"}) == predicted({**row, **words})
     assert predicted({**row, **words}) != predicted(row)
+    assert predicted({**row, **words, "exp_avg_dtype": ["bf16"]}) == predicted({**row, **words})
 
 
 def test_columns_of_tables_of_measurements() -> None:

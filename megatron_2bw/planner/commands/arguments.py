@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,18 @@ def add_run_args(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def words_of(flag: str, text: str) -> list[str]:
+    """What a shell makes of the text behind ``--run-args`` and the like.
+
+    Raises:
+        PlanError: a quote is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise PlanError(f"{flag} {text}: a quote is not closed; close it") from error
+
+
 def add_formats(parser: argparse.ArgumentParser, *, flags_only: bool = False) -> None:
     """How to print."""
     formats = parser.add_mutually_exclusive_group()
@@ -71,13 +84,14 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
     Raises:
         PlanError: by both, or there are other words.
     """
-    from megatron_2bw.planner.flags.model_flags import MODEL_FLAGS, MODEL_SWITCHES, read_model
+    from megatron_2bw.planner.flags.model_flags import MODEL_FLAGS, MODEL_SWITCHES, SEVERAL, read_model
     from megatron_2bw.planner.flags.options import Options
     from megatron_2bw.planner.specs.model import Kind
 
     options = Options.parse(words)
     loose = [word for word in words[:1] if not word.startswith("--")]
-    loose += [word for flag, values in options.values.items() for word in values[flag not in MODEL_SWITCHES :]]
+    ours = ((flag, words) for flag, words in options.values.items() if flag not in SEVERAL)
+    loose += [word for flag, words in ours for word in words[flag not in MODEL_SWITCHES :]]
     strange = [*(flag for flag in options.values if flag not in MODEL_FLAGS), *loose]
     if strange:
         raise PlanError(
@@ -137,6 +151,7 @@ def check_size(args: argparse.Namespace, cluster: Cluster, gpus: int) -> None:
 
 _MAY_BE_0 = (
     "--pipeline-extra-in-flight",
+    "--mixpipe-gamma",
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
 )

@@ -16,6 +16,7 @@ from megatron_2bw.planner.commands.arguments import (
     check_size,
     described_cluster,
     named_model,
+    words_of,
 )
 from megatron_2bw.planner.errors import PlanError
 
@@ -131,13 +132,18 @@ def _given(args: argparse.Namespace, words: Sequence[str]) -> list[tuple[Options
     from megatron_2bw.planner.flags.options import Options
     from megatron_2bw.planner.specs.model import Kind
 
+    if words and not words[0].startswith("--"):
+        is_script = args.from_script is None and Path(words[0]).is_file()
+        remedy = f"give --from-script {words[0]}, if its flags are meant" if is_script else "leave it out"
+        raise PlanError(f"{words[0]} is no option of this command, and no flag of Megatron's; {remedy}")
     if args.from_script is None:
         given = [(Options.parse(words), Kind.GPT, None)]
     else:
         from megatron_2bw.planner.bash.scope import is_known, shown
         from megatron_2bw.planner.flags.launch import read_script
 
-        launches = read_script(args.from_script, environment=os.environ, arguments=args.script_args.split())
+        arguments = words_of("--script-args", args.script_args)
+        launches = read_script(args.from_script, environment=os.environ, arguments=arguments)
         given = [
             (Options.parse([*launch.words, *words], explain=shown, is_known=is_known), launch.kind, launch.gpus)
             for launch in launches

@@ -21,6 +21,7 @@ from megatron_2bw.planner.commands.arguments import (
     described_cluster,
     described_model,
     listed,
+    words_of,
 )
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import (
@@ -170,7 +171,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_2bw.planner.measure.verify import measured
         from megatron_2bw.planner.report.report import shown
 
-        plan = measured(plan, shown(plan, args.verify_top), args.script, args.run_args.split())
+        plan = measured(plan, shown(plan, args.verify_top), args.script, words_of("--run-args", args.run_args))
     if args.plot:
         from megatron_2bw.planner.report.plot import plot
 
@@ -190,12 +191,13 @@ def _check(args: argparse.Namespace) -> None:
             raise PlanError(f"{flag} {count}: give a whole number of at least 1")
     if args.verify_top is None and (args.script or args.run_args):
         raise PlanError("--script and --run-args say how --verify-top runs layouts; give that too, or leave them out")
+    words_of("--run-args", args.run_args)
     if args.plot and args.plot.suffix != ".svg":
         raise PlanError(f"--plot {args.plot}: it is an SVG; give a name ending in .svg")
     if args.plot:
         _check_writable(args.plot)
     if args.verify_top is not None and args.explain:
-        raise PlanError("--explain says what the prediction rests on, --verify-top measures; leave one out")
+        raise PlanError("--explain says why a layout lost, --verify-top runs the best; leave one out")
     for flag, given in (("--json", args.json), ("--flags-only", args.flags_only)):
         if args.explain is not None and given:
             raise PlanError(f"--explain says why in words, {flag} prints the plan; leave one out")

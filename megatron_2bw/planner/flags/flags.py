@@ -90,7 +90,17 @@ SWITCHES = frozenset(
     }
 )
 """Flags without a value."""
-_AT_MOST_ONE = frozenset({*MODEL_NUMBERS, *LAYOUT_NUMBERS, *SWITCHES, "--global-batch-size", *DROPOUT})
+_AT_MOST_ONE = frozenset(
+    {
+        *MODEL_NUMBERS,
+        *LAYOUT_NUMBERS,
+        *SWITCHES,
+        *DROPOUT,
+        *"--global-batch-size --pipeline-schedule --transformer-impl --attention-backend --fp8-format".split(),
+        *"--recompute-granularity --recompute-method --fp8-recipe --normalization --moe-layer-freq".split(),
+        "--position-embedding-type",
+    }
+)
 """Flags with one value or none."""
 SPELLED = frozenset(
     {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import check_model
 from megatron_2bw.planner.flags.options import Options
@@ -87,6 +89,12 @@ MODEL_FLAGS = frozenset(
 """Flags that describe a model, whether its costs depend on them or not."""
 
 
+_BALANCING, _COEFFICIENT = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
+SEVERAL = frozenset((_BALANCING, _COEFFICIENT))
+"""Those that take one value or more."""
+_BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
+
+
 def read_model(options: Options, *, kind: Kind = Kind.GPT) -> Model:
     """The Model that Megatron's flags describe, with Megatron's defaults.
 
@@ -146,12 +154,21 @@ def _given(options: Options, seq_length: int) -> str:
         )
     for flag, example in _UNPRICED.items():
         options.real(flag, example)
+    for flag in SEVERAL & options.values.keys():
+        for word in options.words(flag):
+            alone = replace(options, values={flag: [word]})
+            if flag == _BALANCING:
+                alone.choice(flag, _BALANCED, _BALANCED[0])
+            else:
+                alone.real(flag, _UNPRICED[flag])
     values = dict(options.values)
     values.setdefault("--max-position-embeddings", [str(positions)])
     words: list[str] = []
     for flag, following in values.items():
         if flag in MODEL_FLAGS - _TOKENIZER:
-            words += [flag, *([] if flag in MODEL_SWITCHES else map(options.explain, following[:1]))]
+            most = 0 if flag in MODEL_SWITCHES else None if flag in SEVERAL else 1
+            # Megatron takes no pattern with blanks.
+            words += [flag, *(options.explain(word).replace(" ", "") for word in following[:most])]
     return " ".join(words)
 
 

@@ -171,7 +171,7 @@ def flags_of(row: dict[str, Any]) -> dict[str, list[str]]:
         if flag in SWITCHES:
             value = checked(value, bool, key)
         if flag in (MAIN_GRADIENTS, *STORED_IN):
-            value = TORCH_NAMES.get(value, value)
+            value = TORCH_NAMES.get(value, value) if isinstance(value, str) else value
         words = _words(not value if key in NEGATED else value)
         other, there = found.setdefault(flag, (key, words))
         if there != words and flag in SPELLED:
