@@ -71,6 +71,7 @@ USED: tuple[Used, ...] = (
         f"{_OPTIMIZER}.optimizer",
         "ChainedOptimizer.get_grad_norm",
         "ChainedOptimizer.count_zeros",
+        "ChainedOptimizer.grads_states_parallel_group_is_shared",
         "MegatronOptimizer.get_grad_stats_parallel_group",
         "MegatronOptimizer.prepare_grads",
         "Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",

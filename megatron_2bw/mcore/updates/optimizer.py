@@ -135,6 +135,7 @@ class DelayedOptimizer:
             groups,
             self._routers,
             self._logits,
+            one_norm=inner.grads_states_parallel_group_is_shared(),
             count_zeros=inner.config.log_num_zeros_in_grad,
         )
         self.pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())

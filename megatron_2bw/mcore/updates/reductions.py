@@ -93,6 +93,7 @@ class GradientReductions:
         groups: who takes part.
         routers: of the stage's experts.
         logits: of the stage's attention.
+        one_norm: whether Megatron takes one norm of all parts, not a norm of their norms, which rounds otherwise.
         count_zeros: whether to count zeros among the gradients.
     """
 
@@ -106,6 +107,7 @@ class GradientReductions:
         routers: Routers,
         logits: AttentionLogits,
         *,
+        one_norm: bool,
         count_zeros: bool,
     ) -> None:
         self.inverse_scale: torch.Tensor | None = None
@@ -114,7 +116,7 @@ class GradientReductions:
         """Tokens of the captured batch on this rank, to divide by; None for a mean per microbatch."""
         self._captured = captured
         self._sources = tuple(sources)
-        self._parts = _merged(parts)
+        self._parts = [_merged(parts)] if one_norm else parts
         self._groups = groups
         self._routers = routers
         self._logits = logits
@@ -230,15 +232,9 @@ class GradientReductions:
         return found[0].cpu()
 
 
-def _merged(parts: Sequence[Part]) -> list[Part]:
-    """As Megatron does it: one norm where all optimizers share a group, else a norm of norms."""
-    if len({tuple(dist.get_process_group_ranks(part.group)) for part in parts}) > 1:
-        return list(parts)
-    return [
-        Part(
-            [g for part in parts for g in part.gradients], [g for part in parts for g in part.for_norm], parts[0].group
-        )
-    ]
+def _merged(parts: Sequence[Part]) -> Part:
+    gradients, for_norm = [g for part in parts for g in part.gradients], [g for part in parts for g in part.for_norm]
+    return Part(gradients, for_norm, parts[0].group)
 
 
 def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
