@@ -63,8 +63,8 @@ class Pipeline:
         delayed_microbatches: 2bw: how many of a batch are computed with the older weights; None for all.
         k, gamma: of `schedule.systems.mixpipe.mixpipe`.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
-        late_receives: see `Schedule.late_receives`; always so for a model with experts, whose kernels depend on the
-            tokens and may be first used late.
+        late_receives: see `Schedule`; always so for a model with experts. For all whose kernels depend on the data:
+            one may be first used late.
         correction: 2bw: of updates for their delay; None for the paper's exact rule.
         timeout: of every transfer and every reduction.
         logs_this_batch: whether the losses of experts are reported for the batch that has just ended.

@@ -68,6 +68,12 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"kitchen_config_file": "file"},
         {"kitchen_recipe_number": 0},
     ],
+    "--non-persistent-save-interval with --non-persistent-ckpt-type in_memory": [
+        {"save": "folder", "non_persistent_save_interval": 5, "non_persistent_ckpt_type": "in_memory"}
+    ],
+    "experimental_attention_variant_loss_scale_func of the config": [
+        {"experimental_attention_variant_loss_scale_func": print}
+    ],
     "has_cond_embedder / flextron of the config": [{"has_cond_embedder": True}, {"flextron": True}],
     "--pipeline-model-parallel-comm-backend ucc": [{"pipeline_model_parallel_comm_backend": "ucc"}],
     "--use-ring-exchange-p2p": [{"use_ring_exchange_p2p": True}],
@@ -259,6 +265,9 @@ NOTICED: dict[str, dict[str, object]] = {
     "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True, "synchronous_warmup_iters": 5},
     "--log-energy": {"log_energy": True},
     "--optimizer-cpu-offload": {"optimizer_cpu_offload": True},
+    "--disable-gloo-process-groups": {"use_gloo_process_groups": False},
+    "--use-sharp / --sharp-enabled-group": {"use_sharp": True},
+    "--ddp-num-buckets / --ddp-bucket-size": {"ddp_num_buckets": 4},
     "--qk-clip": {"qk_clip": True},
     "--check-weight-hash-across-dp-replicas-interval": {"check_weight_hash_across_dp_replicas_interval": 5},
     "--gpu-sniff-test-interval": {"gpu_sniff_test_interval": 5},
@@ -286,6 +295,7 @@ DERIVED = {
     "dataloader_save",
     "has_cond_embedder",
     "flextron",
+    "experimental_attention_variant_loss_scale_func",
     "kitchen_config_file",
     "kitchen_recipe_number",
 }

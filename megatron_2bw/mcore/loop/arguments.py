@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="Post each receive no earlier than its tensor is sent, by the schedule. Then all ranks get through, "
         "whatever waits for the whole GPU, such as an allocator without free memory or a kernel that is first used "
-        "late; transfers have less time beside computations. Models with experts are always run so: their kernels "
-        "depend on the tokens.",
+        "late; transfers have less time beside computations. Models with experts, and packed sequences, are always run "
+        "so: their kernels depend on the data.",
     )
     group.add_argument(
         "--mixpipe-k",
@@ -124,6 +124,12 @@ def options_of(args: Any) -> dict[str, int | None]:
         "k": args.mixpipe_k,
         "gamma": args.mixpipe_gamma,
     }
+
+
+def has_late_receives(args: Any) -> bool:
+    """Whether ranks get through whatever waits for the whole GPU."""
+    names = ("pipeline_late_receives", "num_experts", "sft", "dataloader_inter_document_masking")
+    return any(getattr(args, name, None) for name in names)
 
 
 def _natural_or_auto(text: str) -> int | str:

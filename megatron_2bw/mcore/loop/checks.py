@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_2bw.mcore.cpu import backend as cpu_backend
-from megatron_2bw.mcore.loop.arguments import options_of
+from megatron_2bw.mcore.loop.arguments import has_late_receives, options_of
 from megatron_2bw.mcore.loop.batches import BatchSizes
 from megatron_2bw.mcore.loop.placement import place
 from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
@@ -132,7 +132,7 @@ def check_batches(
 def lowering_of(args: Any) -> dict[str, Any]:
     """How the run's Programs are lowered, as far as flags tell, so that a run finds them proven: see `lowered_as`."""
     name = canonical_name(args.pipeline_schedule)
-    late_receives = args.pipeline_late_receives or args.num_experts is not None
+    late_receives = has_late_receives(args)
     if name not in DELAYED:
         return {"reductions": chain_of(tied=False), "late_receives": late_receives}
     copy = GradientCopy.WHOLE

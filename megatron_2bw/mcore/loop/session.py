@@ -12,7 +12,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.utils import print_rank_0
 
 from megatron_2bw.mcore import groups
-from megatron_2bw.mcore.loop.arguments import options_of
+from megatron_2bw.mcore.loop.arguments import has_late_receives, options_of
 from megatron_2bw.mcore.loop.batches import BatchSizes
 from megatron_2bw.mcore.loop.exits import ExitRequests
 from megatron_2bw.mcore.monitoring.clock import SharedClock
@@ -59,7 +59,7 @@ class Session:
             mirrored=mirrored,
             **options_of(args),
             gradient_buffers=args.pipeline_gradient_buffers,
-            late_receives=args.pipeline_late_receives,
+            late_receives=has_late_receives(args),
             correction=None if args.delay_correction == "none" else CORRECTIONS[args.delay_correction](args.delay_lead),
             timeout=self._timeout,
             logs_this_batch=self.reports_experts,

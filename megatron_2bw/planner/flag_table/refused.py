@@ -450,6 +450,15 @@ REFUSED: tuple[Refused, ...] = (
         is_set=lambda args: args.save and args.non_persistent_save_interval and args.non_persistent_ckpt_type is None,
     ),
     Refused(
+        "--non-persistent-save-interval with --non-persistent-ckpt-type in_memory",
+        OURS,
+        "Megatron would end at the first such save: it does not have this type yet",
+        "use --non-persistent-ckpt-type global",
+        is_set=lambda args: (
+            args.save and args.non_persistent_save_interval and args.non_persistent_ckpt_type == "in_memory"
+        ),
+    ),
+    Refused(
         "--qk-clip with --use-distributed-optimizer, adam or sgd, in bf16 or fp16",
         OURS,
         "Megatron would end when it first clips: it looks for whole main weights, and each replica has a part",
@@ -490,6 +499,13 @@ REFUSED: tuple[Refused, ...] = (
         "gradients of some weights need a reduction over the stages that delayed updates do not have",
         USE_FLUSH,
         is_set=given("has_cond_embedder", "flextron"),
+    ),
+    Refused(
+        "experimental_attention_variant_loss_scale_func of the config",
+        DELAYED,
+        "it scales a loss for the whole process, and forwards of the next batch run before all backwards of this one",
+        USE_FLUSH,
+        is_set=given("experimental_attention_variant_loss_scale_func"),
     ),
     Refused(
         "--pipeline-model-parallel-comm-backend ucc",

@@ -128,6 +128,25 @@ SLOWED: tuple[Slowed, ...] = (
         DELAYED,
         "while the host computes an update it gives its device nothing else to do, and neighbours wait for it",
     ),
+    Slowed(
+        "--disable-gloo-process-groups",
+        DELAYED,
+        "norms and early exits are summed on the hosts all the same, over groups of gloo, which connect every rank "
+        "with every other one",
+        is_set=lambda args: args.use_gloo_process_groups is False,
+    ),
+    Slowed(
+        "--use-sharp / --sharp-enabled-group",
+        DELAYED,
+        "gradients are summed over groups that are made later, for which Megatron does not have NCCL use SHARP",
+        is_set=given("use_sharp", "sharp_enabled_group"),
+    ),
+    Slowed(
+        "--ddp-num-buckets / --ddp-bucket-size",
+        DELAYED,
+        "the gradients of a stage are in one bucket all the same, whose sum runs beside the whole next batch",
+        is_set=given("ddp_num_buckets", "ddp_bucket_size"),
+    ),
     Slowed("--qk-clip", PER_MICROBATCH, "a stage waits for its largest attention logits after every microbatch"),
     Slowed("--log-straggler", DELAYED, "all ranks compare their speeds at every log line"),
     Slowed("--log-energy", DELAYED, "all ranks add up what they used at every log line"),
