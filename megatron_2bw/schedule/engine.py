@@ -24,6 +24,9 @@ class Model(StrEnum):
 
     HOST = "buffered sends"
     """Sends are buffered and receives are only posted; F and B wait for their input."""
+    POSTED = "receives that are posted"
+    """The same, but a transfer begins only when its receive is posted, too, behind what that rank has issued before, as
+    over NCCL: for the times of orders of receives."""
     IN_ORDER_QUEUE = "one in-order hardware queue"
     """What ``CUDA_DEVICE_MAX_CONNECTIONS=1`` gives: actions are issued in order; a transfer is complete once
     both sides have issued it, and until then the next one of its channel holds up everything behind it. A norm's
@@ -116,7 +119,8 @@ class _Engine:
         self._model = model
         self._delays = delays
         self._record = record
-        self._queued = model is not Model.HOST
+        self._posted = model is not Model.HOST
+        self._queued = model not in (Model.HOST, Model.POSTED)
         self._spans = walk_of(schedule, runs, from_start=model is Model.FIRST_USE)
         self._ranks = range(len(schedule.programs))
         self._groups = groups(schedule)
@@ -167,7 +171,7 @@ class _Engine:
                 if step is None:
                     step = known[action] = self._step(rank, action)
                 steps.append(step)
-        if not self._queued:  # Posting a receive does nothing that the others could see.
+        if not self._posted:  # Posting a receive does nothing that the others could see.
             for part, steps in compiled.items():
                 compiled[part] = [step for step in steps if step.channel is None or step.action.type in SENDS]
         return compiled
@@ -266,9 +270,9 @@ class _Engine:
                     timed.append(Timed(action, call, start_s, now_s))
 
     def _transfer(self, key: int, channel: int, now_s: Seconds, send_s: Seconds) -> None:
-        """A send is issued, or with a queue either side: the tensor moves once all that has to be is."""
+        """A send is issued, or where receives count, either side: the tensor moves once all that has to be is."""
         begin_s = now_s
-        if self._queued:
+        if self._posted:
             issued_s = self._issued_s.pop(key, None)
             if issued_s is None:
                 self._issued_s[key] = now_s

@@ -7,9 +7,11 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from unittest import mock
 
 import pytest
+from receives import report
 
 from megatron_2bw.schedule import as_sent as module
 from megatron_2bw.schedule import lowering
@@ -24,6 +26,7 @@ from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import SCHEDULES, build
 from megatron_2bw.schedule.validation.validate import validate
 
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 Order = Callable[[tuple[Action, ...], dict, int], Iterable[Action]]
 MOST_EXTRA = 3
 COUNTS = {
@@ -198,6 +201,22 @@ def test_calls_do_what_later_ones_do(left: int | None) -> None:
         call = program.call(left)
         assert sorted(map(str, second)) == sorted(map(str, call))
         assert [a for a in second if a.type not in RECEIVES] == [a for a in call if a.type not in RECEIVES]
+
+
+def test_a_transfer_begins_when_its_receive_is_posted() -> None:
+    """Right before its use, it would otherwise be there; a computation earlier, it is."""
+    durations = Durations(forward_s=(1, 2, 1, 1), backward_s=(2, 4, 2, 2), send_s=1)
+    early = lower(build("2bw", stages=4, microbatches=4), (Reduction.GRADIENTS,))
+    buffered, posted, late_s = (
+        max(timed[-1].end_s for timed in run(schedule, [6], durations, model=model).timed)
+        for schedule, model in ((early, Model.HOST), (early, Model.POSTED), (late(early), Model.POSTED))
+    )
+    assert buffered == posted < late_s
+
+
+def test_the_committed_report_is_current() -> None:
+    """Made by ``python scripts/bench/receives.py --output scripts/bench/results/receives.txt``."""
+    assert [*report()] == (BENCH / "results" / "receives.txt").read_text().splitlines()[3:]
 
 
 def test_in_one_queue_the_last_stage_receives_what_the_first_one_has_to_send_before_they_meet() -> None:
