@@ -36,15 +36,13 @@ from megatron_2bw.schedule.registry import (
     DELAYED,
     PER_MICROBATCH,
     TWO_BW,
+    WITHOUT_DELAY,
     build,
     canonical_name,
     check_options,
 )
 from megatron_2bw.schedule.validation.feasible import chain_of, lowered_as, refusal
 from megatron_2bw.schedule.validation.validate import validate
-
-WITHOUT_DELAY = "1f1b-flush"
-"""How 2bw runs a batch that is to have no delay."""
 
 
 class Pipeline:

@@ -38,6 +38,8 @@ MEGATRON = "megatron"
 """Not one of ours: Megatron's own, which stays as it is."""
 
 TWO_BW = frozenset({"2bw"})
+WITHOUT_DELAY = "1f1b-flush"
+"""How 2bw runs a batch that is to have no delay."""
 DELAYED = TWO_BW | PER_MICROBATCH
 """Those whose updates come after the call of their batch: their pipelines do not drain."""
 

@@ -55,10 +55,18 @@ def test_many_batches_at_the_tightest_fit(stages: int, microbatches: int) -> Non
 
 
 def _lowerings(case: Case, rank: int, port: int, folder: Path) -> None:
+    from megatron_2bw.mcore.pipeline import Pipeline
+
     from .worker import main
 
+    def start(pipeline: Pipeline, call: object) -> None:
+        checked.append(feasible._refusal.cache_info().misses)
+        started(pipeline, call)
+
+    checked, started = [], Pipeline.start
+    Pipeline.start = start
     main(case, rank, port, folder)
-    torch.save(feasible._refusal.cache_info().misses, folder / f"rank{rank}.pt")
+    torch.save([*checked, feasible._refusal.cache_info().misses], folder / f"rank{rank}.pt")
 
 
 @pytest.mark.parametrize(
@@ -69,9 +77,11 @@ def _lowerings(case: Case, rank: int, port: int, folder: Path) -> None:
         replace(CASES[1], tied=False, replicas=2, distributed_optimizer=True, precision="bf16"),
         replace(CASES[1], tied=False, replicas=2, distributed_optimizer=True, precision="bf16", optimizer="muon"),
         replace(CASES[1], tied=False, model=BIASED),
+        replace(CASES[1], synchronous=1),
     ],
-    ids=["plain", "one buffer, late receives", "distributed optimizer", "muon, distributed optimizer", "experts"],
+    ids=["plain", "one buffer, late receives", "distributed optimizer", "muon, shards", "experts", "synchronous first"],
 )
 def test_a_run_finds_its_programs_proven(case: Case) -> None:
     """What the flags foretell of them is what is run; the validator takes its time, and all ranks would wait for it."""
-    assert collect(_lowerings, replace(case, batches=2)) == [1] * case.ranks
+    proven = 2 if case.synchronous else 1
+    assert collect(_lowerings, replace(case, batches=2)) == [[proven, proven]] * case.ranks

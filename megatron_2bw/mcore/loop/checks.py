@@ -20,7 +20,15 @@ from megatron_2bw.planner.flag_table.table import MAPPED, REFUSED, SLOWED
 from megatron_2bw.planner.papers.automatic import AUTO
 from megatron_2bw.planner.rules import least_microbatches
 from megatron_2bw.schedule.program import GradientCopy
-from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON, PER_MICROBATCH, TWO_BW, canonical_name
+from megatron_2bw.schedule.registry import (
+    BIDIRECTIONAL,
+    DELAYED,
+    MEGATRON,
+    PER_MICROBATCH,
+    TWO_BW,
+    WITHOUT_DELAY,
+    canonical_name,
+)
 from megatron_2bw.schedule.validation.feasible import chain_of, enough_microbatches, refusal
 
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES")
@@ -108,6 +116,9 @@ def check_batches(
             f"--pipeline-delayed-microbatches {most} is more than the {last} of a batch: give fewer, or leave the flag "
             "out, which delays all"
         )
+    for phase in () if only_last_phase else phases:
+        if phase.first_batch < args.synchronous_warmup_iters:  # Works; so that the first call finds it proven.
+            refusal(WITHOUT_DELAY, stages=stages, microbatches=phase.microbatches, **lowering_of(args))
     delayed = [(phase, end) for phase, end in zip(phases, ends, strict=True) if end > args.synchronous_warmup_iters]
     for phase, end in delayed[-1:] if only_last_phase else delayed:
         remedy = "raise --global-batch-size to {enough} x --micro-batch-size x data-parallel size"
