@@ -50,13 +50,13 @@ def _projection(model: Model, split: Split, machine: Machine) -> Work:
     logits = tokens * model.padded_vocab_size(tensor) / tensor
     # Read and written: two norms, side by side, one behind the other; which logit is largest.
     forward = Parts(
-        machine.product_s(tokens, columns, 2 * hidden, width=narrow),
+        machine.product_s(tokens, columns, 2 * hidden, width=narrow, of_engine=True),
         machine.elementwise_s(width * ((4 + 4 + 4) * here + logits) + cast * 2 * here, _FORWARD + casts),
         gather_s + (gathered_s if sequence else 0.0),
     )
     backward = Parts(
-        machine.product_s(tokens, 2 * hidden, columns, width=narrow)
-        + machine.product_s(2 * hidden, columns, tokens, width=narrow),
+        machine.product_s(tokens, 2 * hidden, columns, width=narrow, of_engine=True)
+        + machine.product_s(2 * hidden, columns, tokens, width=narrow, of_engine=True),
         machine.elementwise_s(
             width * (6 + 4 + 6) * here + 2 * split.gradient_width * 2 * hidden * columns + cast * tokens * columns,
             _BACKWARD + casts,
