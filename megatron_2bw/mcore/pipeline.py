@@ -61,8 +61,8 @@ class Pipeline:
         delayed_microbatches: 2bw: how many of a batch are computed with the older weights; None for all.
         k, gamma: of `schedule.systems.mixpipe.mixpipe`.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
-        late_receives: see `Schedule`; always so for a model with experts. For all whose kernels depend on the data:
-            one may be first used late.
+        late_receives: see `Schedule`. To be set where kernels depend on the data, as with packed sequences: one may be
+            first used late. Always so with experts.
         correction: 2bw: of updates for their delay; None for the paper's exact rule.
         timeout: of every transfer and every reduction.
         logs_this_batch: whether the losses of experts are reported for the batch that has just ended.

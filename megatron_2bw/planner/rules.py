@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -253,33 +253,29 @@ def schedule_problem(layout: Layout) -> Problem | None:
 
 def count_problem(field: str, count: int) -> Problem | None:
     """Why no layout has so many, whatever else it is."""
-    nearest = nearest_count(field, count)
-    if count == nearest:
-        return None
-    rules = {
-        "extra_in_flight": f": above {MOST_EXTRA_IN_FLIGHT}, transfers would wait for each other",
-        "gradient_buffers": ": there are 1 or 2",
-        "mixpipe_k": ": it is even",
-    }
-    return Problem(f"{field} {count}{rules[field]}", f"use {nearest}")
+    nearest, rule = _COUNTS[field]
+    return None if nearest(count) == count else Problem(f"{field} {count}: {rule}", f"use {nearest(count)}")
 
 
-def nearest_count(field: str, count: int) -> int:
-    """``count``, or what comes nearest to it of what a layout may have."""
-    if field == "extra_in_flight":
-        return min(count, MOST_EXTRA_IN_FLIGHT)
-    if field == "gradient_buffers":
-        return count if count in (1, 2) else 2
-    return count + count % 2
+_COUNTS: dict[str, tuple[Callable[[int], int], str]] = {
+    "extra_in_flight": (
+        lambda count: min(count, MOST_EXTRA_IN_FLIGHT),
+        f"above {MOST_EXTRA_IN_FLIGHT}, transfers would wait for each other",
+    ),
+    "gradient_buffers": (lambda count: min(count, 2), "there are 1 or 2"),
+    "mixpipe_k": (lambda count: max(count - count % 2, 2 * (count > 0)), "it is even"),
+}
+"""What comes nearest to a count of what a layout may have, and the rule."""
 
 
-def impossible_counts(space: Space) -> dict[str, Problem]:
-    """By dimension of ``space``, why no layout has a count within its limit."""
+def impossible_counts(space: Space) -> dict[str, tuple[Problem, int]]:
+    """By dimension of ``space``: why no layout has a count within its limit, and what comes nearest."""
     problems = {}
-    for field in ("extra_in_flight", "gradient_buffers", "mixpipe_k"):
-        impossible = [count_problem(field, count) for count in getattr(space, field) or ()]
-        if impossible and all(impossible):
-            problems[field] = impossible[0]
+    for field, (nearest, _) in _COUNTS.items():
+        counts = getattr(space, field) or ()
+        if counts and all(count_problem(field, count) for count in counts):
+            count = min(counts, key=lambda count: abs(nearest(count) - count))
+            problems[field] = count_problem(field, count), nearest(count)
     return problems
 
 

@@ -641,7 +641,7 @@ BAD = {
     f"{PLAN} --synchronous-warmup-fraction 1": "synchronous_warmup_fraction 1.0: give a share from 0 to below 1",
     f"{PLAN} --pipeline-gradient-buffers 3": "gradient_buffers 3: there are 1 or 2; use 2",
     f"{PLAN} --pipeline-extra-in-flight 9": "extra_in_flight 9: above 3, transfers would wait for each other; use 3",
-    f"{PLAN} --pipeline-schedule mixpipe,2bw --mixpipe-k 3": "mixpipe_k 3: it is even; use 4",
+    f"{PLAN} --pipeline-schedule mixpipe,2bw --mixpipe-k 3": "mixpipe_k 3: it is even; use 2",
     f"{PLAN} --synchronous-warmup-fraction 0.1 --sample-efficiency auto": "auto chooses the share; leave one out",
     f"{PLAN} --delayed-microbatches-fraction 0": "delayed_microbatches_fraction 0.0: give a share above 0",
     f"{PLAN} --delayed-microbatches-fraction 0.5 --sample-efficiency auto": "auto chooses the share; leave one out",
@@ -691,7 +691,7 @@ BAD = {
     f"{ESTIMATE} --recompute-granularity selective x": "selective x: it takes one value; leave out 'x'",
     ESTIMATE.replace("estimate", "estimate stray"): "stray is no option of this command, and no flag of Megatron's;",
     f"estimate {SCRIPTS / 'conditions.sh'} --cluster dgx-a100": "conditions.sh, if its flags are meant",
-    f"{PLAN} --verify-top 1 --run-args '--a": "--run-args '--a: a quote is not closed; close it",
+    f"{PLAN} --verify-top 1 --run-args '--a": "--run-args '--a: no closing quotation; write it as for a shell",
     f"{ESTIMATE} --num-experts 4 --moe-aux-loss-coeff 0.1 x": "--moe-aux-loss-coeff x: give a number of at least 0",
     f"{ESTIMATE} --num-experts 4 --moe-router-load-balancing-type aux_loss x": "-type x: choose one of aux_loss",
     f"{ESTIMATE} --jsonl rows": "--jsonl and --num-layers: the rows hold all that it says",
@@ -726,6 +726,22 @@ def test_flags_in_one_string(words: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verify, "measured", measured)
     assert main([*PLAN.replace("--nodes 8", "--nodes 1").replace("512", "8").split(), "--verify-top", "1", *words]) == 2
     assert seen == [shlex.split(words[-1].removeprefix("--run-args="))]
+
+
+def test_what_the_estimate_leaves_out_of_late_receives_and_of_layers_of_torch_in_fp32(
+    capsys: pytest.CaptureFixture[str],
+):
+    two_bw, in_fp32 = (
+        f"{ESTIMATE} --pipeline-model-parallel-size 2 --pipeline-schedule 2bw",
+        ESTIMATE.replace(" --bf16", ""),
+    )
+    for command, note in {
+        f"{two_bw} --pipeline-late-receives": "receives that are posted early",
+        f"{in_fp32} --transformer-impl local": "which are in TF32",
+    }.items():
+        assert note in words_of(run(capsys, command)[1])
+    for command in (f"{ESTIMATE} --transformer-impl local", in_fp32):
+        assert "TF32" not in run(capsys, command)[1]
 
 
 def test_gamma_may_be_0(capsys: pytest.CaptureFixture[str]):

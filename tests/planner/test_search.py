@@ -545,10 +545,30 @@ def test_a_schedule_that_these_stages_have_none_of_is_replaced():
     assert search(MODEL, cluster(3, 80), 3, Space(schedules=(remedy,))).choices
 
 
+@pytest.mark.parametrize(
+    ("gpus", "space", "nearest"),
+    [
+        (2, {}, "mixpipe_k 3: an even number up to pipeline 2; use mixpipe_k 2"),
+        (2, {"pipelines": (2,), "mixpipe_k": (7, 3)}, "use mixpipe_k 2"),
+        (1, {}, "mixpipe_k 3: it is even; and with mixpipe_k 2, "),
+    ],
+)
+def test_an_odd_k_is_answered_with_one_that_a_user_can_give(gpus: int, space: dict, nearest: str):
+    """The depth, which a layout has as 0, is one."""
+    node, limits = (
+        sized(CLUSTERS["dgx-h100"], gpus=gpus),
+        Space(**{"schedules": ("mixpipe",), "mixpipe_k": (3,), **space}),
+    )
+    with pytest.raises(PlanError, match=re.escape(nearest)):
+        search(MODELS["gpt-2.2b"], node, 8, limits)
+    if gpus > 1:
+        assert search(MODELS["gpt-2.2b"], node, 8, dataclasses.replace(limits, mixpipe_k=(2,))).choices
+
+
 def test_recomputing_what_saves_nothing_is_named():
     """No set of modules of a GPT with biases and fused attention does."""
     biased = MODELS["gpt-2.2b"]
-    with pytest.raises(PlanError, match=r": recompute selective leaves none; use recompute none$"):
+    with pytest.raises(PlanError, match=r": recompute selective saves no memory; use recompute none$"):
         search(biased, cluster(4, 80), 8, Space(recomputes=(Recompute.SELECTIVE,)))
 
 

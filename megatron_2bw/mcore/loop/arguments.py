@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="Post each receive no earlier than its tensor is sent, by the schedule. Then all ranks get through, "
         "whatever waits for the whole GPU, such as an allocator without free memory or a kernel that is first used "
-        "late; transfers have less time beside computations. Models with experts, and packed sequences, are always run "
-        "so: their kernels depend on the data.",
+        "late; transfers have less time beside computations. Models with experts, and packed sequences (--sft, "
+        "--dataloader-inter-document-masking), are always run so: their kernels depend on the data.",
     )
     group.add_argument(
         "--mixpipe-k",

@@ -62,12 +62,12 @@ def words_of(flag: str, text: str) -> list[str]:
     """What a shell makes of the text behind ``--run-args`` and the like.
 
     Raises:
-        PlanError: a quote is not closed.
+        PlanError: a shell would ask for more.
     """
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise PlanError(f"{flag} {text}: a quote is not closed; close it") from error
+        raise PlanError(f"{flag} {text}: {str(error).lower()}; write it as for a shell") from error
 
 
 def add_formats(parser: argparse.ArgumentParser, *, flags_only: bool = False) -> None:

@@ -149,6 +149,12 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
 }
 _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--optimizer": (_has_unknown_state, "priced with Adam's state"),
+    "--transformer-impl": (
+        lambda options, flag: _is_local(options, flag) and not {"--bf16", "--fp16"} & options.values.keys(),
+        "priced, from Ampere on, with products of Transformer Engine, which are in TF32; torch's take several times as "
+        "long",
+    ),
+    "--pipeline-late-receives": (_given, "transfers are priced with receives that are posted early"),
     "--muon-scalar-optimizer": (
         lambda options, flag: options.text(flag, "adam") != "adam",
         "priced with Adam for what is no matrix",

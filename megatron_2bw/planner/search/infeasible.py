@@ -12,7 +12,7 @@ from megatron_2bw.planner.errors import MOST, PlanError, Problem
 from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.multiples import divisors, nearest_multiple
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import impossible_counts, nearest_count
+from megatron_2bw.planner.rules import impossible_counts
 from megatron_2bw.planner.search.candidates import Candidates
 from megatron_2bw.planner.search.decisions import STEPS
 from megatron_2bw.planner.search.finder import Finder, parts_of
@@ -113,18 +113,18 @@ class Infeasible:
         """Whether ``choice`` leaves a layout that fits."""
         return self.finder.of_other(**choice.changes, **more).first() is not None
 
-    def _why_impossible(self, problems: dict[str, Problem]) -> str:
-        """Counts that no layout has."""
-        space = self._candidates.space
-        nearest = {dimension: nearest_count(dimension, getattr(space, dimension)[0]) for dimension in problems}
-        words = " and ".join(f"{dimension} {count}" for dimension, count in nearest.items())
-        possible = {dimension: (count,) for dimension, count in nearest.items()}
-        choice = _Choice(f"with {words}", {"space": replace(space, **possible)})
-        reason = " and ".join(problem.reason for problem in problems.values())
-        lacks_memory = self._has_any(choice, cluster=_with_memory(self._candidates.cluster, MOST))
-        if self._has_any(choice) or not lacks_memory:
+    def _why_impossible(self, problems: dict[str, tuple[Problem, int]]) -> str:
+        """Counts that no layout has; if with others there is none either, why not."""
+        words = " and ".join(f"{dimension} {count}" for dimension, (_, count) in problems.items())
+        possible = {dimension: (count,) for dimension, (_, count) in problems.items()}
+        choice = _Choice(f"with {words}", {"space": replace(self._candidates.space, **possible)})
+        reason = ", and ".join(problem.reason for problem, _ in problems.values())
+        if self._has_any(choice):
             return f"{reason}; use {words}"
-        return self._too_large_with(reason, choice)
+        if self._has_any(choice, cluster=_with_memory(self._candidates.cluster, MOST)):
+            return self._too_large_with(reason, choice)
+        _, _, others = self._of_other(**choice.changes).why().partition(": ")
+        return f"{reason}; and {choice.words}, {others}"
 
     def _why_batch(self) -> str:
         """The batch splits over no number of replicas; with what would have a layout."""
@@ -190,9 +190,11 @@ class Infeasible:
         others = lifted.first_of_each(field)
         pairs = sorted(product(getattr(space, dimension), others), key=lambda pair: _distance(*pair))
         for value, other in pairs[:_TRIALS]:
-            changes = {"space": replace(space, **{dimension: (other,)})}
+            layout = others[other]
+            count = layout.pipeline if (field, other) == ("mixpipe_k", 0) else other  # Which is what 0 stands for.
+            changes = {"space": replace(space, **{dimension: (count,)})}
             if self.finder.of_other(**changes).first():
-                return self._rule_broken(others[other], field, value), _Choice(f"{field} {other}", changes)
+                return self._rule_broken(layout, field, value), _Choice(f"{field} {count}", changes)
         return None
 
     def _rule_broken(self, layout: Layout, field: str, value: Any) -> str:
@@ -201,7 +203,9 @@ class Infeasible:
             problem = self._candidates.problem(replace(layout, **{field: value}))
         except PlanError as error:
             return error.reason
-        return f"{field} {value} leaves none" if problem is None else problem.reason
+        if problem is not None:
+            return problem.reason
+        return f"{field} {value} {'saves no memory' if field == 'recompute' else 'leaves none'}"
 
     def _nearest_batch(self, cluster: Cluster) -> _Choice | None:
         """What ``cluster`` has a layout for, of batches that split over its replicas; None if there is none."""

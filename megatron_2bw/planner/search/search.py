@@ -91,7 +91,7 @@ def search(
     choices = [found.with_fewest_delayed(choice) for choice in found.best(keep)]
     if not choices:
         raise PlanError(Infeasible(finder=found).why())
-    for impossible in impossible_counts(candidates.space).values():  # Another schedule, without it, was found.
+    for impossible, _ in impossible_counts(candidates.space).values():  # Another schedule, without it, was found.
         raise PlanError(impossible)
     return Plan(
         model=model,
