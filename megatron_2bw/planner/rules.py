@@ -262,7 +262,7 @@ _COUNTS: dict[str, tuple[Callable[[int], int], str]] = {
         lambda count: min(count, MOST_EXTRA_IN_FLIGHT),
         f"above {MOST_EXTRA_IN_FLIGHT}, transfers would wait for each other",
     ),
-    "gradient_buffers": (lambda count: min(count, 2), "there are 1 or 2"),
+    "gradient_buffers": (lambda count: count if count in (1, 2) else 2, "there are 1 or 2"),
     "mixpipe_k": (lambda count: max(count - count % 2, 2 * (count > 0)), "it is even"),
 }
 """What comes nearest to a count of what a layout may have, and the rule."""

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_2bw.planner.rules import (
     context_problem,
+    count_problem,
     delay_of,
     expert_problem,
     model_problem,
@@ -92,3 +93,12 @@ def test_as_many_delayed_microbatches_as_are_named_run(stages: int, extra: int):
         for number in named:
             assert number < count, "all of them: the search has that without the number"
             assert problem(MODEL, replace(one, delayed_microbatches=number)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "count", "nearest"),
+    [("gradient_buffers", 0, 2), ("gradient_buffers", 3, 2), ("extra_in_flight", 9, 3), ("mixpipe_k", 1, 2)],
+)
+def test_counts_that_no_layout_has_are_answered_with_the_nearest(field: str, count: int, nearest: int) -> None:
+    assert count_problem(field, count).remedy == f"use {nearest}"
+    assert count_problem(field, nearest) is None
