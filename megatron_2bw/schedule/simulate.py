@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_2bw.schedule.action import Action
 from megatron_2bw.schedule.calls import lowered
 from megatron_2bw.schedule.durations import Durations, Seconds
-from megatron_2bw.schedule.engine import Outcome, run
+from megatron_2bw.schedule.engine import Model, Outcome, run
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.timeline import Event, Timeline, ratio
@@ -68,15 +68,17 @@ def _unblocked(
     batches: int,
     durations: Durations,
     delays: Mapping[tuple[int, Action], Seconds] | None = None,
+    *,
+    model: Model = Model.HOST,
 ) -> Outcome:
-    outcome = run(schedule, [batches], durations, delays=delays)
+    outcome = run(schedule, [batches], durations, model=model, delays=delays)
     if outcome.blocked:
         where = ", ".join(f"rank {b.rank} in call {b.span.call} at {b.action}" for b in outcome.blocked)
         raise ScheduleError(f"{schedule.name} gets stuck: {where}; validate() names the broken rule")
     return outcome
 
 
-def steady_state(schedule: Schedule, durations: Durations) -> SteadyState:
+def steady_state(schedule: Schedule, durations: Durations, *, model: Model = Model.HOST) -> SteadyState:
     """Time per batch and bubble of an endless run.
 
     A call depends on a few calls before it. Once all times in so many calls are those of some calls earlier, plus one
@@ -86,12 +88,17 @@ def steady_state(schedule: Schedule, durations: Durations) -> SteadyState:
 
     ``bubble = 1 - (F + B + UPDATE of one batch, summed over ranks) / (ranks * period)``.
 
+    Args:
+        schedule: default reductions and transfers are added where it has none.
+        durations: of every action.
+        model: what waiting means.
+
     >>> from megatron_2bw.schedule.registry import build
     >>> steady_state(build("gpipe", stages=3, microbatches=2), Durations(forward_s=1, backward_s=2))
     SteadyState(period_s=Fraction(12, 1), bubble_ratio=Fraction(1, 2))
     """
     for turns in (schedule.stages + 4, 5 * (schedule.stages + 4)):
-        end = _End.of(lowered(schedule), durations, turns)
+        end = _End.of(lowered(schedule), durations, turns, model)
         repeated = next(filter(end.repeats, range(1, turns + 1)), None)
         if repeated is not None:
             break
@@ -112,14 +119,14 @@ class _End(NamedTuple):
     """Of one call, summed over ranks."""
 
     @classmethod
-    def of(cls, schedule: Schedule, durations: Durations, turns: int) -> _End:
+    def of(cls, schedule: Schedule, durations: Durations, turns: int, model: Model) -> _End:
         """Long enough to compare its end with what was up to ``turns`` calls earlier."""
         batches = [action.batch for program in schedule.programs for action in program.steady]
         ahead, behind = max(*batches, 1), -min(batches)
         depth = 1 + ahead + behind
         first = max(behind, 1)  # The pipeline fills in call 0, and there are no updates of earlier batches.
         last = first + depth + turns
-        outcome = _unblocked(schedule, last + ahead, durations)
+        outcome = _unblocked(schedule, last + ahead, durations, model=model)
         times_s = [list(arrivals_s) for arrivals_s in outcome.arrivals_s]
         work_s: Seconds = 0
         for timed in (timed for of_rank in outcome.timed for timed in of_rank):

@@ -3,7 +3,7 @@
     python scripts/bench/receives.py [--output scripts/bench/results/receives.txt]
 
 A transfer begins when both sides have issued it, each behind what its rank has issued before, as over NCCL. Batches are
-those in the middle of a long run. A transfer takes the given share of a microbatch's forward and backward on one stage;
+those of an endless run. A transfer takes the given share of a microbatch's forward and backward on one stage;
 a backward takes twice a forward. "slow" has one stage, in the middle, that takes 15% longer than the others.
 """
 
@@ -22,25 +22,17 @@ from report import heading, put
 
 from megatron_2bw.schedule.action import Reduction
 from megatron_2bw.schedule.durations import Durations
-from megatron_2bw.schedule.engine import Model, run
+from megatron_2bw.schedule.engine import Model
 from megatron_2bw.schedule.lowering import lower
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.registry import build
+from megatron_2bw.schedule.simulate import steady_state
 
 SIZES = ((2, 4), (4, 4), (4, 8), (8, 8), (8, 16))
 SHARES = (Fraction(1, 100), Fraction(3, 100), Fraction(10, 100))
 SCHEDULES = (("2bw", 0), ("2bw", 1), ("1f1b-flush", 0))
 """With so many more activations in flight."""
 SLOWER = Fraction(115, 100)
-FIRST, LAST = 6, 12
-"""Calls between which batches are timed; a run has more."""
-
-
-def batch_s(schedule: Schedule, durations: Durations) -> Fraction:
-    """From one batch to the next, in the middle of a run."""
-    timed = run(schedule, [LAST + 4], durations, model=Model.POSTED).timed
-    ends = [max(one.end_s for rank in timed for one in rank if one.call == call) for call in (FIRST, LAST)]
-    return Fraction(ends[1] - ends[0], LAST - FIRST)
 
 
 def ratios(early: Schedule) -> Iterator[Fraction]:
@@ -49,7 +41,10 @@ def ratios(early: Schedule) -> Iterator[Fraction]:
         forward_s = tuple(slowest if stage == early.stages // 2 else Fraction(1) for stage in range(early.stages))
         for share in SHARES:
             durations = Durations(forward_s=forward_s, backward_s=tuple(2 * s for s in forward_s), send_s=3 * share)
-            late_s, early_s = (batch_s(replace(early, late_receives=late), durations) for late in (True, False))
+            late_s, early_s = (
+                steady_state(replace(early, late_receives=late), durations, model=Model.POSTED).period_s
+                for late in (True, False)
+            )
             yield late_s / early_s
 
 
