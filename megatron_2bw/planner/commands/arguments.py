@@ -52,22 +52,23 @@ def add_run_args(parser: argparse.ArgumentParser) -> None:
     """What runs on this machine may need more than the planner prints."""
     parser.add_argument(
         "--run-args",
-        default="",
+        type=shell_words,
+        default=[],
         metavar="TEXT",
         help="more flags of Megatron for what runs here, in one string, such as '--no-gradient-accumulation-fusion'",
     )
 
 
-def words_of(flag: str, text: str) -> list[str]:
-    """What a shell makes of the text behind ``--run-args`` and the like.
+def shell_words(text: str) -> list[str]:
+    """What a shell makes of ``text``; the type of ``--run-args`` and the like.
 
     Raises:
-        PlanError: a shell would ask for more.
+        ArgumentTypeError: a shell would ask for more.
     """
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise PlanError(f"{flag} {text}: {str(error).lower()}; write it as for a shell") from error
+        raise argparse.ArgumentTypeError(f"{text}: {str(error).lower()}; write it as for a shell") from error
 
 
 def add_formats(parser: argparse.ArgumentParser, *, flags_only: bool = False) -> None:

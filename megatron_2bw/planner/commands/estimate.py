@@ -16,7 +16,7 @@ from megatron_2bw.planner.commands.arguments import (
     check_size,
     described_cluster,
     named_model,
-    words_of,
+    shell_words,
 )
 from megatron_2bw.planner.errors import PlanError
 
@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
     add_model(estimate)
     add_cluster(estimate)
     estimate.add_argument("--from-script", type=Path, metavar="FILE", help="a launch script in bash; read, never run")
-    estimate.add_argument("--script-args", default="", metavar="TEXT", help="arguments of that script, in one string")
+    estimate.add_argument(
+        "--script-args", type=shell_words, default=[], metavar="TEXT", help="arguments of that script, in one string"
+    )
     estimate.add_argument("--ignore", default="", metavar="LIST", help="flags to leave out, such as fp8-format,seed")
     rows = "one configuration per line: a JSON object with fields of Model and Layout, or with Megatron's arguments"
     estimate.add_argument("--jsonl", type=Path, metavar="FILE", help=rows)
@@ -142,8 +144,7 @@ def _given(args: argparse.Namespace, words: Sequence[str]) -> list[tuple[Options
         from megatron_2bw.planner.bash.scope import is_known, shown
         from megatron_2bw.planner.flags.launch import read_script
 
-        arguments = words_of("--script-args", args.script_args)
-        launches = read_script(args.from_script, environment=os.environ, arguments=arguments)
+        launches = read_script(args.from_script, environment=os.environ, arguments=args.script_args)
         given = [
             (Options.parse([*launch.words, *words], explain=shown, is_known=is_known), launch.kind, launch.gpus)
             for launch in launches

@@ -21,7 +21,6 @@ from megatron_2bw.planner.commands.arguments import (
     described_cluster,
     described_model,
     listed,
-    words_of,
 )
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import (
@@ -171,7 +170,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_2bw.planner.measure.verify import measured
         from megatron_2bw.planner.report.report import shown
 
-        plan = measured(plan, shown(plan, args.verify_top), args.script, words_of("--run-args", args.run_args))
+        plan = measured(plan, shown(plan, args.verify_top), args.script, args.run_args)
     if args.plot:
         from megatron_2bw.planner.report.plot import plot
 
@@ -191,7 +190,6 @@ def _check(args: argparse.Namespace) -> None:
             raise PlanError(f"{flag} {count}: give a whole number of at least 1")
     if args.verify_top is None and (args.script or args.run_args):
         raise PlanError("--script and --run-args say how --verify-top runs layouts; give that too, or leave them out")
-    words_of("--run-args", args.run_args)
     if args.plot and args.plot.suffix != ".svg":
         raise PlanError(f"--plot {args.plot}: it is an SVG; give a name ending in .svg")
     if args.plot:

@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_2bw.planner.commands.arguments import (
-    add_kernels,
-    add_model,
-    add_run_args,
-    described_model,
-    listed,
-    words_of,
-)
+from megatron_2bw.planner.commands.arguments import add_kernels, add_model, add_run_args, described_model, listed
 
 _PROFILE = """Time a layer, the embedding, logits, the update and the links on this machine, on all ranks at once. The
 model is --model, or Megatron's own flags; its number of layers does not matter."""
@@ -57,7 +50,7 @@ def _profile(args: argparse.Namespace, words: Sequence[str]) -> int:
         tensors=listed("--tensor-model-parallel-size", args.tensor_model_parallel_size, int),
         microbatches=listed("--micro-batch-size", args.micro_batch_size, int),
         recomputes=tuple(choice for choice in Recompute if choice in (*recomputes, Recompute.NONE)),
-        more_flags=tuple(words_of("--run-args", args.run_args)),
+        more_flags=tuple(args.run_args),
     )
     print("\n".join(summary(request, measure(request, args.output))))
     print(f"wrote {args.output}; megatron-2bw plan --profile {args.output} prices with it")
