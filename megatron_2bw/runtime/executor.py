@@ -82,6 +82,7 @@ class Executor:
         self._lefts: Lefts | None = ()
         """Of the calls since the pipeline was empty; None when those in the order of `as_sent` are over."""
         self._orders: dict[Lefts, tuple[Action, ...]] = {}
+        """Of this rank, as `as_sent` gave them; to ask it again takes the hash of the whole schedule."""
         self._steps: dict[ActionType, Callable[[Action], None]] = {
             ActionType.FORWARD: self._forward,
             ActionType.BACKWARD: self._backward,
