@@ -1,4 +1,5 @@
-"""What Megatron does where tensor-parallel ranks are more than query groups, and what the planner counts there."""
+"""What Megatron does where tensor-parallel ranks are more than query groups, and what the planner counts there; and
+what it keeps of queries, keys and values, there and elsewhere."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def built(model: Model, layout: Layout) -> Any:
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
         tensor_model_parallel_size=layout.tensor,
-        sequence_parallel=True,
+        sequence_parallel=layout.sequence_parallel,
         use_cpu_initialization=True,
         perform_initialization=False,
         add_bias_linear=False,
@@ -160,7 +161,7 @@ def built(model: Model, layout: Layout) -> Any:
     return SelfAttention(config, submodules, layer_number=1, pg_collection=groups)
 
 
-def kept_by(module: Any, model: Model) -> tuple[float, torch.Tensor]:
+def kept_by(module: Any, model: Model, tensor: int) -> tuple[float, torch.Tensor]:
     """Bytes that a forward keeps, weights and angles apart, and what it gives."""
     storages = {}
 
@@ -169,7 +170,7 @@ def kept_by(module: Any, model: Model) -> tuple[float, torch.Tensor]:
         return x
 
     angles = None if model.learned_positions else torch.zeros(model.seq_length, 1, 1, model.kv_channels)
-    hidden = torch.randn(model.seq_length // LAYOUT.tensor, 3, model.hidden_size, requires_grad=True)
+    hidden = torch.randn(model.seq_length // tensor, 3, model.hidden_size, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         output, _ = module(hidden, torch.ones(1), rotary_pos_emb=angles)
     others = {one.untyped_storage().data_ptr() for one in module.parameters()}
@@ -177,14 +178,23 @@ def kept_by(module: Any, model: Model) -> tuple[float, torch.Tensor]:
     return sum(of_tokens), output
 
 
-@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.SELECTIVE])
+RECOMPUTE = pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.SELECTIVE])
+NEW_QUERIES = [{}, {"learned_positions": True}, {"qk_layernorm": True}]
+"""By their positions, by norms, or not."""
+
+
+def expected(model: Model, layout: Layout) -> float:
+    """Bytes, of what products read, too."""
+    numbers = attention.kept(model, layout.tensor, core_again=layout.recompute is Recompute.SELECTIVE)
+    return 4 * TOKENS * (numbers + (model.hidden_size + model.output_size) / layout.tensor)
+
+
+@RECOMPUTE
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        *NEW_QUERIES,
         {"num_attention_heads": 16, "num_query_groups": 1},
-        {"learned_positions": True},
-        {"qk_layernorm": True},
         {"learned_positions": True, "qk_layernorm": True},
     ],
     ids=str,
@@ -195,13 +205,27 @@ def test_all_queries_keys_and_values_are_gathered_and_a_whole_group_is_kept(
     model, layout = replace(MODEL, **changes), replace(LAYOUT, recompute=recompute)
     with rank_of(layout, 5):
         module = built(model, layout)
-        kept, output = kept_by(module, model)
+        kept, output = kept_by(module, model, layout.tensor)
         output.backward(torch.ones_like(output))
     whole = attention.regathered(model, layout.tensor)
     assert whole == layout.tensor * module.linear_qkv.weight.shape[0]
     assert moved == {"gathered": [TOKENS * whole], "scattered": [TOKENS * whole]}
     heads = [model.num_attention_heads // layout.tensor, 1, 1]
     assert module.core_attention.shapes == [(32, 3, count, 16) for count in heads]
-    numbers = attention.kept(model, layout.tensor, core_again=recompute is Recompute.SELECTIVE)
-    numbers += (model.hidden_size + model.output_size) / layout.tensor  # What products read.
-    assert kept == 4 * TOKENS * numbers
+    assert kept == expected(model, layout)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("changes", NEW_QUERIES, ids=str)
+@pytest.mark.parametrize(("tensor", "groups"), [(1, 2), (2, 2), (2, 4), (2, 8)])
+def test_a_checkpoint_of_the_core_keeps_all_that_the_product_gave(
+    tensor: int, groups: int, changes: dict[str, Any], recompute: Recompute, moved: dict[str, list[int]]
+) -> None:
+    """Attention would have copied the values out of it."""
+    model = replace(MODEL, num_query_groups=groups, **changes)
+    sizes = {"tensor": tensor, "expert_tensor": tensor, "sequence_parallel": tensor > 1}
+    layout = replace(LAYOUT, recompute=recompute, **sizes)
+    with rank_of(layout, 0):
+        kept, _ = kept_by(built(model, layout), model, tensor)
+    assert moved == {"gathered": [], "scattered": []}
+    assert kept == expected(model, layout)

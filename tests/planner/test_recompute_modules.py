@@ -82,8 +82,11 @@ def test_a_checkpoint_of_the_experts_keeps_what_the_router_reads():
 
 def test_a_checkpoint_of_an_mlp_keeps_nothing_more_than_the_residual():
     assert saved(RecomputeModule.MLP, model=DEEPSEEK.dense) == pytest.approx(4096 * 2 * (7168 + 3 * 18432) / MIB)
-    others = [module for module in MODULES if module not in (RecomputeModule.MLP, RecomputeModule.MLA_UP_PROJ)]
-    assert saved(*others, model=MODELS["llama3-8b"], expert=1) == 0
+    llama, queries_and_keys = MODELS["llama3-8b"], 8192 * 2 * (4096 + 1024)
+    none = {RecomputeModule.MLP, RecomputeModule.MLA_UP_PROJ, RecomputeModule.CORE_ATTN}
+    assert saved(*(module for module in MODULES if module not in none), model=llama, expert=1) == 0
+    # Attention that stores no scores copies the values, and a checkpoint of it keeps what they are a view of.
+    assert saved(RecomputeModule.CORE_ATTN, model=llama, expert=1) == -queries_and_keys / MIB
 
 
 @pytest.mark.parametrize("fp8", [Fp8.NONE, Fp8.TENSORWISE])

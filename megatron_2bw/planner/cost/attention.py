@@ -136,16 +136,21 @@ def kept(model: Model, tensor: int, *, core_again: bool = False) -> float:
 
     Attention copies what is a view of a larger tensor (``get_qkv_layout`` in ``transformer_engine/pytorch/attention/
     dot_product_attention/utils.py``), and so do norms. With ``core_again``, the checkpoint before it keeps the view
-    itself, and with it all that was gathered: of values, and where neither positions nor norms make new ones, of
-    queries and keys.
+    itself, and with it all that the product gave, or all that was gathered: of values, and where neither positions nor
+    norms make new ones, of queries and keys.
     """
     queries, (keys, values) = model.query_size / tensor, keys_and_values(model, tensor)
-    normed = model.qk_layernorm and not model.multi_latent_attention
-    of_norms = queries + keys if normed else 0
-    if core_again and (everything := regathered(model, tensor)):
-        is_new = normed or (model.rotary and not model.learned_positions)
-        return (queries + keys if is_new else 0) + everything + of_norms
-    return queries + keys + values + of_norms
+    if model.multi_latent_attention:
+        return queries + keys + values
+    of_norms = queries + keys if model.qk_layernorm else 0
+    if not core_again:
+        return queries + keys + values + of_norms
+    new = 0
+    if model.qk_layernorm or (model.rotary and not model.learned_positions):
+        new = queries + keys
+    elif model.num_attention_heads > model.num_query_groups > tensor:
+        new = queries  # Heads of several groups are put side by side, without the groups' keys and values between them.
+    return new + (regathered(model, tensor) or queries + keys + values) + of_norms
 
 
 def latents(model: Model) -> int:
