@@ -85,13 +85,14 @@ USED: tuple[Used, ...] = (
     # Missing, losses would be scaled and gradients never divided by the scale.
     Used(module=f"{_OPTIMIZER}.optimizer", name="MixedPrecisionOptimizer", parameters=("grad_scaler",)),
     Used(module=f"{_OPTIMIZER}.optimizer", name="SEPARATE_GRAD_NORM_GROUPS", since=(0, 19)),
-    Used(
-        module=f"{_OPTIMIZER}.optimizer",
-        name="ChainedOptimizer.has_grad_norm_group",
-        parameters=("grad_norm_group",),
-        since=(0, 19),
+    *(
+        Used(module=f"{_OPTIMIZER}.optimizer", name=name, parameters=("grad_norm_group",), since=(0, 19))
+        for name in (
+            "ChainedOptimizer.has_grad_norm_group",
+            "ChainedOptimizer._get_grad_norm_for_group",
+            "MegatronOptimizer.get_grads_for_grad_norm",
+        )
     ),
-    Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_grads_for_grad_norm", since=(0, 19)),
     Used(module=f"{_OPTIMIZER}.optimizer", name="MegatronOptimizer.get_main_grads_for_grad_norm", until=(0, 19)),
     *_names(f"{_OPTIMIZER}.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
     *_names(_RERUN, "_GLOBAL_RERUN_STATE_MACHINE", "RerunMode", "get_rerun_state_machine"),

@@ -50,7 +50,8 @@ def norm_deviation(found: Results, expected: Results) -> float:
     done = ~expected.norms.isnan()
     if not torch.equal(~found.norms.isnan(), done):
         return math.inf
-    return _largest_relative(found.norms[done], expected.norms[done])
+    pairs = [(found.norms, expected.norms), (found.norms_apart, expected.norms_apart)]
+    return max(_largest_relative(a[done], b[done]) for a, b in pairs)
 
 
 def differing(found: Results, expected: Results, *, norms: bool = True) -> list[str]:
@@ -65,6 +66,7 @@ def differing(found: Results, expected: Results, *, norms: bool = True) -> list[
             pairs[f"{what} {name}"] = tensor, getattr(expected, what)[name]
     if norms:
         pairs["norms"] = found.norms.nan_to_num(), expected.norms.nan_to_num()
+        pairs["norms of their own"] = found.norms_apart.nan_to_num(), expected.norms_apart.nan_to_num()
     return [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
 
 
@@ -98,7 +100,8 @@ def _largest(values: Iterable[float]) -> float:
 def _largest_relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     if found.shape != expected.shape:
         raise ValueError(f"shapes differ: {tuple(found.shape)} and {tuple(expected.shape)}")
-    return ((found.double() - expected.double()).abs() / expected.double().abs()).max().item()
+    apart = (found.double() - expected.double()).abs()
+    return (apart / expected.double().abs()).where(apart > 0, 0.0).max().item()
 
 
 def _paired(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

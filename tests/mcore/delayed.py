@@ -43,8 +43,8 @@ class Rules:
     """From this batch on, training is ordinary."""
     ordinary_batches: int = 0
     """Before this batch, training is ordinary; from it on, as if a delayed run began."""
-    norms: tuple[float, ...] | None = None
-    """Clip by these; None: by its own."""
+    norms: tuple[tuple[float, float], ...] | None = None
+    """Per batch: clip by these, the second one that of `Training.apart`; None: by its own."""
     infinite: frozenset[int] = frozenset()
     """Batches whose gradient gets an infinity."""
     directions: int = 1
@@ -72,6 +72,8 @@ class Training:
     shards: list[Shard]
     main: list[torch.nn.Parameter]
     """One per parameter of the model; a second copy of the tied weight shares that of the first."""
+    apart: list[bool]
+    """Per main weight: whether it is clipped by a norm of such ones alone."""
     optimizers: list[torch.optim.Optimizer]
     known: Optimizers
     scheduler: Any
@@ -112,6 +114,7 @@ class Training:
             self.loss_scale.update(overflow)
             if overflow:
                 self.record.norms.append(None)
+                self.record.norms_apart.append(None)
                 weights_after = [weight.clone() for weight in versions[-1][: len(self.main)]]
             else:
                 self.update(batch, span, gradients)
@@ -239,16 +242,17 @@ class Training:
         return list(sums.values())
 
     def update(self, batch: int, span: range, gradients: list[torch.Tensor]) -> None:
-        norm = self.norm(gradients)
-        used = norm if self.rules.norms is None else self.rules.norms[batch]
-        coefficient = self.case.clip / (used + 1.0e-6)
-        for main, gradient in zip(dict.fromkeys(self.main), gradients, strict=True):
+        norms = self.norm(gradients, apart=False), self.norm(gradients, apart=True)
+        used = norms if self.rules.norms is None else self.rules.norms[batch]
+        for main, gradient, apart in zip(dict.fromkeys(self.main), gradients, self.apart, strict=True):
+            coefficient = self.case.clip / (used[apart] + 1.0e-6)
             if 0.0 < coefficient < 1.0:
                 gradient = (gradient.to(self.clipped_in) * coefficient).float()
             main.grad = gradient
         self.step(batch)
         self.scheduler.step(increment=self.case.samples(len(span)))
-        self.record.norms.append(norm)
+        self.record.norms.append(norms[False])
+        self.record.norms_apart.append(norms[True] if self.case.clip else 0.0)
 
     def step(self, batch: int) -> None:
         """With a lead, ``m`` is ``m + k*(g - m)`` while the weights change, g scaled as m is."""
@@ -274,15 +278,13 @@ class Training:
         for main, moment in moments:
             moment.add_(main.grad, alpha=-share * size(done + 1)).div_(1 - share)
 
-    def norm(self, gradients: list[torch.Tensor]) -> float:
-        """L2, with weights that all tensor-parallel ranks have counted once."""
+    def norm(self, gradients: list[torch.Tensor], *, apart: bool) -> float:
+        """L2 of those that are apart, or of the others; weights that all tensor-parallel ranks have count once."""
         shards = dict(zip(self.main, self.shards, strict=True)).values()
-        squares = [
-            gradient.double().square().sum()
-            for shard, gradient in zip(shards, gradients, strict=True)
-            if shard.dim >= 0 or shard.tensor_rank == 0
-        ]
-        total = torch.stack(squares).sum()
+        total = torch.zeros([], dtype=torch.float64, device=gradients[0].device)
+        for shard, gradient, is_apart in zip(shards, gradients, self.apart, strict=True):
+            if is_apart == apart and (shard.dim >= 0 or shard.tensor_rank == 0):
+                total += gradient.double().square().sum()
         dist.all_reduce(total, group=self.tensors)
         return total.sqrt().item()
 
@@ -376,6 +378,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
         model=model,
         shards=[named[parameter] for parameter in model.parameters()],
         main=[main_of[named[parameter]] for parameter in model.parameters()],
+        apart=[shard.name.startswith("mtp.") and getattr(args, "mtp_detach_heads", False) for shard in main_of],
         optimizers=optimizers,
         known=known,
         scheduler=get_optimizer_param_scheduler(

@@ -9,6 +9,7 @@ from .case import Case
 from .features import (
     ALL_TO_ALL,
     BIASED,
+    DETACHED,
     EXPERTS,
     GLOBALLY_BALANCED,
     IN_BF16,
@@ -78,6 +79,8 @@ def drawn(seed: str) -> Case:
     )
     if case.moments == "fp32":
         case = replace(case, moments="", offloaded=draw.choice([0.0, 0.3, 1.0]))
+    if "--mtp-num-layers" in model and draw.random() < 0.5:
+        case = replace(case, model=(*case.model, *DETACHED))
     if kind != "gpt" or (shards_adam and case.precision != "fp32") or (tensor > 1 and not set(LATENT) <= set(model)):
         return case
     return replace(case, clip_attention=draw.choice([0.0, 0.0, 0.05, 0.3]))

@@ -29,6 +29,8 @@ GLOBALLY_BALANCED = tuple(
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 "
     "--swiglu --disable-bias-linear".split()
 )
+DETACHED = ("--mtp-detach-heads",)
+"""Further tokens' layers learn alone, clipped by a norm of their own."""
 SEVERAL_TOKENS = tuple("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --position-embedding-type rope".split())
 ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
 EXPERTS_IN_TENSOR_PARALLEL = replace(CASE, model=EXPERTS, tensor_parallel=2, sequence_parallel=True)
@@ -82,6 +84,14 @@ EXACT = {
     ),
     "multi-token prediction, tied, fp16, distributed optimizer": replace(
         TWO_REPLICAS, model=SEVERAL_TOKENS, precision="fp16", distributed_optimizer=True, tied=True
+    ),
+    "further tokens that learn alone, tied, fp16, distributed optimizer": replace(
+        TWO_REPLICAS,
+        model=(*SEVERAL_TOKENS, *DETACHED),
+        clip=0.3,
+        precision="fp16",
+        distributed_optimizer=True,
+        tied=True,
     ),
     "multi-token prediction, tied, fused gradients, bf16": replace(
         CASE, model=SEVERAL_TOKENS, precision="bf16", fused_gradients=True, tied=True
@@ -224,6 +234,12 @@ MORE = {
     ),
     "multi-token prediction, bf16, loss per token": replace(
         TWO_REPLICAS, model=(*SEVERAL_TOKENS, *PER_TOKEN), precision="bf16"
+    ),
+    "further tokens that learn alone, experts, tensor and sequence parallel": replace(
+        EXPERTS_IN_TENSOR_PARALLEL, model=(*EXPERTS, *SEVERAL_TOKENS, *DETACHED), clip=0.3
+    ),
+    "further tokens that learn alone, muon, distributed optimizer, full recompute": replace(
+        SHARDED_BY_LAYERS, model=(*SEVERAL_TOKENS, *DETACHED), clip=0.3, recompute="full"
     ),
     "experts, tensor parallel": EXPERTS_IN_TENSOR_PARALLEL,
     "whole experts, tensor parallel, bf16": replace(

@@ -62,6 +62,8 @@ class Results:
     """The shape of ``losses``, float32: gradient of the summed loss, into which the loss scale enters."""
     norms: torch.Tensor
     """(batches,), float64: global gradient norm before clipping; nan where the update was skipped."""
+    norms_apart: torch.Tensor
+    """The same of the weights that are clipped by a norm of their own; 0 where there are none."""
     rates: list[tuple[tuple[float, float], ...]]
     """Per update that was not skipped: learning rate and weight decay of the parameter groups."""
     initial: dict[str, torch.Tensor]
@@ -132,6 +134,7 @@ def merge(records: list[Any], case: Case) -> Results:
     first, rows = records[0], (-1, case.microbatches_per_row)
     for record in records:
         _require_equal("gradient norms", record.norms, first.norms)
+        _require_equal("gradient norms of their own", record.norms_apart, first.norms_apart)
         _require_equal("learning rates", record.rates, first.rates)
     last = [record for record in records if record.stage == case.stages - 1]
     _put_in_order(records, last)
@@ -139,7 +142,8 @@ def merge(records: list[Any], case: Case) -> Results:
         losses=_per_replica("losses", last).unflatten(1, rows),
         validation_losses=_per_replica("validation_losses", last),
         seeds=_per_replica("seeds", last).unflatten(1, rows),
-        norms=torch.tensor([math.nan if norm is None else norm for norm in first.norms], dtype=torch.float64),
+        norms=_per_batch(first.norms),
+        norms_apart=_per_batch(first.norms_apart),
         rates=[tuple(sorted(rates)) for rates in first.rates.values()],
         initial=_single(record.initial for record in records),
         final=_single(record.final for record in records),
@@ -151,6 +155,10 @@ def merge(records: list[Any], case: Case) -> Results:
         sleeps=[record.sleeps for record in records],
         outputs=[record.output for record in records],
     )
+
+
+def _per_batch(norms: list[float | None]) -> torch.Tensor:
+    return torch.tensor([math.nan if norm is None else norm for norm in norms], dtype=torch.float64)
 
 
 def _put_in_order(records: list[Any], last: list[Any]) -> None:

@@ -85,7 +85,7 @@ class Comparison:
 def compared(case: Case, *, delay: int = 1) -> Comparison:
     """Run ``case`` and its oracle."""
     found = run(case)
-    expected = oracle(case, delay=delay, norms=found.norms)
+    expected = oracle(case, delay=delay, clipped_as=found)
     return Comparison(
         different=differing(found, expected, norms=False),
         norms=norm_deviation(found, expected),

@@ -21,7 +21,7 @@ def oracle(
     evaluate_every: int = 0,
     delayed_batches: int | None = None,
     ordinary_batches: int = 0,
-    norms: torch.Tensor | None = None,
+    clipped_as: Results | None = None,
 ) -> Results:
     """What ``case`` must compute; its layout and flags do not matter, ``case.model`` does.
 
@@ -30,8 +30,8 @@ def oracle(
         evaluate_every: batches between evaluations, with one at the end; 0 for none.
         delayed_batches: from this batch on, training is ordinary.
         ordinary_batches: before this batch, training is ordinary; from it on, as if a delayed run began.
-        norms: clip by these, and record its own all the same. The global norm is the one number whose
-            order of additions no oracle can follow; with it given, the rest can be compared bit for bit.
+        clipped_as: clip by the norms of this run, and record its own all the same. The global norm is the one number
+            whose order of additions no oracle can follow; with it given, the rest can be compared bit for bit.
     """
     plain = replace(
         case,
@@ -57,7 +57,9 @@ def oracle(
         evaluate_every=evaluate_every,
         delayed_batches=delayed_batches,
         ordinary_batches=max(ordinary_batches, sum(batch not in case.skipped for batch in range(case.synchronous))),
-        norms=tuple(norms.tolist()) if norms is not None and case.clip else None,
+        norms=tuple(zip(clipped_as.norms.tolist(), clipped_as.norms_apart.tolist(), strict=True))
+        if clipped_as is not None and case.clip
+        else None,
         infinite=frozenset(fault.call // case.microbatches for fault in case.faults if fault.kind == INFINITE_GRADIENT),
         two_tied_copies=(case.tied or "--mtp-num-layers" in case.model) and case.stages > 1,
     )

@@ -35,6 +35,8 @@ class RankRecord:
     """Mean loss per validation microbatch."""
     norms: list[float | None] = field(default_factory=list)
     """Global gradient norm before clipping, per batch; None where the update was skipped."""
+    norms_apart: list[float | None] = field(default_factory=list)
+    """Of the weights that are clipped by a norm of their own; 0 where there are none."""
     rates: dict[int, set[tuple[float, float]]] = field(default_factory=dict)
     """Per batch that was not skipped: learning rate and weight decay of every parameter group."""
     initial: dict[Shard, torch.Tensor] = field(default_factory=dict)
@@ -169,12 +171,18 @@ def record_actions(record: RankRecord) -> None:
     session.write_trace = keep
 
 
+def _keep_norm(record: RankRecord, optimizer: Any, norm: float | None) -> None:
+    apart = getattr(optimizer, "grad_norms_by_group", {})  # Megatron 0.18 has one norm for all weights.
+    record.norms.append(None if norm is None else float(norm))
+    record.norms_apart.append(None if norm is None else apart.get("mtp", 0.0))
+
+
 def _keep_norms(cls: Any, record: RankRecord) -> None:
     step = cls.step
 
     def recording(self: Any) -> Any:
         successful, norm, zeros = step(self)
-        record.norms.append(float(norm) if successful else None)
+        _keep_norm(record, self, norm if successful else None)
         return successful, norm, zeros
 
     cls.step = recording
@@ -189,7 +197,7 @@ def _keep_norms_of_delayed(cls: Any, record: RankRecord) -> None:
         if outcome is not None and outcome.batch not in seen:  # A batch may be finished twice.
             seen.add(outcome.batch)
             norm = outcome.grad_norm or 0.0  # PipeDream's stages have none.
-            record.norms.append(float(norm) if outcome.successful else None)
+            _keep_norm(record, self._inner, norm if outcome.successful else None)
         return outcome
 
     cls.finish = recording

@@ -54,6 +54,7 @@ def tail(whole: Results, batches: int) -> Results:
         losses=whole.losses[:, -batches:],
         seeds=whole.seeds[:, -batches:],
         norms=whole.norms[-batches:],
+        norms_apart=whole.norms_apart[-batches:],
         rates=whole.rates[-batches:],
     )
 

@@ -34,7 +34,7 @@ CASES = {
 def test_equal_to_the_oracle(name: str) -> None:
     case = CASES[name]
     found = run(case)
-    expected = oracle(case, delay=0 if case.schedule == "pipedream" else 1, norms=found.norms if case.clip else None)
+    expected = oracle(case, delay=0 if case.schedule == "pipedream" else 1, clipped_as=found)
     assert differing(found, expected, norms=False) == []
 
 

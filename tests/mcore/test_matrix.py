@@ -31,6 +31,6 @@ def test_what_a_cell_must_notice_is_in_all_of_it() -> None:
     """Ordinary training differs from delayed training in every gradient of a later update, and in every weight."""
     case = Cell("PP2", "bf16", "no", tied=True).case()
     found = run(case)
-    different = differing(found, oracle(case, delay=0, norms=found.norms), norms=False)
+    different = differing(found, oracle(case, delay=0, clipped_as=found), norms=False)
     assert {"losses", *(f"gradients {name}" for name in found.gradients)} <= set(different)
     assert {f"main {name}" for name in found.main} <= set(different)

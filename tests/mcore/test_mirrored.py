@@ -172,4 +172,5 @@ def test_checkpoints_are_megatrons(tmp_path: Path) -> None:
 
 
 def _tail(whole: Results, batches: int) -> Results:
-    return replace(whole, losses=whole.losses[:, -batches:], norms=whole.norms[-batches:])
+    more = {"norms": whole.norms[-batches:], "norms_apart": whole.norms_apart[-batches:]}
+    return replace(whole, losses=whole.losses[:, -batches:], **more)

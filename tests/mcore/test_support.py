@@ -104,6 +104,15 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
             "bf16": True,
         }
     ],
+    "--mtp-detach-heads with --use-distributed-optimizer, and muon or lion": [
+        {
+            "mtp_detach_heads": True,
+            "use_distributed_optimizer": True,
+            "optimizer": "muon",
+            "muon_momentum": 0.95,
+            "bf16": True,
+        }
+    ],
     "--use-nccl-ub": [{"nccl_ub": True}],
     "--optimizer": [{"optimizer": "soap"}],
     "--no-use-layer-wise-param-layout": [
@@ -203,7 +212,6 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--pipeline-model-parallel-layout with an empty stage": [
         {"pipeline_model_parallel_layout": layout} for layout in ("Et||tL", "Et*2|*2,L")
     ],
-    "--mtp-detach-heads": [{"mtp_detach_heads": True}],
     "--ckpt-format": [{"save": "folder", "ckpt_format": "torch_dcp"}, {"load": "folder", "ckpt_format": "torch_dcp"}],
     "--non-persistent-ckpt-type local": [{"non_persistent_ckpt_type": "local"}],
     "--async-save with --ckpt-format torch": [{"save": "folder", "async_save": True, "ckpt_format": "torch"}],
@@ -471,13 +479,13 @@ def test_experts_are_refused_only_where_some_stages_have_none(
 
 
 def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsys: pytest.CaptureFixture) -> None:
-    args = _with(defaults, "2bw", {"mtp_detach_heads": True, "adlr_autoresume": True})
+    args = _with(defaults, "2bw", {"check_for_large_grads": True, "adlr_autoresume": True})
     with pytest.raises(ArgumentError) as refusal:
         refuse(args, "2bw")
     with pytest.raises(SystemExit):
         exit_with(refusal.value)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("megatron_2bw: error: --mtp-detach-heads does not work")
+    assert first.startswith("megatron_2bw: error: --check-for-large-grads does not work")
     assert second.startswith("megatron_2bw: error: --adlr-autoresume does not work")
 
 

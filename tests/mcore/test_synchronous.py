@@ -12,7 +12,7 @@ from . import custom_loop
 from .case import Case, Fault
 from .compare import differing
 from .faults import INFINITE_GRADIENT
-from .features import BIASED, EXPERTS
+from .features import BIASED, DETACHED, EXPERTS, SEVERAL_TOKENS
 from .harness import collect, merge, run
 from .matrix import compared
 from .saved import DROPOUT, assert_continues, save
@@ -41,6 +41,7 @@ def test_equals_the_oracle(name: str) -> None:
     "changes",
     [
         {"tied": True, "tensor_parallel": 2},
+        {"model": (*SEVERAL_TOKENS, *DETACHED), "precision": "bf16", "replicas": 2, "distributed_optimizer": True},
         # Megatron takes a norm of the norms of two optimizers, whose groups have the same ranks.
         {"precision": "bf16", "replicas": 2, "distributed_optimizer": True, "optimizer": "muon"},
         {
@@ -51,13 +52,19 @@ def test_equals_the_oracle(name: str) -> None:
             "expert_tensor_parallel": 1,
         },
     ],
-    ids=["tied, tensor parallel", "muon, distributed optimizer", "experts on tensor-parallel ranks"],
+    ids=[
+        "tied, tensor parallel",
+        "further tokens that learn alone",
+        "muon, distributed optimizer",
+        "experts on tensor-parallel ranks",
+    ],
 )
 def test_norms_are_megatrons_to_the_last_bit(changes: dict[str, object]) -> None:
     """The oracle clips by the norms that a run found; here, gradients are those of a flush."""
     case = replace(CASE, batches=6, synchronous=6, clip=1.0, **changes)
     found, expected = run(case), run(replace(case, schedule="1f1b-flush", synchronous=0))
     assert torch.equal(found.norms, expected.norms)
+    assert torch.equal(found.norms_apart, expected.norms_apart)
     assert torch.equal(found.losses, expected.losses)
 
 

@@ -14,7 +14,7 @@ from megatron_2bw.runtime.finite import FiniteCheck, NotFiniteError
 
 
 class GradientCheck:
-    """Looks at the norm of a batch; or at this stage's gradients where there is no norm, and answers a batch later.
+    """Looks at the norms of a batch; or at this stage's gradients where there are none, and answers a batch later.
 
     What it finds goes to ``--result-rejected-tracker-filename``, too, as what Megatron finds before its reductions.
     """
@@ -30,17 +30,18 @@ class GradientCheck:
         if machine is not None and machine.mode is RerunMode.DISABLED and machine.current_iteration >= 0:
             self._iteration_of_batch_0 = machine.current_iteration - batch
 
-    def require(self, batch: int, *, norm: float | None, gradients: Sequence[torch.Tensor]) -> None:
-        """Check ``batch`` by its norm, or else its ``gradients``.
+    def require(self, batch: int, *, norms: Sequence[float] | None, gradients: Sequence[torch.Tensor]) -> None:
+        """Check ``batch`` by its norms, or else its ``gradients``.
 
         Raises:
             RuntimeError: they are not finite, or those of the batch before were not.
         """
         with self._rejected_as_by_megatron():
-            if norm is None:
+            if norms is None:
                 self._finite.ask(batch, gradients)
-            elif not math.isfinite(norm):
-                raise NotFiniteError(batch, f"has norm {norm}")
+            for norm in norms or ():
+                if not math.isfinite(norm):
+                    raise NotFiniteError(batch, f"has norm {norm}")
 
     def settle(self) -> None:
         """Answer for the last batch.

@@ -29,6 +29,7 @@ from megatron_2bw.mcore.updates.stock_optimizer import (
     hyperparameters_of,
     is_layer_wise,
     leaf_optimizers,
+    norm_groups,
     scaler_of,
     statistics_group,
     versions_of,
@@ -116,7 +117,8 @@ class DelayedOptimizer:
         self._logits = AttentionLogits(model)
         self.weights = versions_of(inner, model, self._routers, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        parts = list(map(self._part, inner.chained_optimizers, accumulated(inner, model)))
+        self._norm_groups = norm_groups(inner)
+        parts = list(map(self._part, inner.chained_optimizers, accumulated(inner, model, self._norm_groups)))
         config, by_layers = get_model_config(model), any(map(is_layer_wise, inner.chained_optimizers))
         groups = create_update_groups(
             timeout,
@@ -135,7 +137,7 @@ class DelayedOptimizer:
             groups,
             self._routers,
             self._logits,
-            one_norm=inner.grads_states_parallel_group_is_shared(),
+            at_once=inner.grads_states_parallel_group_is_shared(),
             count_zeros=inner.config.log_num_zeros_in_grad,
         )
         self.pending = PendingUpdate(self.weights, self._captured, self._reductions.links, timeout.total_seconds())
@@ -150,7 +152,7 @@ class DelayedOptimizer:
         self._check = GradientCheck() if check_for_nan else None  # Megatron has none where the loss scale is dynamic.
         self._hyperparameters: list[dict[str, float]] = []
         self._has_norm = has_norm
-        self._statistics = Statistics(0.0, False, None)
+        self._statistics = Statistics(tuple(0.0 for _ in self._norm_groups), False, None)
         self._scheduler: Any = None
         self.samples = 0
         """Of the batch captured last, over all replicas."""
@@ -258,8 +260,8 @@ class DelayedOptimizer:
             if self._has_norm:
                 self._statistics = results[Reduction.NORM]
             if self._check is not None:
-                norm = self._statistics.norm if self._has_norm else None
-                self._check.require(batch, norm=norm, gradients=self._captured.kept)
+                norms = self._statistics.norms if self._has_norm else None
+                self._check.require(batch, norms=norms, gradients=self._captured.kept)
             forget_shards_of_weights(self._model)
             successful, norm, zeros = self._step_of_megatron()
             self._routers.update()
@@ -296,8 +298,8 @@ class DelayedOptimizer:
         """The captured counterparts of the gradients of ``optimizer``, which stay where they are."""
         pairs = [(parameter, self._captured.view_of(gradient)) for parameter, gradient in found.gradients]
         self._main_gradients[optimizer] = pairs
-        for_norm = [self._captured.view_of(gradient) for gradient in found.for_norm]
-        return Part([gradient for _, gradient in pairs], for_norm, statistics_group(optimizer))
+        for_norms = [list(map(self._captured.view_of, gradients)) for gradients in found.for_norms]
+        return Part([gradient for _, gradient in pairs], for_norms, statistics_group(optimizer))
 
     def _take_over(self) -> None:
         """Give Megatron's step what the chain has found out, where it would ask all ranks."""
@@ -306,14 +308,16 @@ class DelayedOptimizer:
         self._replace(inner, "step", _refuse_to_step)
         for optimizer in inner.chained_optimizers:
             self._replace(optimizer, "prepare_grads", functools.partial(self._prepare_grads, optimizer))
-        self._replace(inner, "get_grad_norm", lambda: self._statistics.norm)
+        self._replace(inner, "get_grad_norm", lambda: self._norm_of(None))
+        if len(self._norm_groups) > 1:
+            self._replace(inner, "_get_grad_norm_for_group", self._norm_of)
         self._replace(inner, "count_zeros", lambda: self._statistics.zeros)
-        # Groups with a norm of their own never change and are asked for once, here; Megatron 0.18 has none.
-        for name in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
-            inner.has_grad_norm_group(name)
         # Captured gradients are zeroed when they are captured; before, a reduction may still read them.
         for buffer in buffers_of(self._model):
             self._replace(buffer, "reset", lambda: None)
+
+    def _norm_of(self, group: str | None) -> float:
+        return self._statistics.norms[self._norm_groups.index(group)]
 
     def _correct(self, part: Any, correction: Correction) -> None:
         """Let one of Megatron's optimizers correct the delay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +42,12 @@ class Source(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One of Megatron's chained optimizers: gradients whose norm is summed over one group."""
+    """One of Megatron's chained optimizers: gradients whose norms are summed over one group."""
 
     gradients: list[torch.Tensor]
     """Captured; all that its parameters are updated with on this rank."""
-    for_norm: list[torch.Tensor]
-    """Those that count in the global norm, so that each weight counts once over all ranks."""
+    for_norms: list[list[torch.Tensor]]
+    """Those that count in each of `Statistics.norms`, so that each weight counts once over all ranks."""
     group: dist.ProcessGroup
     """Megatron's group for gradient statistics."""
 
@@ -54,8 +55,9 @@ class Part(NamedTuple):
 class Statistics(NamedTuple):
     """What all ranks know of a batch's gradients once the chain is through."""
 
-    norm: float
-    """L2 norm over the whole model, before clipping; loss scale removed. 0 where stages are not together."""
+    norms: tuple[float, ...]
+    """L2 norms over the whole model, before clipping; loss scale removed. The first one is of all weights but those
+    that have one of the others. 0 where stages are not together."""
     found_inf: bool
     """Whether a gradient is infinite or not a number; looked for only under loss scaling."""
     zeros: int | None
@@ -93,7 +95,7 @@ class GradientReductions:
         groups: who takes part.
         routers: of the stage's experts.
         logits: of the stage's attention.
-        one_norm: whether Megatron takes one norm of all parts, not a norm of their norms, which rounds otherwise.
+        at_once: whether Megatron takes a norm of all parts at once, not a norm of their norms, which rounds otherwise.
         count_zeros: whether to count zeros among the gradients.
     """
 
@@ -107,7 +109,7 @@ class GradientReductions:
         routers: Routers,
         logits: AttentionLogits,
         *,
-        one_norm: bool,
+        at_once: bool,
         count_zeros: bool,
     ) -> None:
         self.inverse_scale: torch.Tensor | None = None
@@ -116,7 +118,7 @@ class GradientReductions:
         """Tokens of the captured batch on this rank, to divide by; None for a mean per microbatch."""
         self._captured = captured
         self._sources = tuple(sources)
-        self._parts = [_merged(parts)] if one_norm else parts
+        self._parts = [_merged(parts)] if at_once else parts
         self._groups = groups
         self._routers = routers
         self._logits = logits
@@ -183,20 +185,20 @@ class GradientReductions:
         squares, zeros, found_inf = [], 0, False
         for part in self._parts:
             overflow = self._unscale(part.gradients)
-            summed = torch.stack([_squared_norm(part.for_norm), overflow])
+            summed = torch.stack([*map(_squared_norm, part.for_norms), overflow])
             group = self._groups.statistics(part.group)
             with needs_peers("the global gradient norm"):
                 dist.all_reduce(summed, group=group)
-            squares.append(summed[0].item())
-            found_inf |= summed[1].item() > 0
+            *of_part, overflows = summed.tolist()
+            squares.append(of_part)
+            found_inf |= overflows > 0
             if self._count_zeros:
-                count = _zeros_among(part.for_norm)
+                count = _zeros_among(list(chain.from_iterable(part.for_norms)))
                 with needs_peers("the number of zeros among the gradients"):
                     dist.all_reduce(count, group=group)
                 zeros += int(count)
-        norms = [square**0.5 for square in squares]
-        norm = norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
-        return Statistics(norm, found_inf, zeros if self._count_zeros else None)
+        norms = tuple(map(_norm_of_parts, zip(*squares, strict=True)))
+        return Statistics(norms, found_inf, zeros if self._count_zeros else None)
 
     def _sum_over_replicas(self, source: Source, kept: torch.Tensor) -> None:
         (whole, part), scaling, is_sharded = source.region, source.scaling, source.region.is_sharded
@@ -233,8 +235,14 @@ class GradientReductions:
 
 
 def _merged(parts: Sequence[Part]) -> Part:
-    gradients, for_norm = [g for part in parts for g in part.gradients], [g for part in parts for g in part.for_norm]
-    return Part(gradients, for_norm, parts[0].group)
+    gradients = [gradient for part in parts for gradient in part.gradients]
+    for_norms = [list(chain.from_iterable(lists)) for lists in zip(*(part.for_norms for part in parts), strict=True)]
+    return Part(gradients, for_norms, parts[0].group)
+
+
+def _norm_of_parts(squares: Sequence[float]) -> float:
+    norms = [square**0.5 for square in squares]
+    return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
 
 
 def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

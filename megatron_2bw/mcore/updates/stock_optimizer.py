@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -83,24 +83,36 @@ class Accumulated(NamedTuple):
 
     gradients: list[tuple[torch.nn.Parameter, torch.Tensor]]
     """By the parameter that the optimizer updates."""
-    for_norm: list[torch.Tensor]
-    """Those that count in the global norm."""
+    for_norms: list[list[torch.Tensor]]
+    """Those that count in the norm of each group."""
 
 
-def accumulated(inner: Any, model: torch.nn.Module) -> list[Accumulated]:
+def norm_groups(inner: Any) -> tuple[str | None, ...]:
+    """Groups of weights that are clipped by a norm of their own, the same on all ranks, which are asked once.
+
+    None is that of all weights that are in no other. Megatron 0.18 has no other ones.
+    """
+    named = getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ())
+    return None, *(name for name in named if inner.has_grad_norm_group(name))
+
+
+def accumulated(inner: Any, model: torch.nn.Module, groups: Sequence[str | None]) -> list[Accumulated]:
     """Find the gradients of each chained optimizer; Megatron's own code says which these are.
 
     Args:
         inner: Megatron's optimizer (a ChainedOptimizer).
         model: the stage, wrapped in DistributedDataParallel.
+        groups: see `norm_groups`.
     """
     with _accumulating_in_fp32(model) as buffered:
-        return [_accumulated(optimizer, buffered) for optimizer in inner.chained_optimizers]
+        return [_accumulated(optimizer, groups, buffered) for optimizer in inner.chained_optimizers]
 
 
-def _accumulated(optimizer: Any, buffered: Callable[[torch.Tensor], torch.Tensor]) -> Accumulated:
+def _accumulated(
+    optimizer: Any, groups: Sequence[str | None], buffered: Callable[[torch.Tensor], torch.Tensor]
+) -> Accumulated:
     if optimizer.is_stub_optimizer:
-        return Accumulated([], [])
+        return Accumulated([], [[] for _ in groups])
     if isinstance(optimizer, megatron_optimizer.MixedPrecisionOptimizer):
         optimizer._copy_model_grads_to_main_grads()
     else:
@@ -109,9 +121,9 @@ def _accumulated(optimizer: Any, buffered: Callable[[torch.Tensor], torch.Tensor
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     found = ((parameter, getattr(parameter, name, None)) for parameter in parameters)
     gradients = [(parameter, buffered(gradient)) for parameter, gradient in found if gradient is not None]
-    for_norm = [buffered(gradient) for gradient in _gradients_for_norm(optimizer)]
+    for_norms = [list(map(buffered, _gradients_for_norm(optimizer, group))) for group in groups]
     optimizer.zero_grad()
-    return Accumulated(gradients, for_norm)
+    return Accumulated(gradients, for_norms)
 
 
 @contextmanager
@@ -142,9 +154,9 @@ def _accumulating_in_fp32(model: torch.nn.Module) -> Iterator[Callable[[torch.Te
         yield buffered
 
 
-def _gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
+def _gradients_for_norm(optimizer: Any, group: str | None) -> list[torch.Tensor]:
     if hasattr(optimizer, "get_grads_for_grad_norm"):
-        return optimizer.get_grads_for_grad_norm()
+        return optimizer.get_grads_for_grad_norm(group)
     return optimizer.get_main_grads_for_grad_norm()  # Megatron 0.18.
 
 

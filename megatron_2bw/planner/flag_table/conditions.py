@@ -78,6 +78,12 @@ def is_sharded_by_layers(args: Any) -> bool:
     return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and is_distributed)
 
 
+def clips_heads_by_replica(args: Any) -> bool:
+    """Muon's or Lion's distributed optimizer clips weights by a norm of their own, which Megatron sums over stages."""
+    clips_apart = getattr(args, "mtp_detach_heads", None) and args.clip_grad
+    return bool(clips_apart) and is_sharded_by_layers(args)
+
+
 def scatters_a_mean_to_fp32(args: Any) -> bool:
     """A reduce-scatter in fp32 that would have to take a mean."""
     is_asked = args.ddp_reduce_scatter_with_fp32_accumulation and args.ddp_average_in_collective

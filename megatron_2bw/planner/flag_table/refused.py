@@ -7,6 +7,7 @@ from math import inf
 from megatron_2bw.planner.flag_table.conditions import (
     attends_sparsely,
     clips_gates,
+    clips_heads_by_replica,
     clips_shards,
     clips_split_heads,
     corrects_precision_aware,
@@ -338,6 +339,13 @@ REFUSED: tuple[Refused, ...] = (
         ),
     ),
     Refused(
+        "--mtp-detach-heads with --use-distributed-optimizer, and muon or lion",
+        SYNCHRONOUS,
+        "Megatron leaves other replicas out of the norm by which it clips those heads",
+        "use --pipeline-schedule 2bw, or --clip-grad 0",
+        is_set=clips_heads_by_replica,
+    ),
+    Refused(
         "--recompute-modules mlp with biases",
         OURS,
         "Megatron's backward runs into itself without end: its checkpoint returns the bias, too",
@@ -407,12 +415,6 @@ REFUSED: tuple[Refused, ...] = (
         "a stage without weights has nothing to update",
         "give every stage a layer, or use --pipeline-schedule megatron",
         is_set=leaves_a_stage_empty,
-    ),
-    Refused(
-        "--mtp-detach-heads",
-        DELAYED,
-        "its gradients have a norm of their own, with a reduction that delayed updates do not have",
-        USE_FLUSH,
     ),
     Refused(
         "--ckpt-format",

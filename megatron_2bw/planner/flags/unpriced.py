@@ -196,6 +196,7 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     ),
     GROUPED: (_loops_over_experts, "priced as if it were given"),
     "--multi-latent-attention": (_is_local, "priced with Transformer Engine's layers"),
+    "--mtp-detach-heads": (_given, "priced with gradients of embedding and output layer by further tokens' losses"),
     "--mla-down-proj-fusion": (_given, "priced without that fusion"),
     "--moe-shared-expert-overlap": (_given, "priced without that overlap"),
     "--moe-token-dispatcher-type": (_gathers_in_price, "priced as allgather, where no ranks share the experts"),
