@@ -36,7 +36,7 @@ class _Rule(Enum):
         Raises:
             ValueError: an optimizer whose update is another function of its moment.
         """
-        if "betas" in group and "eps" in group:
+        if "betas" in group and "eps" in group and "shampoo_beta" not in group:  # SOAP's is in axes of its own.
             return cls.AVERAGE_FROM_ZERO
         if "betas" not in group and "momentum" in group:
             return cls.SUM if "dampening" in group else cls.AVERAGE

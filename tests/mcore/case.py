@@ -25,6 +25,7 @@ _OPTIMIZER = {
     "adam": "",
     "muon": "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2 --muon-no-split-qkv "
     "--muon-fp32-matmul-prec high --muon-tp-mode blockwise",
+    "soap": "--optimizer soap",
     "lion": "--optimizer lion",
     "sgd": "--optimizer sgd --sgd-momentum 0.9 --lr 0.1",
 }
@@ -88,7 +89,7 @@ class Case:
     instances: int = 1
     """Groups of replicas that each have a whole distributed optimizer; gradients are summed within them first."""
     optimizer: str = "adam"
-    """adam, muon (adam for what is no matrix) or lion."""
+    """adam or sgd; or muon, soap or lion, with adam for what is no matrix."""
     moments: str = ""
     """Precision of Adam's moments in the precision-aware optimizer, see ``fused_adam``; none is the usual one."""
     offloaded: float = 0.0

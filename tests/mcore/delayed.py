@@ -404,7 +404,7 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
 
 
 def _optimizers(case: Case, config: Any, groups: list[Any], matrices: set[torch.nn.Parameter]) -> list[Any]:
-    """AdamW, with Muon or Lion for matrices; or SGD. Torch's, or those that Megatron takes where they are installed."""
+    """AdamW, with another one for matrices; or SGD. Torch's, or those that Megatron takes where they are installed."""
     from megatron.core.optimizer import SGD, Adam
 
     if case.optimizer == "sgd":
@@ -432,10 +432,13 @@ def _for_matrices(case: Case, config: Any, groups: list[Any]) -> torch.optim.Opt
     """Of the library that Megatron takes them from."""
     from emerging_optimizers.orthogonalized_optimizers import Muon
     from emerging_optimizers.scalar_optimizers import Lion
+    from emerging_optimizers.soap import SOAP
 
+    betas = config.adam_beta1, config.adam_beta2  # What Megatron 0.19 passes.
     if case.optimizer == "lion":
-        betas = config.adam_beta1, config.adam_beta2  # What Megatron 0.19 passes.
         return Lion(groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
+    if case.optimizer == "soap":
+        return SOAP(groups, lr=config.lr, betas=betas, weight_decay=config.weight_decay, use_kl_shampoo=True)
     return Muon(
         groups,
         lr=config.lr,

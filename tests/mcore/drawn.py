@@ -108,11 +108,11 @@ def _order(draw: random.Random, stages: int) -> tuple[tuple[str, ...], dict[str,
 
 def _optimizer(draw: random.Random, *, may_shard_layers: bool) -> dict[str, object]:
     """Optimizer, precision and correction that go together; see ``planner.flag_table.refused``."""
-    optimizer = draw.choice(["adam", "adam", "adam", "muon", "lion", "sgd"])
-    of_layers = optimizer in ("muon", "lion")
+    optimizer = draw.choice(["adam", "adam", "adam", "muon", "lion", "soap", "sgd"])
+    of_layers = optimizer in ("muon", "lion", "soap")
     precision = draw.choice(["fp32", "bf16", "bf16"] if of_layers else ["fp32", "bf16", "bf16", "fp16"])
     may_shard = (may_shard_layers and precision == "bf16") if of_layers else optimizer == "adam"
-    corrections = [*["lead"] * (optimizer != "lion"), *["update-lead"] * (precision != "fp32")]
+    corrections = [*["lead"] * (optimizer not in ("lion", "soap")), *["update-lead"] * (precision != "fp32")]
     leads = [0.0, 0.0, 0.5, 1.0, 2.0] if corrections else [0.0]
     return {
         "optimizer": optimizer,

@@ -79,6 +79,9 @@ EXACT = {
     "experts with biases, bf16, distributed optimizer, full recompute": replace(
         TWO_REPLICAS, model=BIASED, precision="bf16", distributed_optimizer=True, recompute="full"
     ),
+    "soap, distributed optimizer, experts, half delayed": replace(
+        SHARDED_BY_LAYERS, optimizer="soap", model=EXPERTS, microbatches=4, delayed=2
+    ),
     "muon, distributed optimizer, lead, half delayed": replace(
         SHARDED_BY_LAYERS, microbatches=4, lead=1.0, delayed=2, tied=True
     ),
@@ -214,6 +217,10 @@ MORE = {
     ),
     "muon, distributed optimizer, experts, one gradient buffer": replace(
         SHARDED_BY_LAYERS, model=EXPERTS, flags=("--pipeline-gradient-buffers", "1")
+    ),
+    "soap, tensor parallel, tied": replace(CASE, optimizer="soap", tensor_parallel=2, tied=True),
+    "soap, bf16, update-lead, full recompute": replace(
+        CASE, optimizer="soap", precision="bf16", recompute="full", lead=1.0, correction="update-lead"
     ),
     "lion, distributed optimizer, PP4": replace(SHARDED_BY_LAYERS, optimizer="lion", stages=4),
     "experts with biases, recomputed": replace(

@@ -84,6 +84,7 @@ def test_a_run_without_an_update_so_far(format_: str, tmp_path: Path) -> None:
         pytest.param(replace(DETERMINED, model=SEVERAL_TOKENS, precision="bf16"), "torch_dist", id="several-tokens"),
         pytest.param(replace(CASE, optimizer="sgd"), "torch_dist", id="sgd"),
         pytest.param(replace(CASE, optimizer="sgd", precision="bf16"), "torch_dist", id="sgd-bf16"),
+        pytest.param(replace(CASE, optimizer="soap", precision="bf16"), "torch", id="soap-bf16"),
         pytest.param(replace(SHARDED_BY_LAYERS, record_gradients=False), "torch_dist", id="muon-distributed"),
         *(
             pytest.param(

@@ -42,6 +42,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"delay_correction": "lead", "optimizer": "lion"},
         {"delay_correction": "lead", "optimizer": "muon", "muon_scalar_optimizer": "lion", "muon_momentum": 0.95},
     ],
+    "--delay-correction lead with soap": [{"delay_correction": "lead", "optimizer": "soap"}],
     "--delay-correction update-lead in fp32": [{"delay_correction": "update-lead"}],
     "--delay-correction lead": [
         {"delay_correction": "lead", "optimizer": "muon", "muon_momentum": 0.6},
@@ -95,7 +96,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]}
     ],
     "--use-megatron-fsdp / --use-torch-fsdp2": [{"use_megatron_fsdp": True}, {"use_torch_fsdp2": True}],
-    "--num-distributed-optimizer-instances above 1, with muon or lion": [
+    "--num-distributed-optimizer-instances above 1, with muon, lion or soap": [
         {
             "num_distributed_optimizer_instances": 2,
             "use_distributed_optimizer": True,
@@ -104,7 +105,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
             "bf16": True,
         }
     ],
-    "--mtp-detach-heads with --use-distributed-optimizer, and muon or lion": [
+    "--mtp-detach-heads with --use-distributed-optimizer, and muon, lion or soap": [
         {
             "mtp_detach_heads": True,
             "use_distributed_optimizer": True,
@@ -114,19 +115,19 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         }
     ],
     "--use-nccl-ub": [{"nccl_ub": True}],
-    "--optimizer": [{"optimizer": "soap"}],
+    "--optimizer": [{"optimizer": "adaptive_muon", "muon_momentum": 0.95}],
     "--no-use-layer-wise-param-layout": [
         {"optimizer": "muon", "use_distributed_optimizer": True, "use_layer_wise_param_layout": False, "bf16": True},
         {"optimizer": "lion", "use_layer_wise_distributed_optimizer": True, "use_layer_wise_param_layout": False}
         | {"bf16": True},
         {"optimizer": "dist_muon", "use_layer_wise_param_layout": False, "bf16": True},
     ],
-    "--use-distributed-optimizer with muon or lion in fp32": [
+    "--use-distributed-optimizer with muon, lion or soap in fp32": [
         {"optimizer": "muon", "use_distributed_optimizer": True},
         {"optimizer": "lion", "use_layer_wise_distributed_optimizer": True},
         {"optimizer": "dist_muon"},
     ],
-    "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon or lion, and one replica": [
+    "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon, lion or soap, and one replica": [
         {"optimizer": optimizer, "use_distributed_optimizer": True, "bf16": True, "data_parallel_size": 1}
         | {"num_experts": 4, "tensor_model_parallel_size": 4, **split}
         for optimizer, split in (
@@ -134,7 +135,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
             ("lion", {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}),
         )
     ],
-    "--ckpt-format torch, with --use-distributed-optimizer and muon or lion": [
+    "--ckpt-format torch, with --use-distributed-optimizer and muon, lion or soap": [
         {"save": "folder", "ckpt_format": "torch", "optimizer": "muon", "use_distributed_optimizer": True},
     ],
     "--mtp-num-layers with tied embeddings, and --save in --ckpt-format torch_dist": [
@@ -176,6 +177,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
             )
         ),
     ],
+    "--save in --ckpt-format torch_dist with soap": [{"save": "folder", "optimizer": "soap"}],
     "--dist-ckpt-optim-fully-reshardable with lion": [
         {
             "save": "folder",
@@ -441,7 +443,7 @@ def test_copies_of_experts_are_refused_only_where_they_drift(
     defaults: argparse.Namespace, kept: dict[str, object]
 ) -> None:
     settings, _ = SETTINGS[
-        "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon or lion, and one replica"
+        "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon, lion or soap, and one replica"
     ]
     refuse(_with(defaults, "2bw", settings | kept), "2bw")
 

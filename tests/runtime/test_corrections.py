@@ -106,11 +106,14 @@ def test_weights_ahead_of_updates() -> None:
 
 
 def test_what_is_no_adam_sgd_or_muon_has_no_lead_of_the_moment() -> None:
-    optimizer = torch.optim.RMSprop([torch.nn.Parameter(torch.ones(1))], momentum=0.9)
-    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
-    del optimizer.param_groups[0]["eps"]
-    with pytest.raises(ValueError, match="lead of the whole update"):
-        MomentLead(LEAD).check(optimizer)
+    lion = torch.optim.RMSprop([torch.nn.Parameter(torch.ones(1))], momentum=0.9)
+    lion.param_groups[0]["betas"] = (0.9, 0.99)
+    del lion.param_groups[0]["eps"]
+    soap = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    soap.param_groups[0]["shampoo_beta"] = 0.95
+    for optimizer in (lion, soap):
+        with pytest.raises(ValueError, match="lead of the whole update"):
+            MomentLead(LEAD).check(optimizer)
 
 
 def test_parameters_without_a_gradient_or_with_fewer_steps() -> None:

@@ -73,13 +73,13 @@ def corrects_precision_aware(args: Any) -> bool:
 
 
 def is_sharded_by_layers(args: Any) -> bool:
-    """The distributed optimizer gives whole layers to ranks: Muon's and Lion's."""
+    """The distributed optimizer gives whole layers to ranks: Muon's, Lion's and SOAP's."""
     is_distributed = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
     return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and is_distributed)
 
 
 def clips_heads_by_replica(args: Any) -> bool:
-    """Muon's or Lion's distributed optimizer clips weights by a norm of their own, which Megatron sums over stages."""
+    """Whole layers are with one rank each, and some are clipped by a norm that Megatron sums over stages alone."""
     clips_apart = getattr(args, "mtp_detach_heads", None) and args.clip_grad
     return bool(clips_apart) and is_sharded_by_layers(args)
 
@@ -92,7 +92,7 @@ def scatters_a_mean_to_fp32(args: Any) -> bool:
 
 
 def gathers_weights_one_by_one(args: Any) -> bool:
-    """Muon's or Lion's distributed optimizer without a flat buffer of weights."""
+    """A distributed optimizer of whole layers without a flat buffer of weights."""
     return is_sharded_by_layers(args) and getattr(args, "use_layer_wise_param_layout", None) is False
 
 
@@ -106,7 +106,7 @@ def sums_experts_over_wrong_ranks(args: Any) -> bool:
 
 
 def leaves_copies_of_experts_apart(args: Any) -> bool:
-    """Muon's or Lion's distributed optimizer shards nothing without replicas of the model, of experts neither."""
+    """A distributed optimizer of whole layers shards nothing without replicas of the model, of experts neither."""
     split = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
     copies = args.tensor_model_parallel_size // (split * args.expert_model_parallel_size)
     replicas = (getattr(args, "data_parallel_size", None) or 0) * args.context_parallel_size  # Derived from others.

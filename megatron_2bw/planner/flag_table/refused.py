@@ -117,6 +117,13 @@ REFUSED: tuple[Refused, ...] = (
         is_set=leads_lion,
     ),
     Refused(
+        "--delay-correction lead with soap",
+        TWO_BW,
+        "SOAP keeps its average of gradients in axes of its own, which turn from update to update",
+        "use --delay-correction update-lead",
+        is_set=lambda args: getattr(args, "delay_correction", None) == "lead" and args.optimizer == "soap",
+    ),
+    Refused(
         "--delay-correction update-lead in fp32",
         TWO_BW,
         "it needs main weights beside the model's",
@@ -239,7 +246,7 @@ REFUSED: tuple[Refused, ...] = (
         is_set=given("use_megatron_fsdp", "use_torch_fsdp2"),
     ),
     Refused(
-        "--num-distributed-optimizer-instances above 1, with muon or lion",
+        "--num-distributed-optimizer-instances above 1, with muon, lion or soap",
         OURS,
         "Megatron has one instance of the optimizer that shards whole weights",
         "use 1 instance",
@@ -255,9 +262,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "--optimizer",
         DELAYED,
-        "delayed updates are proven for adam, sgd, muon and lion",
-        "use adam, sgd, muon or lion, or --pipeline-schedule 1f1b-flush",
-        is_set=lambda args: args.optimizer not in ("adam", "sgd", "muon", "dist_muon", "lion"),
+        "delayed updates are proven for adam, sgd, muon, lion and soap",
+        "use one of these, or --pipeline-schedule 1f1b-flush",
+        is_set=lambda args: args.optimizer not in ("adam", "sgd", "muon", "dist_muon", "soap", "lion"),
     ),
     Refused(
         "--no-use-layer-wise-param-layout",
@@ -267,21 +274,21 @@ REFUSED: tuple[Refused, ...] = (
         is_set=gathers_weights_one_by_one,
     ),
     Refused(
-        "--use-distributed-optimizer with muon or lion in fp32",
+        "--use-distributed-optimizer with muon, lion or soap in fp32",
         OURS,
         "Megatron fails when it makes that optimizer so",
         "use --bf16, or leave --use-distributed-optimizer out",
         is_set=lambda args: is_sharded_by_layers(args) and not (args.bf16 or args.fp16),
     ),
     Refused(
-        "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon or lion, and one replica",
+        "--expert-tensor-parallel-size, with --use-distributed-optimizer, muon, lion or soap, and one replica",
         OURS,
         "Megatron updates the copies of an expert apart, each by a part of its gradient",
         "leave --use-distributed-optimizer out, which shards nothing here, or --expert-tensor-parallel-size",
         is_set=leaves_copies_of_experts_apart,
     ),
     Refused(
-        "--ckpt-format torch, with --use-distributed-optimizer and muon or lion",
+        "--ckpt-format torch, with --use-distributed-optimizer and muon, lion or soap",
         OURS,
         "Megatron fails when it saves that optimizer so",
         "use --ckpt-format torch_dist",
@@ -301,6 +308,13 @@ REFUSED: tuple[Refused, ...] = (
         "the first, with muP, and with muon or lion of a last stage without layers and of biases with SwiGLU",
         "use --ckpt-format torch, or --use-distributed-optimizer",
         is_set=lambda args: saves_optimizers(args) and args.ckpt_format == "torch_dist" and has_uneven_optimizers(args),
+    ),
+    Refused(
+        "--save in --ckpt-format torch_dist with soap",
+        OURS,
+        "Megatron fails when it saves that optimizer so: some of its matrices have other shapes than the weights",
+        "use --ckpt-format torch without --use-distributed-optimizer, or --no-save-optim",
+        is_set=lambda args: saves_optimizers(args) and args.ckpt_format == "torch_dist" and args.optimizer == "soap",
     ),
     Refused(
         "--dist-ckpt-optim-fully-reshardable with lion",
@@ -339,7 +353,7 @@ REFUSED: tuple[Refused, ...] = (
         ),
     ),
     Refused(
-        "--mtp-detach-heads with --use-distributed-optimizer, and muon or lion",
+        "--mtp-detach-heads with --use-distributed-optimizer, and muon, lion or soap",
         SYNCHRONOUS,
         "Megatron leaves other replicas out of the norm by which it clips those heads",
         "use --pipeline-schedule 2bw, or --clip-grad 0",
