@@ -1,0 +1,136 @@
+"""Give Megatron each of its flags alone, with and without this extension, and compare the two runs bit for bit.
+
+python scripts/every_flag.py                    # half an hour on two cores
+python scripts/every_flag.py --only moe-router
+python scripts/every_flag.py --output scripts/bench/results/every_flag.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from report import heading, put_each
+
+from tests.mcore.case import Case
+from tests.mcore.compare import differing
+from tests.mcore.features import EXPERTS, LATENT, SEVERAL_TOKENS
+from tests.mcore.harness import ENVIRONMENT, Results, run
+
+BATCHES = 4
+PLAIN = Case(stages=2, microbatches=3, batches=BATCHES, clip=1.0, precision="bf16")
+SHARDED = replace(PLAIN, replicas=2, distributed_optimizer=True)
+BASES = (
+    ("moe|expert|router", replace(PLAIN, model=EXPERTS)),
+    ("lora|rotary|rope|yarn|mla|qk-head|v-head|mscale", replace(PLAIN, model=LATENT)),
+    ("mtp", replace(PLAIN, model=SEVERAL_TOKENS)),
+    ("loss-scale|fp16|hysteresis", replace(PLAIN, precision="fp16")),
+    ("muon", replace(PLAIN, optimizer="muon")),
+    ("dist|ddp|overlap|bucket|reduce|gather|replica|optimizer|nccl|gloo|fsdp|param|grad", SHARDED),
+    ("eval|log|timing|exit", replace(PLAIN, flags=("--eval-interval", "2", "--eval-iters", "1"))),
+    ("tensor-model|tp-|sequence-par", replace(PLAIN, tensor_parallel=2)),
+    ("", PLAIN),
+)
+"""What a flag is added to, by the first pattern that is in its name."""
+STARTS_BEFORE = frozenset({"--tokenizer-type", "--distributed-backend", "--transformer-impl", "--num-workers"})
+"""Flags without which nothing runs here, on CPUs and without data."""
+ABOUT = f"""\
+Each line: a flag of Megatron's parser, added to a run of {BATCHES} batches on CPUs, clipped to norm 1.0, once in stock
+Megatron and once under --pipeline-schedule 2bw with --synchronous-warmup-iters {BATCHES}: through our executor, updates
+and reductions, but without the delay, so that both have to compute the same. Switches are set; of several choices each
+is taken; numbers are halved, raised by one or set to 2; flags that take other text are left out. "equal": losses, norms
+and final weights are, to the last bit; "changes": so they are, and the flag makes them others than without it.
+"refused": we say that it does not work with 2bw, and stock Megatron runs. "neither": stock Megatron does not run, for
+a flag more is missing, or a GPU, or a package."""
+
+
+def main() -> int:
+    """Run every flag, print the outcome of each and write all lines to a file; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="REGEX", help="flags in whose name this is found")
+    parser.add_argument("--output", type=Path, help="write the report here")
+    options = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    counts: Counter[str] = Counter()
+    put_each(chain((*heading(), "", ABOUT, ""), _lines(options.only, counts)), options.output)
+    return 1 if counts["NOT equal"] or counts["FAILED"] or not counts else 0
+
+
+def _lines(only: str, counts: Counter[str]) -> Iterator[str]:
+    settings = [words for words in _settings() if re.search(only, words[0])]
+    # Two at a time, as the tests run: the ranks of one wait for each other, too.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        for words, (outcome, why) in zip(settings, pool.map(_outcome, settings), strict=True):
+            counts[outcome] += 1
+            yield f"{' '.join(words):<64} {outcome}{why and ': '}{why}"
+    yield ""
+    yield ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+
+
+def _settings() -> Iterator[tuple[str, ...]]:
+    """Every flag, with each value that is tried."""
+    importlib.import_module("tests.mcore.preload")  # Megatron's parser needs what ranks need.
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
+    for action in parser._actions:
+        if action.option_strings[0] not in STARTS_BEFORE:
+            yield from _words(action)
+
+
+def _words(action: argparse.Action) -> Iterator[tuple[str, ...]]:
+    flag = action.option_strings[0]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        yield (next(word for word in action.option_strings if word.startswith("--no-") is bool(action.default)),)
+    elif action.nargs == 0:
+        yield (flag,)
+    elif action.choices:
+        yield from ((flag, str(choice)) for choice in action.choices if choice not in (action.default, None))
+    elif action.type in (int, float):
+        default = action.default if isinstance(action.default, int | float) else 0
+        other = default + 1 if action.type is int else default / 2
+        yield flag, repr(other) if default else "2" if action.type is int else "0.5"
+
+
+def _outcome(words: tuple[str, ...]) -> tuple[str, str]:
+    """In a word, and why."""
+    base = next(base for pattern, base in BASES if re.search(pattern, words[0]))
+    case = replace(base, model=(*base.model, *words))
+    ours, stock = _tried(replace(case, schedule="2bw", synchronous=BATCHES)), _tried(replace(case, schedule=None))
+    if not isinstance(stock, Results):
+        return "neither", ""
+    if not isinstance(ours, Results):
+        refusal = re.search(r"^megatron_2bw: error: (.*)$", ours, re.MULTILINE)
+        return ("refused", refusal[1]) if refusal and "Traceback" not in ours else ("FAILED", ours[-500:])
+    if apart := _differing(ours, stock):
+        return "NOT equal", "; ".join(apart)
+    return "changes" if _differing(stock, run(replace(base, schedule=None))) else "equal", ""
+
+
+def _tried(case: Case) -> Results | str:
+    try:
+        return run(case)
+    except (RuntimeError, FileNotFoundError) as error:  # The second one: it has ended before there were results.
+        return str(error)
+
+
+def _differing(found: Results, expected: Results) -> list[str]:
+    if found.losses.shape != expected.losses.shape or found.final.keys() != expected.final.keys():
+        return ["what was computed"]
+    return differing(found, expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
