@@ -48,7 +48,7 @@ class UpdateGroups:
     embedding: dist.ProcessGroup | None
     """First and last stage; None elsewhere, and where nothing is tied."""
     tensor: dist.ProcessGroup | None
-    """Tensor-parallel peers; None without any."""
+    """Tensor-parallel peers; None without any, and where these have no gradients to sum."""
     pipeline: dist.ProcessGroup | None
     """All stages of this pipeline, on the host; None where no tokens are counted."""
     data: dist.ProcessGroup | None
@@ -163,6 +163,7 @@ def create_update_groups(
     timeout: timedelta,
     *,
     tied_embeddings: bool,
+    sums_over_tensor_ranks: bool,
     counts_tokens: bool,
     counts_experts_tokens: bool,
     gradients: Iterable[dist.ProcessGroup],
@@ -174,6 +175,7 @@ def create_update_groups(
     Args:
         timeout: of every collective.
         tied_embeddings: whether the first and the last stage share a weight.
+        sums_over_tensor_ranks: whether tensor-parallel peers have parts of gradients of weights that each has whole.
         counts_tokens: whether the loss is a mean over tokens.
         counts_experts_tokens: whether the tokens of experts are summed for an update, on any stage.
         gradients: Megatron's groups over which this rank's gradient buffers are summed.
@@ -181,13 +183,13 @@ def create_update_groups(
         weights: Megatron's groups over which its optimizers gather what they have updated.
     """
     embedding = parallel_state.get_embedding_group(check_initialized=False) if tied_embeddings else None
-    tensor = parallel_state.get_tensor_model_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_group() if sums_over_tensor_ranks else None
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     created = UpdateGroups(
         embedding=_clone(embedding, timeout, "2bw embedding") if tied_embeddings else None,
-        tensor=_clone(tensor, timeout, "2bw tensor") if tensor.size() > 1 else None,
+        tensor=_clone(tensor, timeout, "2bw tensor"),
         pipeline=_clone(pipeline, timeout, "2bw tokens", backend="gloo") if counts_tokens else None,
         data=_clone(data, timeout, "2bw tokens of replicas", backend="gloo") if counts_tokens else None,
         stage=_clone(stage, timeout, "2bw tokens of experts") if counts_experts_tokens else None,

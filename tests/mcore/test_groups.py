@@ -85,27 +85,33 @@ def test_a_group_has_the_options_of_megatrons(world: dist.ProcessGroup, monkeypa
     assert made[2]["pg_options"] is None
 
 
-def test_whatever_an_update_waits_for_is_connected_before_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's own groups, too, over which it gathers weights: see ``_connect_all``."""
+@pytest.mark.parametrize("sums_over_tensor_ranks", [False, True])
+def test_whatever_an_update_waits_for_is_connected_before_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch, sums_over_tensor_ranks: bool
+) -> None:
+    """Megatron's own groups, too, over which it gathers weights: see ``_connect_all``. And nothing else."""
     from megatron_2bw.mcore import groups
 
     def group(name: str, size: int) -> Any:
         return type(name, (), {"size": lambda self: size, "rank": lambda self: 0, "__repr__": lambda self: name})()
 
     replicas, of_experts, alone = group("replicas", 2), group("of_experts", 2), group("alone", 1)
+    tensor = group("tensor", 2)
     connected: list[Any] = []
-    for getter in ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel", "tensor_and_data_parallel"):
+    monkeypatch.setattr(groups.parallel_state, "get_tensor_model_parallel_group", lambda: tensor)
+    for getter in ("pipeline_model_parallel", "data_parallel", "tensor_and_data_parallel"):
         monkeypatch.setattr(groups.parallel_state, f"get_{getter}_group", lambda **keywords: alone)
     monkeypatch.setattr(groups, "_clones", lambda mine, *args, **keywords: {(id(one),): f"our {one}" for one in mine})
     monkeypatch.setattr(groups, "_connect_all", connected.append)
     made = groups.create_update_groups(
         timedelta(seconds=10),
         tied_embeddings=False,
+        sums_over_tensor_ranks=sums_over_tensor_ranks,
         counts_tokens=False,
         counts_experts_tokens=False,
         gradients=[replicas, alone],
         statistics=[],
         weights=[replicas, replicas, of_experts, alone],
     )
-    assert connected == ["our replicas", replicas, of_experts]
+    assert connected == [*["our tensor"] * sums_over_tensor_ranks, "our replicas", replicas, of_experts]
     assert (made.pipeline, made.data, made.stage) == (None, None, None)

@@ -18,7 +18,13 @@ from megatron_2bw.mcore.updates.attention import AttentionLogits
 from megatron_2bw.mcore.updates.driven_scheduler import DrivenScheduler
 from megatron_2bw.mcore.updates.gradient_check import GradientCheck
 from megatron_2bw.mcore.updates.loss_scales import LossScales
-from megatron_2bw.mcore.updates.reductions import GradientReductions, Part, Statistics, sources_of
+from megatron_2bw.mcore.updates.reductions import (
+    GradientReductions,
+    Part,
+    Statistics,
+    replicated_gradients,
+    sources_of,
+)
 from megatron_2bw.mcore.updates.routers import Routers
 from megatron_2bw.mcore.updates.stock_optimizer import (
     Accumulated,
@@ -123,6 +129,7 @@ class DelayedOptimizer:
         groups = create_update_groups(
             timeout,
             tied_embeddings=tied_embeddings,
+            sums_over_tensor_ranks=bool(replicated_gradients(model, self._captured)),
             counts_tokens=config.calculate_per_token_loss,
             counts_experts_tokens=config.moe_router_enable_expert_bias,
             gradients=[*(group for source in sources for group in source.groups), *self._logits.groups],

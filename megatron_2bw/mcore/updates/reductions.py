@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import reduce_scatter_with_fp32_accumulation
 from megatron.core.optimizer import clip_grads
@@ -126,7 +127,7 @@ class GradientReductions:
         average = model.ddp_config.average_in_collective
         self._operation = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         self._scatters_to_fp32 = model.ddp_config.reduce_scatter_with_fp32_accumulation
-        self._replicated = _replicated_gradients(model, captured) if groups.tensor is not None else {}
+        self._replicated = replicated_gradients(model, captured) if groups.tensor is not None else {}
         self._tied = _tied_gradient(model, captured) if groups.embedding is not None else None
         self.links: dict[Reduction, Callable[[], object]] = {
             Reduction.GRADIENTS: self.sum_over_peers,
@@ -262,13 +263,15 @@ def _zeros_among(gradients: list[torch.Tensor]) -> torch.Tensor:
     return elements - torch.stack(nonzero).sum().cpu() if nonzero else elements
 
 
-def _replicated_gradients(
+def replicated_gradients(
     model: torch.nn.Module, captured: CapturedGradients
 ) -> dict[dist.ReduceOp.RedOpType, list[torch.Tensor]]:
     """Gradients of weights that all tensor-parallel ranks hold whole, each with its part of the sum, by how to combine.
 
     The rule is that of Megatron's ``_allreduce_non_tensor_model_parallel_grads``.
     """
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return {}
     config = get_model_config(model)
     operations: dict[dist.ReduceOp.RedOpType, list[torch.Tensor]] = {dist.ReduceOp.SUM: [], dist.ReduceOp.AVG: []}
     for name, parameter in _trained(model):
