@@ -51,7 +51,7 @@ def norm_deviation(found: Results, expected: Results) -> float:
     if not torch.equal(~found.norms.isnan(), done):
         return math.inf
     pairs = [(found.norms, expected.norms), (found.norms_apart, expected.norms_apart)]
-    return max(_largest_relative(a[done], b[done]) for a, b in pairs)
+    return _largest(_largest_relative(a[done], b[done]) for a, b in pairs)
 
 
 def differing(found: Results, expected: Results, *, norms: bool = True) -> list[str]:
@@ -101,7 +101,7 @@ def _largest_relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     if found.shape != expected.shape:
         raise ValueError(f"shapes differ: {tuple(found.shape)} and {tuple(expected.shape)}")
     apart = (found.double() - expected.double()).abs()
-    return (apart / expected.double().abs()).where(apart > 0, 0.0).max().item()
+    return (apart / expected.double().abs()).where(apart != 0, 0.0).max().item()
 
 
 def _paired(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

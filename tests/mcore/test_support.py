@@ -105,9 +105,13 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
             "bf16": True,
         }
     ],
+    "--mtp-detach-heads with --use-distributed-optimizer and grad_norm_skip_threshold of the config": [
+        {"mtp_detach_heads": True, "use_distributed_optimizer": True, "grad_norm_skip_threshold": 10.0}
+    ],
     "--mtp-detach-heads with --use-distributed-optimizer, and muon, lion or soap": [
         {
             "mtp_detach_heads": True,
+            "data_parallel_size": 2,
             "use_distributed_optimizer": True,
             "optimizer": "muon",
             "muon_momentum": 0.95,

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_2bw.mcore.symbols import megatron_version
+
 from . import custom_loop
 from .case import Case, Fault
 from .compare import differing
@@ -41,7 +43,10 @@ def test_equals_the_oracle(name: str) -> None:
     "changes",
     [
         {"tied": True, "tensor_parallel": 2},
-        {"model": (*SEVERAL_TOKENS, *DETACHED), "precision": "bf16", "replicas": 2, "distributed_optimizer": True},
+        pytest.param(
+            {"model": (*SEVERAL_TOKENS, *DETACHED), "precision": "bf16", "replicas": 2, "distributed_optimizer": True},
+            marks=pytest.mark.skipif(megatron_version().startswith("0.18"), reason="Megatron 0.18 has no such heads"),
+        ),
         # Megatron takes a norm of the norms of two optimizers, whose groups have the same ranks.
         {"precision": "bf16", "replicas": 2, "distributed_optimizer": True, "optimizer": "muon"},
         {
@@ -65,6 +70,7 @@ def test_norms_are_megatrons_to_the_last_bit(changes: dict[str, object]) -> None
     found, expected = run(case), run(replace(case, schedule="1f1b-flush", synchronous=0))
     assert torch.equal(found.norms, expected.norms)
     assert torch.equal(found.norms_apart, expected.norms_apart)
+    assert (found.norms_apart > 0).all() == ("model" in changes and set(DETACHED) <= set(changes["model"]))
     assert torch.equal(found.losses, expected.losses)
 
 

@@ -190,7 +190,7 @@ def test_flags_that_were_given_are_printed_as_given():
         ),
         (
             "--optimizer soap",
-            ("--optimizer: priced with Adam's state",),
+            ("--optimizer: priced with Adam's state, a fifth of SOAP's",),
         ),
         (
             "--optimizer muon --bf16 --muon-num-ns-steps 9 --muon-tp-mode duplicated --muon-fp32-matmul-prec medium",

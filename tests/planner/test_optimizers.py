@@ -100,7 +100,9 @@ def test_flags_and_rows():
     adam, muon, older = (predicted({**row, "optimizer": kind}) for kind in ("adam", "muon", "dist_muon"))
     needed = [one["stages"][0]["optimizer_bytes"] for one in (adam, muon, older)]
     assert needed[0] > needed[1] > needed[2]
-    assert predicted({**row, "optimizer": "soap"})["notes"] == ["--optimizer: priced with Adam's state"]
+    assert predicted({**row, "optimizer": "soap"})["notes"] == [
+        "--optimizer: priced with Adam's state, a fifth of SOAP's"
+    ]
 
 
 def test_no_muon_in_fp16():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
@@ -79,9 +80,24 @@ def is_sharded_by_layers(args: Any) -> bool:
 
 
 def clips_heads_by_replica(args: Any) -> bool:
-    """Whole layers are with one rank each, and some are clipped by a norm that Megatron sums over stages alone."""
+    """Whole layers are with one rank each, and some are clipped by a norm that Megatron sums over stages alone.
+
+    Where no other optimizer is beside that of layers, it sums the norm over all ranks.
+    """
     clips_apart = getattr(args, "mtp_detach_heads", None) and args.clip_grad
-    return bool(clips_apart) and is_sharded_by_layers(args)
+    is_alone = getattr(args, "use_layer_wise_param_layout", None) is False
+    replicas = (getattr(args, "data_parallel_size", None) or 0) * args.context_parallel_size  # Derived from others.
+    return bool(clips_apart) and is_sharded_by_layers(args) and not is_alone and replicas > 1
+
+
+def skips_by_norm(args: Any) -> bool:
+    """An update whose norm is above a threshold, which only a config has, is left out."""
+    return (getattr(args, "grad_norm_skip_threshold", None) or inf) < inf
+
+
+def skips_on_some_ranks(args: Any) -> bool:
+    """Such an update, on ranks alone whose shards have weights that this norm is of."""
+    return skips_by_norm(args) and bool(getattr(args, "mtp_detach_heads", None)) and args.use_distributed_optimizer
 
 
 def scatters_a_mean_to_fp32(args: Any) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from megatron_2bw.planner.flag_table.conditions import (
     attends_sparsely,
     clips_gates,
@@ -28,6 +26,8 @@ from megatron_2bw.planner.flag_table.conditions import (
     saves_optimizers,
     scatters_a_mean_to_fp32,
     shards_weights,
+    skips_by_norm,
+    skips_on_some_ranks,
     sums_experts_over_wrong_ranks,
     ties_what_it_predicts,
 )
@@ -156,7 +156,7 @@ REFUSED: tuple[Refused, ...] = (
         PER_MICROBATCH,
         "a norm over all stages would drain the pipeline after every microbatch",
         "use --clip-grad 0, or --pipeline-schedule 2bw, which clips by the exact norm",
-        is_set=lambda args: args.clip_grad > 0 or (getattr(args, "grad_norm_skip_threshold", None) or inf) < inf,
+        is_set=lambda args: args.clip_grad > 0 or skips_by_norm(args),
     ),
     Refused(
         "--untie-embeddings-and-output-weights",
@@ -291,7 +291,7 @@ REFUSED: tuple[Refused, ...] = (
         "--ckpt-format torch, with --use-distributed-optimizer and muon, lion or soap",
         OURS,
         "Megatron fails when it saves that optimizer so",
-        "use --ckpt-format torch_dist",
+        "use --ckpt-format torch_dist, or with soap, which has none, leave --use-distributed-optimizer out",
         is_set=lambda args: (args.save or args.load) and args.ckpt_format == "torch" and is_sharded_by_layers(args),
     ),
     Refused(
@@ -313,7 +313,7 @@ REFUSED: tuple[Refused, ...] = (
         "--save in --ckpt-format torch_dist with soap",
         OURS,
         "Megatron fails when it saves that optimizer so: some of its matrices have other shapes than the weights",
-        "use --ckpt-format torch without --use-distributed-optimizer, or --no-save-optim",
+        "use --ckpt-format torch without --use-distributed-optimizer, or --no-save-optim, and --no-load-optim later",
         is_set=lambda args: saves_optimizers(args) and args.ckpt_format == "torch_dist" and args.optimizer == "soap",
     ),
     Refused(
@@ -351,6 +351,13 @@ REFUSED: tuple[Refused, ...] = (
             and args.clip_grad
             and not args.accumulate_allreduce_grads_in_fp32
         ),
+    ),
+    Refused(
+        "--mtp-detach-heads with --use-distributed-optimizer and grad_norm_skip_threshold of the config",
+        OURS,
+        "Megatron skips an update only where a rank has weights beside those of the heads",
+        "leave one of the three out",
+        is_set=skips_on_some_ranks,
     ),
     Refused(
         "--mtp-detach-heads with --use-distributed-optimizer, and muon, lion or soap",

@@ -148,7 +148,7 @@ _REFUSED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     GROUP: (_has_other_groups, "groups of more microbatches than there are stages"),
 }
 _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
-    "--optimizer": (_has_unknown_state, "priced with Adam's state"),
+    "--optimizer": (_has_unknown_state, "priced with Adam's state, a fifth of SOAP's"),
     "--transformer-impl": (
         lambda options, flag: _is_local(options, flag) and not {"--bf16", "--fp16"} & options.values.keys(),
         "priced, from Ampere on, with products of Transformer Engine, which are in TF32; torch's take several times as "
