@@ -270,7 +270,7 @@ def replicated_gradients(
 
     The rule is that of Megatron's ``_allreduce_non_tensor_model_parallel_grads``.
     """
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+    if parallel_state.get_tensor_model_parallel_group().size() == 1:
         return {}
     config = get_model_config(model)
     operations: dict[dist.ReduceOp.RedOpType, list[torch.Tensor]] = {dist.ReduceOp.SUM: [], dist.ReduceOp.AVG: []}
