@@ -12,7 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from report import heading, put_each
 from tests.mcore import matrix
 from tests.mcore.case import Case
 from tests.mcore.compare import FLOOR, Deviation, deviation
-from tests.mcore.drawn import drawn
+from tests.mcore.drawn import drawn, words
 from tests.mcore.features import EXACT, MORE
 from tests.mcore.harness import run
 from tests.mcore.oracle import oracle
@@ -87,11 +87,7 @@ def _report(name: str, case: Case, more: Callable[[Case], Iterator[str]]) -> tup
 
 
 def _words(case: Case) -> Iterator[str]:
-    """What ``case`` has that a plain one does not."""
-    plain = Case(schedule="2bw", stages=0, microbatches=0, record_gradients=True)
-    given = {name: value for name, value in asdict(case).items() if value != getattr(plain, name)}
-    words = (f"{name}={' '.join(value) if isinstance(value, tuple) else value}" for name, value in given.items())
-    yield f"    {' '.join(words)}"
+    yield f"    {words(case)}"
 
 
 def _one_process(case: Case) -> Iterator[str]:

@@ -1,12 +1,14 @@
 """Stop 2BW after every batch of a run, continue it, and hold the rest against the uninterrupted run, bit for bit.
 
 python scripts/resume_matrix.py                 # about ten minutes on two cores
+python scripts/resume_matrix.py --drawn 60 --seed 7   # combinations of features, drawn at random, each stopped twice
 python scripts/resume_matrix.py --output scripts/bench/results/resume_matrix.txt
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import heading, put_each
 
 from tests.mcore.compare import differing
-from tests.mcore.saved import BATCHES, CASE, save, tail
+from tests.mcore.drawn import Stopped, stopped, words
+from tests.mcore.harness import Results, run
+from tests.mcore.saved import BATCHES, CASE, TRACKER, resume, save, saving, tail
 from tests.mcore.test_resume import FORMATS
 
 SETTINGS = {
@@ -33,6 +37,11 @@ ABOUT = f"""\
 Each line: a run of {BATCHES} batches with dropout 0.1 and clipping to norm 1.0 that saves after every batch, and for
 each checkpoint but the last a run that continues from it. "equal": losses, gradient norms, loss scales, skipped
 updates, learning rates and final weights of the continued run are those of the uninterrupted one, to the last bit."""
+ABOUT_DRAWN = """\
+Each line: a run that saves after every batch, one that continues it from a batch drawn at random and saves, too, and
+one that continues that, from a later batch. "equal": losses, gradient norms, loss scales, skipped updates, learning
+rates and final weights of both are those of the uninterrupted run, to the last bit. "refused": Megatron cannot save or
+load what was drawn. The line below says what that was: fields of the tests' Case that are not their defaults."""
 
 
 def main() -> int:
@@ -40,9 +49,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the settings whose name contains this")
     parser.add_argument("--output", type=Path, help="write the report here")
+    parser.add_argument(
+        "--drawn", type=int, default=0, metavar="N", help="run so many settings drawn at random instead"
+    )
+    parser.add_argument("--seed", default="0", help="of these; the same ones for the same seed")
     options = parser.parse_args()
     found: list[str] = []
-    put_each(chain((*heading(), "", ABOUT, ""), _lines(options.only, found)), options.output)
+    lines, about = _lines(options.only, found), ABOUT
+    if options.drawn:
+        seeds = [f"{options.seed}-{i}" for i in range(options.drawn)]
+        lines, about = _drawn([seed for seed in seeds if options.only in f"drawn {seed}"], found), ABOUT_DRAWN
+    put_each(chain((*heading(), "", about, ""), lines), options.output)
     return 1 if found else 0
 
 
@@ -61,11 +78,51 @@ def _problems(name: str, format_: str) -> list[str]:
         saved = save(SETTINGS[name], Path(folder), format_)
         problems = []
         for iteration in range(1, BATCHES):
-            found, expected = saved.resumed(iteration), tail(saved.results, BATCHES - iteration)
-            different = differing(found, expected) + ([] if found.rates == expected.rates else ["learning rates"])
-            if different:
-                problems.append(f"after batch {iteration}: {', '.join(different)}")
+            problems += _different(saved.resumed(iteration), saved.results, iteration)
         return problems
+
+
+def _drawn(seeds: list[str], found: list[str]) -> Iterator[str]:
+    """The outcome of each setting and what it is; all problems go to ``found``."""
+    equal = 0
+    for seed in seeds:
+        setting = stopped(seed)
+        try:
+            problems = _problems_of(setting)
+        except RuntimeError as error:
+            refusal = re.search(r"^megatron_2bw: error: (.*)$", str(error), re.MULTILINE)
+            if refusal is None or "Traceback" in str(error):
+                raise
+            problems, verdict = [], f"refused: {refusal[1]}"
+        else:
+            equal += not problems
+            verdict = "; ".join(problems) or "equal"
+        found += problems
+        yield f"drawn {seed}, {setting.format}, stopped after {setting.after[0]} and {setting.after[1]}: {verdict}"
+        yield f"    {words(replace(setting.case, record_gradients=True))} {' '.join(setting.flags)}"
+        run.cache_clear()
+    yield ""
+    yield f"{len(seeds)} settings, {equal} equal"
+
+
+def _problems_of(setting: Stopped) -> list[str]:
+    case, (first, second) = setting.case, setting.after
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / part for part in ("first", "second")]
+        before, after = (saving(case, folder, setting.format, 1, *setting.flags) for folder in folders)
+        whole = run(before)
+        (folders[0] / TRACKER).write_text(str(first))
+        problems = _different(resume(after, folders[0], setting.format), whole, first)
+        (folders[1] / TRACKER).write_text(str(second))
+        return problems + _different(resume(case, folders[1], setting.format), whole, second)
+
+
+def _different(found: Results, whole: Results, iteration: int) -> list[str]:
+    expected = tail(whole, whole.losses.shape[1] - iteration)
+    different = differing(found, expected)
+    # Updates that were skipped have none.
+    different += [] if found.rates == whole.rates[len(whole.rates) - len(found.rates) :] else ["learning rates"]
+    return [f"after batch {iteration}: {', '.join(different)}"] if different else []
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 from .case import Case
 from .features import (
@@ -18,6 +18,7 @@ from .features import (
     PER_TOKEN,
     SEVERAL_TOKENS,
 )
+from .saved import ASYNCHRONOUS, DROPOUT
 
 _SPREAD = {
     2: [(), (), (), tuple("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3".split())],
@@ -26,6 +27,58 @@ _SPREAD = {
 }
 """By the number of stages: what says how layers are spread over them."""
 _EXPERTS = (EXPERTS, BIASED, GLOBALLY_BALANCED, ALL_TO_ALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """A setting, and two batches after which it is stopped: what goes on after the first one is stopped again."""
+
+    case: Case
+    format: str
+    flags: tuple[str, ...]
+    """Of the runs that save."""
+    after: tuple[int, int]
+
+
+def words(case: Case) -> str:
+    """What ``case`` has that a plain one does not."""
+    plain = Case(schedule="2bw", stages=0, microbatches=0, record_gradients=True)
+    given = {name: value for name, value in asdict(case).items() if value != getattr(plain, name)}
+    return " ".join(f"{name}={' '.join(value) if isinstance(value, tuple) else value}" for name, value in given.items())
+
+
+def stopped(seed: str) -> Stopped:
+    """The setting of `drawn` with what a checkpoint has to carry beside weights: no oracle has to follow it."""
+    case, draw = drawn(seed), random.Random(f"stopped {seed}")
+    has_experts = "--num-experts" in case.model
+    of_layers = case.optimizer in ("muon", "lion", "soap")
+    model = case.model
+    if "--mtp-num-layers" not in model and draw.random() < 0.6:
+        model += DROPOUT
+    if has_experts and case.tensor_parallel == 1 and draw.random() < 0.3:
+        model += ("--moe-input-jitter-eps", "0.01")
+    shares = has_experts and case.replicas == 2 and not case.expert_tensor_parallel and not of_layers
+    flags = case.flags
+    if draw.random() < 0.4:
+        flags += ("--eval-interval", str(draw.choice([1, 2, 3])), "--eval-iters", "1")
+    if draw.random() < 0.3:
+        flags += ("--dataloader-type", "cyclic")
+    # Mostly in one that Megatron can save it in; see ``planner.flag_table.refused``.
+    format_ = draw.choice(["torch", "torch_dist", "torch_dist"])
+    if case.offloaded or case.moments or (of_layers and case.distributed_optimizer):
+        format_ = "torch_dist"
+    elif case.optimizer == "soap" or ("--mtp-num-layers" in model and case.tied):
+        format_ = "torch"
+    case = replace(
+        case,
+        model=model,
+        flags=flags,
+        expert_parallel=2 if shares and draw.random() < 0.6 else 1,
+        record_gradients=False,
+    )
+    first, second = sorted(draw.sample(range(1, case.batches), 2))
+    is_asynchronous = format_ == "torch_dist" and draw.random() < 0.3
+    return Stopped(case=case, format=format_, flags=ASYNCHRONOUS if is_asynchronous else (), after=(first, second))
 
 
 def drawn(seed: str) -> Case:

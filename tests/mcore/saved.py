@@ -14,6 +14,7 @@ DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=BATCHES, clip=1.0, model=DROPOUT)
 DETERMINED = Case(schedule="2bw", layers=4, stages=2, microbatches=4, batches=BATCHES, tied=False)
 """Without dropout, whose numbers depend on the layout: equal to the oracle to the last bit."""
+ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 

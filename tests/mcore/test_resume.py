@@ -20,13 +20,12 @@ from .features import BIASED, EXPERTS, SEVERAL_TOKENS, SHARDED_BY_LAYERS
 from .harness import collect, launch, merge, run
 from .interrupted import Kill, killed, slow_to_write
 from .oracle import oracle
-from .saved import BATCHES, CASE, DETERMINED, TRACKER, Saved, assert_continues, resume, save, saving, tail
+from .saved import ASYNCHRONOUS, BATCHES, CASE, DETERMINED, TRACKER, Saved, assert_continues, resume, save, saving, tail
 from .worker import main
 
 TWO_REPLICAS = replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16")
 FORMATS = ["torch", "torch_dist"]
 TWO_REPLICAS_IN_FP16 = replace(CASE, replicas=2, distributed_optimizer=True, precision="fp16")
-ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 FILES_PER_SAVE = 2 if megatron_version().startswith("0.18") else 1
 """At most, of a rank."""
 
