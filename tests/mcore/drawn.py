@@ -50,6 +50,8 @@ def words(case: Case) -> str:
 def stopped(seed: str) -> Stopped:
     """The setting of `drawn` with what a checkpoint has to carry beside weights: no oracle has to follow it."""
     case, draw = drawn(seed), random.Random(f"stopped {seed}")
+    if case.optimizer == "soap":  # Megatron saves it in no format if it is sharded.
+        case = replace(case, distributed_optimizer=False)
     has_experts = "--num-experts" in case.model
     of_layers = case.optimizer in ("muon", "lion", "soap")
     model = case.model
