@@ -27,7 +27,7 @@ from report import heading, put_each
 from tests.mcore.case import Case
 from tests.mcore.compare import differing
 from tests.mcore.features import EXPERTS, LATENT, SEVERAL_TOKENS
-from tests.mcore.harness import ENVIRONMENT, Results, run
+from tests.mcore.harness import ENVIRONMENT, Results, refusal_in, run
 
 BATCHES = 4
 PLAIN = Case(stages=2, microbatches=3, batches=BATCHES, clip=1.0, precision="bf16")
@@ -112,18 +112,18 @@ def _outcome(words: tuple[str, ...]) -> tuple[str, str]:
     if not isinstance(stock, Results):
         return "neither", ""
     if not isinstance(ours, Results):
-        refusal = re.search(r"^megatron_2bw: error: (.*)$", ours, re.MULTILINE)
-        return ("refused", refusal[1]) if refusal and "Traceback" not in ours else ("FAILED", ours[-500:])
+        refusal = refusal_in(ours)
+        return ("refused", refusal) if refusal else ("FAILED", str(ours)[-500:])
     if apart := _differing(ours, stock):
         return "NOT equal", "; ".join(apart)
     return "changes" if _differing(stock, run(replace(base, schedule=None))) else "equal", ""
 
 
-def _tried(case: Case) -> Results | str:
+def _tried(case: Case) -> Results | Exception:
     try:
         return run(case)
     except (RuntimeError, FileNotFoundError) as error:  # The second one: it has ended before there were results.
-        return str(error)
+        return error
 
 
 def _differing(found: Results, expected: Results) -> list[str]:

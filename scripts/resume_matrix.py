@@ -8,7 +8,6 @@ python scripts/resume_matrix.py --output scripts/bench/results/resume_matrix.txt
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from report import heading, put_each
 
 from tests.mcore.compare import differing
 from tests.mcore.drawn import Stopped, stopped, words
-from tests.mcore.harness import Results, run
+from tests.mcore.harness import Results, refusal_in, run
 from tests.mcore.saved import BATCHES, CASE, TRACKER, resume, save, saving, tail
 from tests.mcore.test_resume import FORMATS
 
@@ -90,10 +89,9 @@ def _drawn(seeds: list[str], found: list[str]) -> Iterator[str]:
         try:
             problems = _problems_of(setting)
         except RuntimeError as error:
-            refusal = re.search(r"^megatron_2bw: error: (.*)$", str(error), re.MULTILINE)
-            if refusal is None or "Traceback" in str(error):
+            if (refusal := refusal_in(error)) is None:
                 raise
-            problems, verdict = [], f"refused: {refusal[1]}"
+            problems, verdict = [], f"refused: {refusal}"
         else:
             equal += not problems
             verdict = "; ".join(problems) or "equal"

@@ -66,7 +66,7 @@ def differing(found: Results, expected: Results, *, norms: bool = True) -> list[
             pairs[f"{what} {name}"] = tensor, getattr(expected, what)[name]
     if norms:
         pairs["norms"] = found.norms.nan_to_num(), expected.norms.nan_to_num()
-        pairs["norms of their own"] = found.norms_apart.nan_to_num(), expected.norms_apart.nan_to_num()
+        pairs["norms of their own"] = found.norms_apart.nan_to_num(-1.0), expected.norms_apart.nan_to_num(-1.0)
     return [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
 
 

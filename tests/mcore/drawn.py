@@ -26,6 +26,7 @@ _SPREAD = {
     4: [()],
 }
 """By the number of stages: what says how layers are spread over them."""
+_OF_MATRICES = ("muon", "soap", "lion")
 _EXPERTS = (EXPERTS, BIASED, GLOBALLY_BALANCED, ALL_TO_ALL)
 
 
@@ -53,7 +54,7 @@ def stopped(seed: str) -> Stopped:
     if case.optimizer == "soap":  # Megatron saves it in no format if it is sharded.
         case = replace(case, distributed_optimizer=False)
     has_experts = "--num-experts" in case.model
-    of_layers = case.optimizer in ("muon", "lion", "soap")
+    of_layers = case.optimizer in _OF_MATRICES
     model = case.model
     if "--mtp-num-layers" not in model and draw.random() < 0.6:
         model += DROPOUT
@@ -164,7 +165,7 @@ def _order(draw: random.Random, stages: int) -> tuple[tuple[str, ...], dict[str,
 def _optimizer(draw: random.Random, *, may_shard_layers: bool) -> dict[str, object]:
     """Optimizer, precision and correction that go together; see ``planner.flag_table.refused``."""
     optimizer = draw.choice(["adam", "adam", "adam", "muon", "lion", "soap", "sgd"])
-    of_layers = optimizer in ("muon", "lion", "soap")
+    of_layers = optimizer in _OF_MATRICES
     precision = draw.choice(["fp32", "bf16", "bf16"] if of_layers else ["fp32", "bf16", "bf16", "fp16"])
     may_shard = (may_shard_layers and precision == "bf16") if of_layers else optimizer == "adam"
     corrections = [*["lead"] * (optimizer not in ("lion", "soap")), *["update-lead"] * (precision != "fp32")]

@@ -7,6 +7,7 @@ import functools
 import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -87,6 +88,12 @@ def run(case: Case) -> Results:
     from .worker import main
 
     return merge(collect(main, case), case)
+
+
+def refusal_in(error: Exception) -> str | None:
+    """What we said in place of training, where that is why a run failed."""
+    found = re.search(r"^megatron_2bw: error: (.*)$", str(error), re.MULTILINE)
+    return found[1] if found and "Traceback" not in str(error) else None
 
 
 def collect(target: Callable[..., None], case: Case, *, ranks: int | None = None) -> list[Any]:

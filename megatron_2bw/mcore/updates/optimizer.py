@@ -125,11 +125,12 @@ class DelayedOptimizer:
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._norm_groups = norm_groups(inner)
         parts = list(map(self._part, inner.chained_optimizers, accumulated(inner, model, self._norm_groups)))
+        replicated = replicated_gradients(model, self._captured)
         config, by_layers = get_model_config(model), any(map(is_layer_wise, inner.chained_optimizers))
         groups = create_update_groups(
             timeout,
             tied_embeddings=tied_embeddings,
-            sums_over_tensor_ranks=bool(replicated_gradients(model, self._captured)),
+            sums_over_tensor_ranks=bool(replicated),
             counts_tokens=config.calculate_per_token_loss,
             counts_experts_tokens=config.moe_router_enable_expert_bias,
             gradients=[*(group for source in sources for group in source.groups), *self._logits.groups],
@@ -141,6 +142,7 @@ class DelayedOptimizer:
             self._captured,
             sources,
             parts,
+            replicated,
             groups,
             self._routers,
             self._logits,

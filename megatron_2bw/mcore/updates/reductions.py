@@ -24,6 +24,9 @@ from megatron_2bw.runtime.errors import needs_peers
 from megatron_2bw.runtime.gradients import CapturedGradients, Region
 from megatron_2bw.schedule.action import Reduction
 
+ReplicatedGradients = dict[dist.ReduceOp.RedOpType, list[torch.Tensor]]
+"""By how to combine them."""
+
 
 class Source(NamedTuple):
     """One accumulation buffer, or bucket, of Megatron's DistributedDataParallel."""
@@ -93,6 +96,7 @@ class GradientReductions:
         captured: its captured gradients, one region per source.
         sources: see ``sources_of``.
         parts: one per chained optimizer.
+        replicated: see ``replicated_gradients``.
         groups: who takes part.
         routers: of the stage's experts.
         logits: of the stage's attention.
@@ -106,6 +110,7 @@ class GradientReductions:
         captured: CapturedGradients,
         sources: Sequence[Source],
         parts: Sequence[Part],
+        replicated: ReplicatedGradients,
         groups: UpdateGroups,
         routers: Routers,
         logits: AttentionLogits,
@@ -127,7 +132,7 @@ class GradientReductions:
         average = model.ddp_config.average_in_collective
         self._operation = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         self._scatters_to_fp32 = model.ddp_config.reduce_scatter_with_fp32_accumulation
-        self._replicated = replicated_gradients(model, captured) if groups.tensor is not None else {}
+        self._replicated = replicated
         self._tied = _tied_gradient(model, captured) if groups.embedding is not None else None
         self.links: dict[Reduction, Callable[[], object]] = {
             Reduction.GRADIENTS: self.sum_over_peers,
@@ -263,9 +268,7 @@ def _zeros_among(gradients: list[torch.Tensor]) -> torch.Tensor:
     return elements - torch.stack(nonzero).sum().cpu() if nonzero else elements
 
 
-def replicated_gradients(
-    model: torch.nn.Module, captured: CapturedGradients
-) -> dict[dist.ReduceOp.RedOpType, list[torch.Tensor]]:
+def replicated_gradients(model: torch.nn.Module, captured: CapturedGradients) -> ReplicatedGradients:
     """Gradients of weights that all tensor-parallel ranks hold whole, each with its part of the sum, by how to combine.
 
     The rule is that of Megatron's ``_allreduce_non_tensor_model_parallel_grads``.
@@ -273,7 +276,7 @@ def replicated_gradients(
     if parallel_state.get_tensor_model_parallel_group().size() == 1:
         return {}
     config = get_model_config(model)
-    operations: dict[dist.ReduceOp.RedOpType, list[torch.Tensor]] = {dist.ReduceOp.SUM: [], dist.ReduceOp.AVG: []}
+    operations: ReplicatedGradients = {dist.ReduceOp.SUM: [], dist.ReduceOp.AVG: []}
     for name, parameter in _trained(model):
         is_query_or_key = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
         gradient = captured.within(parameter.main_grad)

@@ -79,6 +79,11 @@ def is_sharded_by_layers(args: Any) -> bool:
     return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and is_distributed)
 
 
+def _replicas(args: Any) -> int:
+    """Of the model; 0 where Megatron has not derived them from its other arguments."""
+    return (getattr(args, "data_parallel_size", None) or 0) * args.context_parallel_size
+
+
 def clips_heads_by_replica(args: Any) -> bool:
     """Whole layers are with one rank each, and some are clipped by a norm that Megatron sums over stages alone.
 
@@ -86,8 +91,7 @@ def clips_heads_by_replica(args: Any) -> bool:
     """
     clips_apart = getattr(args, "mtp_detach_heads", None) and args.clip_grad
     is_alone = getattr(args, "use_layer_wise_param_layout", None) is False
-    replicas = (getattr(args, "data_parallel_size", None) or 0) * args.context_parallel_size  # Derived from others.
-    return bool(clips_apart) and is_sharded_by_layers(args) and not is_alone and replicas > 1
+    return bool(clips_apart) and is_sharded_by_layers(args) and not is_alone and _replicas(args) > 1
 
 
 def skips_by_norm(args: Any) -> bool:
@@ -125,8 +129,7 @@ def leaves_copies_of_experts_apart(args: Any) -> bool:
     """A distributed optimizer of whole layers shards nothing without replicas of the model, of experts neither."""
     split = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
     copies = args.tensor_model_parallel_size // (split * args.expert_model_parallel_size)
-    replicas = (getattr(args, "data_parallel_size", None) or 0) * args.context_parallel_size  # Derived from others.
-    return bool(args.num_experts and copies > 1 and replicas == 1 and is_sharded_by_layers(args))
+    return bool(args.num_experts and copies > 1 and _replicas(args) == 1 and is_sharded_by_layers(args))
 
 
 def ties_what_it_predicts(args: Any) -> bool:
