@@ -72,6 +72,18 @@ LAYOUT_NUMBERS = _COUNTS | {
     "--num-virtual-stages-per-pipeline-rank": "chunks",
 }
 """Flags with a number of the Layout."""
+LAYOUT_SWITCHES = {
+    "--overlap-moe-expert-parallel-comm": "overlap_exchanges",
+    "--sequence-parallel": "sequence_parallel",
+    "--use-distributed-optimizer": "distributed_optimizer",
+    "--overlap-grad-reduce": "overlap_gradients",
+    "--overlap-param-gather": "overlap_parameters",
+    "--accumulate-allreduce-grads-in-fp32": "gradients_in_fp32",
+    "--grad-reduce-in-bf16": "gradients_in_bf16",
+    "--tp-comm-overlap": "overlap_tensor",
+    "--fp8-param-gather": "fp8_parameters",
+}
+"""Flags that switch something of the Layout on; some do so only beside others."""
 _MOE_LAYER = "--moe-layer-recompute"
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 _FUSED_LOSS = {"--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"}
@@ -81,12 +93,10 @@ _IN_BLOCKS = (Fp8.BLOCKWISE, Fp8.MXFP8)
 SWITCHES = frozenset(
     {
         *MODEL_SWITCHES,
-        *"--bf16 --fp16 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce".split(),
-        *"--overlap-param-gather --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --tp-comm-overlap".split(),
-        *"--recompute-activations --use-flash-attn --no-bias-swiglu-fusion --cross-entropy-loss-fusion".split(),
-        *("--fp8-param-gather", PRECISION_AWARE),
+        *LAYOUT_SWITCHES,
+        *"--bf16 --fp16 --recompute-activations --use-flash-attn --no-bias-swiglu-fusion".split(),
+        *("--cross-entropy-loss-fusion", PRECISION_AWARE),
         *COUNTED,
-        "--overlap-moe-expert-parallel-comm",
     }
 )
 """Flags without a value."""
@@ -235,6 +245,12 @@ def _layout(
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
     if fused is None:
         fused = precision is not Precision.FP32 if gpu is None else fuses_attention(gpu, precision)
+    switches = {field: flag in options for flag, field in LAYOUT_SWITCHES.items()}
+    switches["sequence_parallel"] &= numbers["tensor"] > 1
+    switches["distributed_optimizer"] |= optimizer == DIST_MUON
+    switches["gradients_in_fp32"] &= precision is Precision.FP16
+    switches["gradients_in_bf16"] |= options.choice(MAIN_GRADIENTS, ("fp32", "bf16"), "fp32") == "bf16"
+    switches["gradients_in_bf16"] &= precision is Precision.BF16
     return Layout(
         schedule=schedule_name(options.text("--pipeline-schedule", MEGATRON)),
         data=data,
@@ -245,23 +261,15 @@ def _layout(
         recompute_method=RecomputeMethod(
             options.choice("--recompute-method", RecomputeMethod, RecomputeMethod.UNIFORM)
         ),
-        sequence_parallel="--sequence-parallel" in options and numbers["tensor"] > 1,
         optimizer=optimizer_of(optimizer) or Optimizer.ADAM,
         adam_state=_adam_state(options) if PRECISION_AWARE in options else None,
-        distributed_optimizer="--use-distributed-optimizer" in options or optimizer == DIST_MUON,
-        overlap_gradients="--overlap-grad-reduce" in options,
-        overlap_parameters="--overlap-param-gather" in options,
-        gradients_in_fp32=precision is Precision.FP16 and "--accumulate-allreduce-grads-in-fp32" in options,
-        gradients_in_bf16=precision is Precision.BF16 and _sums_in_bf16(options),
         fused_loss=_FUSED_LOSS.issubset(options.values) and options.text("--cross-entropy-fusion-impl") == "te",
-        overlap_tensor="--tp-comm-overlap" in options,
         dispatcher=_dispatcher(options) if model.num_experts else Dispatcher.ALLTOALL,
-        overlap_exchanges="--overlap-moe-expert-parallel-comm" in options,
         precision=precision,
         fp8=_fp8(options),
-        fp8_parameters="--fp8-param-gather" in options,
         fused_attention=_fused(options, fused),
         fused_swiglu=not (model.swiglu and "--no-bias-swiglu-fusion" in options),
+        **switches,
         **numbers,
     )
 
@@ -269,10 +277,6 @@ def _layout(
 def _adam_state(options: Options) -> AdamState:
     """Megatron's choices and defaults."""
     return AdamState(*(options.choice(flag, choices, choices[0]) for flag, choices in STORED_IN.items()))
-
-
-def _sums_in_bf16(options: Options) -> bool:
-    return "--grad-reduce-in-bf16" in options or options.choice(MAIN_GRADIENTS, ("fp32", "bf16"), "fp32") == "bf16"
 
 
 def _global_batch(options: Options, least: int) -> int:
@@ -386,15 +390,8 @@ def _fused(options: Options, default: bool) -> bool:
 
 
 _FLAG_OF = {
-    **{name: flag for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS}.items()},
+    **{name: flag for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS, **LAYOUT_SWITCHES}.items()},
     "global_batch": "--global-batch-size",
-    "sequence_parallel": "--sequence-parallel",
-    "distributed_optimizer": "--use-distributed-optimizer",
-    "overlap_gradients": "--overlap-grad-reduce",
-    "overlap_parameters": "--overlap-param-gather",
-    "overlap_tensor": "--tp-comm-overlap",
-    "overlap_exchanges": "--overlap-moe-expert-parallel-comm",
-    "fp8_parameters": "--fp8-param-gather",
     "pipeline_layout": PIPELINE_LAYOUT,
     "recompute_modules": MODULES,
     "schedule": "--pipeline-schedule",
@@ -460,19 +457,11 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
     has_grouped = has_grouped or RecomputeModule.MOE_ACT in layout.modules_again
     switches = {
         _dispatcher_flags(layout.dispatcher): layout.expert > 1,
-        "--overlap-moe-expert-parallel-comm": layout.overlap_exchanges,
         GROUPED: model.num_experts > 0 and has_grouped,
-        "--sequence-parallel": layout.sequence_parallel,
-        "--use-distributed-optimizer": layout.distributed_optimizer,
-        "--overlap-grad-reduce": layout.overlap_gradients,
-        "--overlap-param-gather": layout.overlap_parameters,
-        "--accumulate-allreduce-grads-in-fp32": layout.gradients_in_fp32,
-        "--grad-reduce-in-bf16": layout.gradients_in_bf16,
+        **{flag: getattr(layout, field) for flag, field in LAYOUT_SWITCHES.items()},
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te": layout.fused_loss,
-        "--tp-comm-overlap": layout.overlap_tensor,
         f"--optimizer {layout.optimizer}": layout.optimizer is not Optimizer.ADAM,
         f"--{layout.precision}": layout.precision is not Precision.FP32,
-        "--fp8-param-gather": layout.fp8_parameters,
         "--attention-backend unfused": not layout.fused_attention,
         "--no-bias-swiglu-fusion": not layout.fused_swiglu,
         "--clip-grad 0": layout.schedule == "pipedream",

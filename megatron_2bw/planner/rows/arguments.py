@@ -10,7 +10,7 @@ from typing import Any
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import DIST_MUON, MAIN_GRADIENTS, STORED_IN
 from megatron_2bw.planner.flags.argument_flags import NEGATED, flag_of
-from megatron_2bw.planner.flags.flags import FP8_FORMATS, LAYOUT_NUMBERS, SPELLED, SWITCHES
+from megatron_2bw.planner.flags.flags import FP8_FORMATS, LAYOUT_NUMBERS, LAYOUT_SWITCHES, SPELLED, SWITCHES
 from megatron_2bw.planner.flags.model_flags import MODEL_NUMBERS
 from megatron_2bw.planner.papers.automatic import AUTO
 from megatron_2bw.planner.specs.adam_state import TORCH_NAMES
@@ -22,18 +22,13 @@ OURS = {
     "global_batch_size": "global_batch",
     "data_parallel_size": "data",
     "pipeline_schedule": "schedule",
-    "use_distributed_optimizer": "distributed_optimizer",
-    "overlap_grad_reduce": "overlap_gradients",
-    "overlap_param_gather": "overlap_parameters",
-    "accumulate_allreduce_grads_in_fp32": "gradients_in_fp32",
-    "fp8_param_gather": "fp8_parameters",
-    "grad_reduce_in_bf16": "gradients_in_bf16",
-    "tp_comm_overlap": "overlap_tensor",
-    "overlap_moe_expert_parallel_comm": "overlap_exchanges",
     "pipeline_model_parallel_layout": "pipeline_layout",
     "virtual_pipeline_model_parallel_size": "chunks",
     "world_size": "gpus",
-    **{flag[2:].replace("-", "_"): name for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS}.items()},
+    **{
+        flag[2:].replace("-", "_"): name
+        for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS, **LAYOUT_SWITCHES}.items()
+    },
     "pp": "pipeline",
     "tp": "tensor",
     "cp": "context",
