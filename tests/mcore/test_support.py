@@ -246,7 +246,6 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--save-params-interval and the like for activations, gradients and tokens per expert": [
         {f"save_{what}_interval": 1} for what in ("params", "activations", "wgrads", "dgrads", "tokens_per_expert")
     ],
-    "--check-for-large-grads": [{"check_for_large_grads": True}],
     "--tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards": [
         {"gtp_weight_remat_size": 2},
         {"expert_gtp_weight_remat_size": 2},
@@ -485,14 +484,14 @@ def test_experts_are_refused_only_where_some_stages_have_none(
 
 
 def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsys: pytest.CaptureFixture) -> None:
-    args = _with(defaults, "2bw", {"check_for_large_grads": True, "adlr_autoresume": True})
+    args = _with(defaults, "2bw", {"dataloader_save": "folder", "adlr_autoresume": True})
     with pytest.raises(ArgumentError) as refusal:
         refuse(args, "2bw")
     with pytest.raises(SystemExit):
         exit_with(refusal.value)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("megatron_2bw: error: --check-for-large-grads does not work")
-    assert second.startswith("megatron_2bw: error: --adlr-autoresume does not work")
+    assert first.startswith("megatron_2bw: error: --adlr-autoresume does not work")
+    assert second.startswith("megatron_2bw: error: --dataloader-save does not work")
 
 
 def _name(row) -> str:

@@ -17,6 +17,7 @@ import torch
 from .case import EVALUATION_ITERATIONS, Case, Fault
 from .compare import differing
 from .faults import INFINITE_GRADIENT, before, in_call
+from .features import EXPERTS
 from .harness import collect, launch, merge, run
 from .oracle import oracle
 from .worker import main, set_environment
@@ -236,3 +237,61 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(case: 
     noted = re.findall(r"rank=(\d+) iteration=(\d+) status=RerunValidationStatus.RERUN_DISABLED", rejected.read_text())
     assert {int(rank) for rank, _ in noted} <= {rank for rank, found in enumerate(named) if found}
     assert {int(iteration) for _, iteration in noted} == {batch + 2}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        replace(REPLICATED, distributed_optimizer=True, precision="fp16"),
+        replace(REPLICATED, model=EXPERTS, expert_parallel=2, precision="bf16"),
+    ],
+    ids=["fp32", "distributed optimizer, fp16", "parallel experts, bf16"],
+)
+def test_large_gradients_are_noted_as_by_megatron(case: Case, tmp_path: Path) -> None:
+    """``--check-for-large-grads``: by bucket and rank, before they are summed, in the order of the first batches."""
+    expected = _noted_as_large(replace(case, schedule=None), tmp_path / "megatron")
+    assert len(expected) == case.ranks
+    assert {iteration for notes in expected.values() for iteration, _ in notes} == set(range(2, case.batches + 2))
+    assert _noted_as_large(replace(case, synchronous=case.batches), tmp_path / "synchronous") == expected
+    delayed = _noted_as_large(case, tmp_path / "delayed")
+    for rank, notes in expected.items():
+        assert [iteration for iteration, _ in delayed[rank]] == [iteration for iteration, _ in notes]
+        assert delayed[rank][0] == notes[0]
+    assert delayed != expected
+
+
+def test_large_gradients_are_those_of_the_delayed_batch(tmp_path: Path) -> None:
+    noted = itertools.chain.from_iterable(_noted_as_large(CASE, tmp_path / "noted").values())
+    norms = torch.zeros(CASE.batches, dtype=torch.float64)
+    for iteration, said in noted:
+        norms[iteration - 2] += float(re.search(r"result=([0-9.e-]+)", said)[1]) ** 2
+    torch.testing.assert_close(norms.sqrt(), run(CASE).norms, rtol=1e-6, atol=0.0)
+
+
+def _noted_as_large(case: Case, file: Path) -> dict[int, list[tuple[int, str]]]:
+    """By rank, in order: Megatron's iteration, which counts from 2 there, and what is said of the gradient."""
+    flags = ("--check-for-large-grads", "--rerun-mode", "disabled", "--result-rejected-tracker-filename", str(file))
+    collect(_with_all_gradients_large, replace(case, flags=(*case.flags, *flags)))
+    noted: dict[int, list[tuple[int, str]]] = {}
+    for rank, iteration, said in re.findall(r"rank=(\d+) iteration=(\d+) (.*)", file.read_text()):
+        noted.setdefault(int(rank), []).append((int(iteration), said))
+    return noted
+
+
+def _with_all_gradients_large(case: Case, rank: int, port: int, folder: Path) -> None:
+    """As after a hundred that were zero."""
+    set_environment(rank, case.ranks, port)
+    from megatron_2bw.mcore.cpu import backend as cpu_backend
+
+    cpu_backend.install()
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    decide = RerunStateMachine.is_unexpectedly_large
+
+    def decided(self: RerunStateMachine, result: torch.Tensor, **keywords: Any) -> bool:
+        self.large_value_counts["grads"], self.max_values["grads"] = 100, 0.0
+        return decide(self, result, **keywords)
+
+    RerunStateMachine.is_unexpectedly_large = decided
+    main(case, rank, port, folder)

@@ -1,7 +1,8 @@
-"""Stops a run whose gradients are not finite: Megatron's ``--check-for-nan-in-loss-and-grad``."""
+"""Looks for gradients that are wrong: Megatron's ``--check-for-nan-in-loss-and-grad``, ``--check-for-large-grads``."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +11,15 @@ import torch
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode
 
+from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.runtime.finite import FiniteCheck, NotFiniteError
+from megatron_2bw.runtime.host_copy import HostCopy
 
 
 class GradientCheck:
-    """Looks at the norms of a batch; or at this stage's gradients where there are none, and answers a batch later.
+    """Stops a run whose gradients are not finite.
+
+    Looks at the norms of a batch; or at this stage's gradients where there are none, and answers a batch later.
 
     What it finds goes to ``--result-rejected-tracker-filename``, too, as what Megatron finds before its reductions.
     """
@@ -62,3 +67,44 @@ class GradientCheck:
                 machine.current_iteration = self._iteration_of_batch_0 + error.batch
                 machine.validate_result(math.nan, math.isnan, message=str(error), fatal=True)
             raise
+
+
+class LargeGradients:
+    """Warns of gradients that are much larger than those before, and goes on; a batch later, as `FiniteCheck` answers.
+
+    By bucket, of this rank alone, before anything is summed or scaled: what ``check_grads`` of Megatron's bucket groups
+    looks at, in its order and with its words, for Megatron compares all of them with one largest number.
+
+    Args:
+        model: a stage, wrapped in Megatron's DistributedDataParallel.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
+        buckets = [bucket for group in groups for bucket in enumerate(group.buckets)]
+        self._messages = [
+            f"found unexpected large grads in bucket #{index} in backward pass before data-parallel communication "
+            "collective"
+            for index, _ in buckets
+        ]
+        self._gradients = [bucket.grad_data for _, bucket in buckets]
+        self._asked: tuple[int, HostCopy] | None = None
+        """Megatron's iteration and its norms."""
+
+    def ask(self) -> None:
+        """Ask for the batch of Megatron's present iteration, after the answer for the one before."""
+        self.answer()
+        norms = torch.stack([gradients.norm() for gradients in self._gradients])
+        self._asked = rerun_state_machine.get_rerun_state_machine().current_iteration, HostCopy(norms)
+
+    def answer(self) -> None:
+        """For the last batch asked for."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        iteration, norms = asked
+        machine = rerun_state_machine.get_rerun_state_machine()
+        is_large = functools.partial(machine.is_unexpectedly_large, threshold=10, context="grads")  # As Megatron.
+        with replace(machine, "current_iteration", iteration):
+            for norm, message in zip(norms.read(), self._messages, strict=True):
+                machine.validate_result(norm, is_large, message, fatal=False)

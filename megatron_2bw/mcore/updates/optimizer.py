@@ -16,7 +16,7 @@ from megatron_2bw.mcore.groups import create_update_groups
 from megatron_2bw.mcore.symbols import replace
 from megatron_2bw.mcore.updates.attention import AttentionLogits
 from megatron_2bw.mcore.updates.driven_scheduler import DrivenScheduler
-from megatron_2bw.mcore.updates.gradient_check import GradientCheck
+from megatron_2bw.mcore.updates.gradient_check import GradientCheck, LargeGradients
 from megatron_2bw.mcore.updates.loss_scales import LossScales
 from megatron_2bw.mcore.updates.reductions import (
     GradientReductions,
@@ -159,6 +159,7 @@ class DelayedOptimizer:
             )
             self.pending.run_beside(warm_up)
         self._check = GradientCheck() if check_for_nan else None  # Megatron has none where the loss scale is dynamic.
+        self._large = LargeGradients(model) if model.ddp_config.check_for_large_grads else None
         self._hyperparameters: list[dict[str, float]] = []
         self._has_norm = has_norm
         self._statistics = Statistics(tuple(0.0 for _ in self._norm_groups), False, None)
@@ -248,6 +249,8 @@ class DelayedOptimizer:
         self.samples = samples
         if self._check is not None:
             self._check.begin(batch)
+        if self._large is not None:
+            self._large.ask()
         self._routers.capture(batch)
         self._logits.capture(batch)
         self._reductions.num_tokens = num_tokens
@@ -289,6 +292,8 @@ class DelayedOptimizer:
             self.finish(self.pending.batch)
         if self._check is not None:
             self._check.settle()
+        if self._large is not None:
+            self._large.answer()
         self.weights.use_newest()
 
     def release(self) -> None:

@@ -511,12 +511,6 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(_SAVED, DELAYED, "what it saves after a call belongs to several batches", USE_FLUSH, is_set=given(*_SAVES)),
     Refused(
-        "--check-for-large-grads",
-        DELAYED,
-        "it looks at gradients when Megatron reduces them, and delayed updates reduce them on their own",
-        USE_FLUSH,
-    ),
-    Refused(
         "has_cond_embedder / flextron of the config",
         DELAYED,
         "gradients of some weights need a reduction over the stages that delayed updates do not have",
