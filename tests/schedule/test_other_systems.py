@@ -168,11 +168,22 @@ def test_the_paper_contradicts_itself_about_spans(d: int):
 
 def test_mixpipe_with_more_microbatches_than_stages():
     """The paper's ``D/2 - 1`` bubbles of a forward and a backward, and its ``3D/2 - 1`` activations."""
-    for d in (4, 6, 8):
+    for d in (4, 6, 8, 10):
         for m in (2 * d - 2, 2 * d, 4 * d):
             timeline = run(build("mixpipe", stages=d, microbatches=m))
             assert timeline.makespan_s == 3 * m + 3 * (d // 2 - 1), f"D = {d}, N = {m}"
             assert timeline.peak_in_flight == tuple(d + min(rank, d - 1 - rank) for rank in range(d))
+
+
+@pytest.mark.parametrize("d", [12, 16, 24, 32])
+def test_mixpipe_of_many_microbatches_on_many_stages(d: int):
+    """Not all bubbles of the beginning and the end can be avoided so, but there are none in between."""
+    fewer, more = (run(build("mixpipe", stages=d, microbatches=m)) for m in (2 * d, 8 * d))
+    for m, timeline in ((2 * d, fewer), (8 * d, more)):
+        assert 3 * m + 3 * (d // 2 - 1) <= timeline.makespan_s <= 1.05 * (3 * m + 3 * (d // 2 - 1))
+        assert all(peak <= d + min(rank, d - 1 - rank) for rank, peak in enumerate(timeline.peak_in_flight))
+    between = run(build("mixpipe", stages=d, microbatches=4 * d))
+    assert more.makespan_s - between.makespan_s == 3 * 4 * d
 
 
 @pytest.mark.parametrize(("d", "limit", "spans"), [(4, 3, (39, 28, 22, 19, 16)), (8, 7, (143, 60, 50, 39, 32))])

@@ -124,7 +124,8 @@ def least_s(layout: Layout, pipeline: Pipeline) -> float:
 def is_bound_quicker(layout: Layout) -> bool:
     """Whether ``least_s`` is usually much quicker to find than ``batch_s``, as far as flags tell."""
     is_2bw = layout.schedule == "2bw"
-    return layout.chunks > 1 or bool(layout.pipeline_layout) or (is_2bw and layout.distributed_optimizer)
+    is_slow = (is_2bw and layout.distributed_optimizer) or layout.schedule == "mixpipe"
+    return layout.chunks > 1 or bool(layout.pipeline_layout) or is_slow
 
 
 def _delay(layout: Layout) -> periods.Delay:

@@ -59,7 +59,7 @@ def shortened(layout: Layout) -> tuple[Layout, int]:
 
     gems and chimera run one unit after the other: two microbatches, one in each direction, and as many as stages. They
     have no more forwards in flight from the second on; four are kept. mixpipe has as many with all numbers of
-    microbatches above some, which is no more than 3.1 per stage as far as looked for; eight per stage are kept.
+    microbatches above some, which is less than 3 per stage as far as looked for; eight per stage are kept.
     """
     unit, kept = {"gems": (2, 4), "chimera": (layout.pipeline, 4), "mixpipe": (2, 4 * layout.pipeline)}.get(
         layout.schedule, (1, layout.microbatches)

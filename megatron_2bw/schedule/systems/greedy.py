@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
@@ -48,11 +49,11 @@ class Rank:
         """Whether a backward that is ready may take the turn of a forward that is not."""
         return self.limits.yields and self._backwards > 0
 
-    def allows(self, one: Pass) -> bool:
-        """Whether there is room for it."""
-        if one.type is ActionType.BACKWARD:
+    def allows(self, type_: ActionType, way: int) -> bool:
+        """Whether there is room for another pass down (0) or up (1)."""
+        if type_ is ActionType.BACKWARD:
             return True
-        room = self.limits.each_way[one.microbatch % 2] - self._open[one.microbatch % 2]
+        room = self.limits.each_way[way] - self._open[way]
         if not self._backwards:
             return room > 0
         return not self.limits.yields or (room >= 0 and sum(self._open) < self.limits.in_flight)
@@ -87,6 +88,8 @@ class _Ready(NamedTuple):
     stage: int
 
 
+_Queued = tuple[tuple[int, ...], _Ready]
+"""How much it is preferred, the least most."""
 Preference = Callable[[_Ready], tuple[int, ...]]
 """The least goes first."""
 
@@ -103,8 +106,18 @@ def _longest_way_to_go(ready: _Ready) -> tuple[int, ...]:
     return -ready.stage, ready.one.microbatch // 2, ready.since
 
 
+def _least_behind(ready: _Ready) -> tuple[int, ...]:
+    """Of an endless run in which no rank is ever idle: every microbatch takes three slots from stage to stage, down and
+    back, and every six slots one begins in each direction. Pass after pass fits beside those of the other direction, for
+    a rank's two stages are an odd number apart."""
+    way = ready.stage if ready.one.type is ActionType.FORWARD else -ready.stage
+    return (2 * (ready.one.microbatch // 2) + way,)
+
+
 PREFERENCES = tuple(product((_longest_ready, _oldest), (_longest_ready, _longest_way_to_go, _oldest)))
 """Of forwards, of backwards."""
+PREFERENCES_OF_MANY = ((_oldest, _oldest), (_oldest, _least_behind), (_least_behind, _least_behind))
+"""The same, of more microbatches than stages."""
 
 
 class Greedy:
@@ -124,7 +137,12 @@ class Greedy:
         """In slots; after a run, when it ended."""
         self.ranks = [Rank(limit) for limit in limits]
         self._stages, self._microbatches, self._preferences = stages, microbatches, preferences
-        self._ready: list[list[_Ready]] = [[] for _ in limits]
+        self._ready: list[dict[ActionType, tuple[list[_Queued], list[_Queued]]]] = [
+            {type_: ([], []) for type_ in SLOTS} for _ in limits
+        ]
+        """By rank, type and way: heaps."""
+        self._touched = set(range(len(limits)))
+        """Ranks that may start something now, having ended a pass or got an input."""
         self._ends: dict[int, list[tuple[int, Pass]]] = {}
         """By time: rank and pass."""
         for microbatch in range(min(2, microbatches)):
@@ -136,12 +154,14 @@ class Greedy:
         while self._ends:
             self.now = min(self._ends)
             for rank, one in self._ends.pop(self.now):
+                self._touched.add(rank)
                 self._hand_on(rank, one)
             self._start()
         return all(len(rank.passes) == 2 * self._microbatches for rank in self.ranks)
 
     def _start(self) -> None:
-        for number, rank in enumerate(self.ranks):
+        for number in sorted(self._touched):
+            rank = self.ranks[number]
             if rank.free_at > self.now:
                 continue
             wanted = rank.wanted(self._microbatches)
@@ -150,14 +170,16 @@ class Greedy:
                 wanted = ActionType.BACKWARD
                 ready = self._ready_of(wanted, number)
             if ready:
-                first = min(ready, key=self._preferences[wanted])
-                self._ready[number].remove(first)
+                _, first = heappop(min(ready))
                 if first.stage == 0 and wanted is ActionType.FORWARD:
                     self._let_in(first.one.microbatch + 2)
                 self._ends.setdefault(rank.run(first.one, self.now), []).append((number, first.one))
+        self._touched.clear()
 
-    def _ready_of(self, type_: ActionType, number: int) -> list[_Ready]:
-        return [r for r in self._ready[number] if r.one.type is type_ and self.ranks[number].allows(r.one)]
+    def _ready_of(self, type_: ActionType, number: int) -> list[list[_Queued]]:
+        """Both ways, as far as there is something, and room for it."""
+        heaps = self._ready[number][type_]
+        return [heap for way, heap in enumerate(heaps) if heap and self.ranks[number].allows(type_, way)]
 
     def _let_in(self, microbatch: int) -> None:
         """The next one of its direction: all are ready from the beginning, and none is preferred to one before it."""
@@ -176,4 +198,7 @@ class Greedy:
             self._make_ready(stage_of(following, one.microbatch, self._stages), one, self.now)
 
     def _make_ready(self, rank: int, one: Pass, since: int) -> None:
-        self._ready[rank].append(_Ready(since, one, stage_of(rank, one.microbatch, self._stages)))
+        ready = _Ready(since, one, stage_of(rank, one.microbatch, self._stages))
+        heap = self._ready[rank][one.type][one.microbatch % 2]
+        heappush(heap, (self._preferences[one.type](ready), ready))
+        self._touched.add(rank)

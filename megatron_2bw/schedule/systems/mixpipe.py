@@ -9,14 +9,16 @@ from megatron_2bw.schedule.action import ActionType
 from megatron_2bw.schedule.errors import ScheduleError
 from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.systems.directions import bidirectional, check_even
-from megatron_2bw.schedule.systems.greedy import PREFERENCES, Greedy, Limits
+from megatron_2bw.schedule.systems.greedy import PREFERENCES, PREFERENCES_OF_MANY, Greedy, Limits, Preference
 
 
 def mixpipe(stages: int, microbatches: int, *, k: int | None = None, gamma: int | None = None) -> Schedule:
     """Start with k microbatches in both directions together, then alternate; take in gamma more on the way.
 
     Activations at most ``k + gamma``. With ``k = d`` and ``gamma = 0`` it takes as long as Chimera. More than d
-    microbatches keep up to ``3d/2 - 1`` in flight. Two copies of the weights, of one version; no delay.
+    microbatches keep up to ``3d/2 - 1`` in flight; from about 2d on, their bubble is the paper's, ``d/2 - 1`` forwards and
+    backwards, at up to 10 stages, and at more a few slots longer, however many there are. Two copies of the weights, of
+    one version; no delay.
 
     Args:
         stages: d, even.
@@ -42,13 +44,14 @@ def mixpipe(stages: int, microbatches: int, *, k: int | None = None, gamma: int 
     check(stages, microbatches, k=k, gamma=gamma)
     if microbatches > stages:
         largest = [_largest_limits(rank, stages, microbatches // 2) for rank in range(stages)]
-        return _best(stages, microbatches, [largest], None)
+        ways = product([largest], PREFERENCES_OF_MANY)
+        return _best(stages, microbatches, ways, 3 * (microbatches + stages // 2 - 1))
     k, gamma = stages if k is None else k, gamma or 0
     choices = [
         [_limits(rank, stages, k, gamma, fills=fills) for rank in range(stages)]
         for fills in ((True, False) if k < stages else (False,))
     ]
-    return _best(stages, microbatches, choices, claimed_span(stages, k, gamma))
+    return _best(stages, microbatches, product(choices, PREFERENCES), claimed_span(stages, k, gamma))
 
 
 def check(stages: int, microbatches: int, *, k: int | None = None, gamma: int | None = None) -> None:
@@ -104,10 +107,12 @@ def _largest_limits(rank: int, stages: int, each_way: int) -> Limits:
     return Limits((far, near) if rank < stages // 2 else (near, far), far + near, yields=True)
 
 
-def _best(stages: int, microbatches: int, choices: Iterable[list[Limits]], claimed: int | None) -> Schedule:
+def _best(
+    stages: int, microbatches: int, ways: Iterable[tuple[list[Limits], tuple[Preference, Preference]]], claimed: int
+) -> Schedule:
     """Choose in each of the ways; take the first that lasts as long as the paper says, or else the shortest."""
     found: list[Greedy] = []
-    for limits, (forwards, backwards) in product(choices, PREFERENCES):
+    for limits, (forwards, backwards) in ways:
         greedy = Greedy(stages, microbatches, limits, {ActionType.FORWARD: forwards, ActionType.BACKWARD: backwards})
         if not greedy.run():
             continue
