@@ -85,7 +85,13 @@ def test_more_in_flight_needs_more_microbatches(extra: int):
             assert found == enough, f"d={stages}, m={microbatches}"
 
 
-@pytest.mark.parametrize("copy", GradientCopy)
+@pytest.mark.parametrize(
+    "copy",
+    [
+        GradientCopy.SHARD,
+        *(pytest.param(copy, marks=pytest.mark.slow) for copy in (GradientCopy.WHOLE, GradientCopy.NONE)),
+    ],
+)
 def test_as_many_delayed_as_the_first_stage_runs_ahead(copy: GradientCopy):
     """As with 2BW's m >= d-1, no line of the code says so."""
     for stages, microbatches, extra in itertools.product(range(1, 6), range(1, 11), (0, 1)):
