@@ -2,6 +2,7 @@
 
 python scripts/every_flag.py                    # half an hour on two cores
 python scripts/every_flag.py --only moe-router
+python scripts/every_flag.py --drawn 100 --seed 1     # several at a time, drawn at random
 python scripts/every_flag.py --output scripts/bench/results/every_flag.txt
 """
 
@@ -11,12 +12,13 @@ import argparse
 import importlib
 import multiprocessing
 import os
+import random
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 
@@ -54,29 +56,47 @@ is taken; numbers are halved, raised by one or set to 2; flags that take other t
 and final weights are, to the last bit; "changes": so they are, and the flag makes them others than without it.
 "refused": we say that it does not work with 2bw, and stock Megatron runs. "neither": stock Megatron does not run, for
 a flag more is missing, or a GPU, or a package."""
+ABOUT_DRAWN = """\
+Here, two to six flags at a time, of those that run alone, drawn at random; so is the run that they are added to."""
+ALONE = Path(__file__).parent / "bench" / "results" / "every_flag.txt"
+_RAN = re.compile(r"^(--\S+(?: \S+)?) +(equal|changes)$", re.MULTILINE)
 
 
 def main() -> int:
     """Run every flag, print the outcome of each and write all lines to a file; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="flags in whose name this is found")
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="so many groups of flags, drawn at random")
+    parser.add_argument("--seed", default="0", help="of these; the same ones for the same seed")
     parser.add_argument("--output", type=Path, help="write the report here")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
+    if options.drawn:
+        settings = [_drawn(f"{options.seed}-{index}") for index in range(options.drawn)]
+    else:
+        settings = [(_base(words), words) for words in _settings() if re.search(options.only, words[0])]
     counts: Counter[str] = Counter()
-    put_each(chain((*heading(), "", ABOUT, ""), _lines(options.only, counts)), options.output)
+    about = (*heading(), "", ABOUT, *[ABOUT_DRAWN] * (options.drawn > 0), "")
+    put_each(chain(about, _lines(settings, counts)), options.output)
     return 1 if counts["NOT equal"] or counts["FAILED"] or not counts else 0
 
 
-def _lines(only: str, counts: Counter[str]) -> Iterator[str]:
-    settings = [words for words in _settings() if re.search(only, words[0])]
+def _lines(settings: list[tuple[Case, tuple[str, ...]]], counts: Counter[str]) -> Iterator[str]:
     # Two at a time, as the tests run: the ranks of one wait for each other, too.
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for words, (outcome, why) in zip(settings, pool.map(_outcome, settings), strict=True):
+        outcomes = pool.map(_outcome, *zip(*settings, strict=True))
+        for (base, words), (outcome, why) in zip(settings, outcomes, strict=True):
             counts[outcome] += 1
-            yield f"{' '.join(words):<64} {outcome}{why and ': '}{why}"
+            yield f"{' '.join((*words, *_beside(base, words))):<64} {outcome}{why and ': '}{why}"
     yield ""
     yield ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+
+
+def _beside(base: Case, words: tuple[str, ...]) -> Iterator[str]:
+    """What a run has beside drawn flags, in place of what the first of them is added to alone."""
+    for field in fields(base) if base != _base(words) else ():
+        if (value := getattr(base, field.name)) != getattr(PLAIN, field.name):
+            yield f"{field.name}={' '.join(value) if isinstance(value, tuple) else value}"
 
 
 def _settings() -> Iterator[tuple[str, ...]]:
@@ -104,9 +124,26 @@ def _words(action: argparse.Action) -> Iterator[tuple[str, ...]]:
         yield flag, repr(other) if default else "2" if action.type is int else "0.5"
 
 
-def _outcome(words: tuple[str, ...]) -> tuple[str, str]:
+def _base(words: tuple[str, ...]) -> Case:
+    return next(base for pattern, base in BASES if re.search(pattern, words[0]))
+
+
+def _drawn(seed: str) -> tuple[Case, tuple[str, ...]]:
+    """Flags that change numbers are drawn as often as all others."""
+    draw = random.Random(seed)
+    base = draw.choice([base for _, base in BASES])
+    alone = {tuple(flag.split()): outcome for flag, outcome in _RAN.findall(ALONE.read_text())}
+    suitable = {words: outcome for words, outcome in alone.items() if _base(words) in (base, PLAIN)}
+    flags: dict[str, tuple[str, ...]] = {}
+    for _ in range(draw.randint(2, 6)):
+        kind = draw.choice(("equal", "changes"))
+        words = draw.choice([words for words, outcome in suitable.items() if outcome == kind])
+        flags[words[0]] = words
+    return base, tuple(chain.from_iterable(flags.values()))
+
+
+def _outcome(base: Case, words: tuple[str, ...]) -> tuple[str, str]:
     """In a word, and why."""
-    base = next(base for pattern, base in BASES if re.search(pattern, words[0]))
     case = replace(base, model=(*base.model, *words))
     ours, stock = _tried(replace(case, schedule="2bw", synchronous=BATCHES)), _tried(replace(case, schedule=None))
     if not isinstance(stock, Results):
