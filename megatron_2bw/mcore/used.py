@@ -101,6 +101,11 @@ USED: tuple[Used, ...] = (
         name="RerunStateMachine.validate_result",
         parameters=("result", "rejection_func", "message", "fatal"),
     ),
+    Used(
+        module=_RERUN,
+        name="RerunStateMachine.is_unexpectedly_large",
+        parameters=("result", "threshold", "context"),
+    ),
     # Experts.
     *_names(f"{_MOE}.moe_utils", "MoEAuxLossAutoScaler.main_loss_backward_scale"),
     Used(module=f"{_MOE}.moe_utils", name="get_updated_expert_bias", parameters=("tp_dp_cp_group",)),

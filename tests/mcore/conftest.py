@@ -21,7 +21,6 @@ SLOW = {
     "test_every_rank_ends_by_itself": ("1-", "3-1f1b-flush"),
     "test_a_rank_that_is_killed_ends_the_others": ("2bw-first", "1f1b-flush"),
     "test_tied_and_clipped_by_an_exact_norm": ("d4", "d2-w2"),
-    "test_large_gradients_are_noted_as_by_megatron": ("distributed optimizer",),
     "test_a_chosen_step_is_loaded_whole": ("1f1b-flush",),
     "test_infinity_on_one_stage": ("d2-s0-(3, 4)", "d4-s2-(0"),
     "test_infinity_on_one_of_several_ranks_of_a_stage": ("TP2, biases of experts",),
@@ -39,7 +38,7 @@ SLOW = {
     "test_evaluation_uses_the_newest_weights": ("d2",),
     "test_others_go_on_as_far_as_their_inputs_allow": (*("4-4-0-", "4-4-1-", "4-3-0-sleep before reduction", "2-2-"),),
     "test_equal_to_the_last_bit_tied_and_clipped_by_an_exact_norm": (
-        *("d4-m8", "d4-m4", "d2-m2-w2", "d2-m4-w1", "d2-m1-w2", "gems", "d4]"),
+        *("d4-m8", "d4-m4", "d2-m2-w2", "d2-m4-w1", "d2-m1-w2", "gems"),
     ),
     "test_equal_to_the_last_bit_untied_without_clipping": (
         *("d4-m8", "d4-m4", "d2-m4-w1", "d2-m1-w2", "d4]"),
@@ -59,8 +58,7 @@ SLOW = {
         *("PP2, bf16", "PP4, bf16", "PP2xDP2, fp32"),
         *("gradients in bf16, tensor and sequence parallel", "multi-token prediction, more in flight"),
         *("the same, sequence parallel", "context and tensor parallel", "an instance of the distributed optimizer per"),
-        *("clipped latent attention", "latent attention, experts with biases", "GQA, experts, loss over the batch"),
-        *("SwiGLU, tensor and sequence parallel, norms", "multi-token prediction, tied, fused gradients"),
+        "SwiGLU, tensor and sequence parallel, norms",
     ),
     "test_equals_the_oracle": (
         "d4",
@@ -84,7 +82,7 @@ SLOW = {
         *("distributed-fp32", "muon-distributed", "several-tokens", "biases-of-experts-bf16"),
         *("two-instances", "precision-aware-fp16", "a-part-on-the-host-reshardable", "all-on-the-host"),
     ),
-    "test_a_run_has_no_problem": ("mixpipe", "experts with biases, full recompute", "everything recorded"),
+    "test_a_run_has_no_problem": ("mixpipe", "experts with biases, full recompute"),
     "test_it_trains_like_a_pipeline": ("half delayed, lead", "a beginning without a delay"),
     "test_a_run_whose_loader_handles_signals_ends": ("1f1b-flush", "chimera"),
     "test_a_command_that_is_ended_ends_its_ranks": ("15",),

@@ -7,7 +7,7 @@ import operator
 import re
 import time
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -242,16 +242,15 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(case: 
 @pytest.mark.parametrize(
     "case",
     [
-        CASE,
-        replace(REPLICATED, distributed_optimizer=True, precision="fp16"),
-        replace(REPLICATED, model=EXPERTS, expert_parallel=2, precision="bf16"),
+        replace(REPLICATED, model=EXPERTS, expert_parallel=2, precision="fp16", distributed_optimizer=True),
+        replace(CASE, frozen=("embedding.", "decoder.layers.0.")),
     ],
-    ids=["fp32", "distributed optimizer, fp16", "parallel experts, bf16"],
+    ids=["parallel experts, fp16, distributed optimizer", "a stage without any"],
 )
 def test_large_gradients_are_noted_as_by_megatron(case: Case, tmp_path: Path) -> None:
     """``--check-for-large-grads``: by bucket and rank, before they are summed, in the order of the first batches."""
     expected = _noted_as_large(replace(case, schedule=None), tmp_path / "megatron")
-    assert len(expected) == case.ranks
+    assert len(expected) == (case.ranks if not case.frozen else 1)
     assert {iteration for notes in expected.values() for iteration, _ in notes} == set(range(2, case.batches + 2))
     assert _noted_as_large(replace(case, synchronous=case.batches), tmp_path / "synchronous") == expected
     delayed = _noted_as_large(case, tmp_path / "delayed")
@@ -289,6 +288,7 @@ def _with_all_gradients_large(case: Case, rank: int, port: int, folder: Path) ->
 
     decide = RerunStateMachine.is_unexpectedly_large
 
+    @wraps(decide)
     def decided(self: RerunStateMachine, result: torch.Tensor, **keywords: Any) -> bool:
         self.large_value_counts["grads"], self.max_values["grads"] = 100, 0.0
         return decide(self, result, **keywords)

@@ -94,6 +94,8 @@ class LargeGradients:
     def ask(self) -> None:
         """Ask for the batch of Megatron's present iteration, after the answer for the one before."""
         self.answer()
+        if not self._gradients:
+            return
         norms = torch.stack([gradients.norm() for gradients in self._gradients])
         self._asked = rerun_state_machine.get_rerun_state_machine().current_iteration, HostCopy(norms)
 
@@ -105,6 +107,7 @@ class LargeGradients:
         iteration, norms = asked
         machine = rerun_state_machine.get_rerun_state_machine()
         is_large = functools.partial(machine.is_unexpectedly_large, threshold=10, context="grads")  # As Megatron.
-        with replace(machine, "current_iteration", iteration):
+        # A loop of one's own may have left it on; what it would run again is another batch.
+        with replace(machine, "current_iteration", iteration), replace(machine, "mode", RerunMode.DISABLED):
             for norm, message in zip(norms.read(), self._messages, strict=True):
                 machine.validate_result(norm, is_large, message, fatal=False)

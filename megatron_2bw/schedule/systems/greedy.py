@@ -89,7 +89,7 @@ class _Ready(NamedTuple):
 
 
 _Queued = tuple[tuple[int, ...], _Ready]
-"""How much it is preferred, the least most."""
+"""What is ready, behind what its preference says; no two of a rank and type say the same."""
 Preference = Callable[[_Ready], tuple[int, ...]]
 """The least goes first."""
 
@@ -106,7 +106,7 @@ def _longest_way_to_go(ready: _Ready) -> tuple[int, ...]:
     return -ready.stage, ready.one.microbatch // 2, ready.since
 
 
-def _least_behind(ready: _Ready) -> tuple[int, ...]:
+def _earliest_due(ready: _Ready) -> tuple[int, ...]:
     """Of an endless run in which no rank is ever idle: every microbatch takes three slots from stage to stage, down and
     back, and every six slots one begins in each direction. Pass after pass fits beside those of the other direction, for
     a rank's two stages are an odd number apart."""
@@ -116,7 +116,7 @@ def _least_behind(ready: _Ready) -> tuple[int, ...]:
 
 PREFERENCES = tuple(product((_longest_ready, _oldest), (_longest_ready, _longest_way_to_go, _oldest)))
 """Of forwards, of backwards."""
-PREFERENCES_OF_MANY = ((_oldest, _oldest), (_oldest, _least_behind), (_least_behind, _least_behind))
+PREFERENCES_OF_MANY = ((_oldest, _oldest), (_oldest, _earliest_due), (_earliest_due, _earliest_due))
 """The same, of more microbatches than stages."""
 
 

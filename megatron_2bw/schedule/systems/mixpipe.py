@@ -17,7 +17,7 @@ def mixpipe(stages: int, microbatches: int, *, k: int | None = None, gamma: int 
 
     Activations at most ``k + gamma``. With ``k = d`` and ``gamma = 0`` it takes as long as Chimera. More than d
     microbatches keep up to ``3d/2 - 1`` in flight; from about 2d on, their bubble is the paper's, ``d/2 - 1`` forwards and
-    backwards, at up to 10 stages, and at more a few slots longer, however many there are. Two copies of the weights, of
+    backwards, at up to 10 stages, and at more up to d/3 slots longer, however many there are. Two copies of the weights, of
     one version; no delay.
 
     Args:
