@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from report import heading, put_each
 
 from tests.mcore.case import Case
 from tests.mcore.compare import differing
+from tests.mcore.drawn import words as words_of
 from tests.mcore.features import EXPERTS, LATENT, SEVERAL_TOKENS
 from tests.mcore.harness import ENVIRONMENT, Results, refusal_in, run
 
@@ -72,7 +73,8 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     if options.drawn:
-        settings = [_drawn(f"{options.seed}-{index}") for index in range(options.drawn)]
+        alone = {tuple(words.split()): outcome for words, outcome in _RAN.findall(ALONE.read_text())}
+        settings = [_drawn(f"{options.seed}-{index}", alone) for index in range(options.drawn)]
     else:
         settings = [(_base(words), words) for words in _settings() if re.search(options.only, words[0])]
     counts: Counter[str] = Counter()
@@ -87,16 +89,10 @@ def _lines(settings: list[tuple[Case, tuple[str, ...]]], counts: Counter[str]) -
         outcomes = pool.map(_outcome, *zip(*settings, strict=True))
         for (base, words), (outcome, why) in zip(settings, outcomes, strict=True):
             counts[outcome] += 1
-            yield f"{' '.join((*words, *_beside(base, words))):<64} {outcome}{why and ': '}{why}"
+            beside = [] if base == _base(words) else [words_of(base, PLAIN)]
+            yield f"{' '.join((*words, *beside)):<64} {outcome}{why and ': '}{why}"
     yield ""
     yield ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-
-
-def _beside(base: Case, words: tuple[str, ...]) -> Iterator[str]:
-    """What a run has beside drawn flags, in place of what the first of them is added to alone."""
-    for field in fields(base) if base != _base(words) else ():
-        if (value := getattr(base, field.name)) != getattr(PLAIN, field.name):
-            yield f"{field.name}={' '.join(value) if isinstance(value, tuple) else value}"
 
 
 def _settings() -> Iterator[tuple[str, ...]]:
@@ -128,11 +124,10 @@ def _base(words: tuple[str, ...]) -> Case:
     return next(base for pattern, base in BASES if re.search(pattern, words[0]))
 
 
-def _drawn(seed: str) -> tuple[Case, tuple[str, ...]]:
-    """Flags that change numbers are drawn as often as all others."""
+def _drawn(seed: str, alone: dict[tuple[str, ...], str]) -> tuple[Case, tuple[str, ...]]:
+    """Some of the flags in ``alone``, with their outcomes there: those that change numbers as often as all others."""
     draw = random.Random(seed)
     base = draw.choice([base for _, base in BASES])
-    alone = {tuple(flag.split()): outcome for flag, outcome in _RAN.findall(ALONE.read_text())}
     suitable = {words: outcome for words, outcome in alone.items() if _base(words) in (base, PLAIN)}
     flags: dict[str, tuple[str, ...]] = {}
     for _ in range(draw.randint(2, 6)):

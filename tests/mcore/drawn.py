@@ -41,9 +41,11 @@ class Stopped:
     after: tuple[int, int]
 
 
-def words(case: Case) -> str:
+_PLAIN = Case(schedule="2bw", stages=0, microbatches=0, record_gradients=True)
+
+
+def words(case: Case, plain: Case = _PLAIN) -> str:
     """What ``case`` has that a plain one does not."""
-    plain = Case(schedule="2bw", stages=0, microbatches=0, record_gradients=True)
     given = {name: value for name, value in asdict(case).items() if value != getattr(plain, name)}
     return " ".join(f"{name}={' '.join(value) if isinstance(value, tuple) else value}" for name, value in given.items())
 

@@ -67,12 +67,12 @@ _COUNTS = {
 """Flags with a number of the Layout that others do not depend on."""
 _USUAL = {"context": 1, "expert": 1, "gradient_buffers": 2, "optimizer_instances": 1}
 """Of them, what no flag is needed for; of those that are not here, 0."""
-LAYOUT_NUMBERS = _COUNTS | {
+_LAYOUT_NUMBERS = _COUNTS | {
     "--recompute-num-layers": "recompute_layers",
     "--num-virtual-stages-per-pipeline-rank": "chunks",
 }
 """Flags with a number of the Layout."""
-LAYOUT_SWITCHES = {
+_LAYOUT_SWITCHES = {
     "--overlap-moe-expert-parallel-comm": "overlap_exchanges",
     "--sequence-parallel": "sequence_parallel",
     "--use-distributed-optimizer": "distributed_optimizer",
@@ -84,6 +84,8 @@ LAYOUT_SWITCHES = {
     "--fp8-param-gather": "fp8_parameters",
 }
 """Flags that switch something of the Layout on; some do so only beside others."""
+FIELDS = MODEL_NUMBERS | _LAYOUT_NUMBERS | _LAYOUT_SWITCHES
+"""By flag: what it is called in the Model or the Layout."""
 _MOE_LAYER = "--moe-layer-recompute"
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 _FUSED_LOSS = {"--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"}
@@ -93,7 +95,7 @@ _IN_BLOCKS = (Fp8.BLOCKWISE, Fp8.MXFP8)
 SWITCHES = frozenset(
     {
         *MODEL_SWITCHES,
-        *LAYOUT_SWITCHES,
+        *_LAYOUT_SWITCHES,
         *"--bf16 --fp16 --recompute-activations --use-flash-attn --no-bias-swiglu-fusion".split(),
         *("--cross-entropy-loss-fusion", PRECISION_AWARE),
         *COUNTED,
@@ -102,8 +104,7 @@ SWITCHES = frozenset(
 """Flags without a value."""
 _AT_MOST_ONE = frozenset(
     {
-        *MODEL_NUMBERS,
-        *LAYOUT_NUMBERS,
+        *FIELDS,
         *SWITCHES,
         *DROPOUT,
         *"--global-batch-size --pipeline-schedule --transformer-impl --attention-backend --fp8-format".split(),
@@ -115,7 +116,7 @@ _AT_MOST_ONE = frozenset(
 SPELLED = frozenset(
     {
         *MODEL_FLAGS,
-        *LAYOUT_NUMBERS,
+        *_LAYOUT_NUMBERS,
         *SWITCHES,
         *CHECKED,
         *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --transformer-impl".split(),
@@ -224,7 +225,7 @@ def _layout(
 ) -> Layout:
     numbers = {
         name: options.number(flag)
-        for flag, name in LAYOUT_NUMBERS.items()
+        for flag, name in _LAYOUT_NUMBERS.items()
         if flag in options and (flag != "--mixpipe-k" or options.text(flag) != AUTO)
     }
     numbers.setdefault("pipeline", 1)
@@ -245,7 +246,7 @@ def _layout(
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
     if fused is None:
         fused = precision is not Precision.FP32 if gpu is None else fuses_attention(gpu, precision)
-    switches = {field: flag in options for flag, field in LAYOUT_SWITCHES.items()}
+    switches = {field: flag in options for flag, field in _LAYOUT_SWITCHES.items()}
     switches["sequence_parallel"] &= numbers["tensor"] > 1
     switches["distributed_optimizer"] |= optimizer == DIST_MUON
     switches["gradients_in_fp32"] &= precision is Precision.FP16
@@ -390,7 +391,7 @@ def _fused(options: Options, default: bool) -> bool:
 
 
 _FLAG_OF = {
-    **{name: flag for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS, **LAYOUT_SWITCHES}.items()},
+    **{name: flag for flag, name in FIELDS.items()},
     "global_batch": "--global-batch-size",
     "pipeline_layout": PIPELINE_LAYOUT,
     "recompute_modules": MODULES,
@@ -458,7 +459,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
     switches = {
         _dispatcher_flags(layout.dispatcher): layout.expert > 1,
         GROUPED: model.num_experts > 0 and has_grouped,
-        **{flag: getattr(layout, field) for flag, field in LAYOUT_SWITCHES.items()},
+        **{flag: getattr(layout, field) for flag, field in _LAYOUT_SWITCHES.items()},
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te": layout.fused_loss,
         f"--optimizer {layout.optimizer}": layout.optimizer is not Optimizer.ADAM,
         f"--{layout.precision}": layout.precision is not Precision.FP32,

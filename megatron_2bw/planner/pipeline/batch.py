@@ -123,9 +123,9 @@ def least_s(layout: Layout, pipeline: Pipeline) -> float:
 
 def is_bound_quicker(layout: Layout) -> bool:
     """Whether ``least_s`` is usually much quicker to find than ``batch_s``, as far as flags tell."""
-    is_2bw = layout.schedule == "2bw"
-    is_slow = (is_2bw and layout.distributed_optimizer) or layout.schedule == "mixpipe"
-    return layout.chunks > 1 or bool(layout.pipeline_layout) or is_slow
+    if layout.schedule == "2bw" and layout.distributed_optimizer:
+        return True
+    return layout.schedule == "mixpipe" or layout.chunks > 1 or bool(layout.pipeline_layout)
 
 
 def _delay(layout: Layout) -> periods.Delay:

@@ -10,8 +10,7 @@ from typing import Any
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import DIST_MUON, MAIN_GRADIENTS, STORED_IN
 from megatron_2bw.planner.flags.argument_flags import NEGATED, flag_of
-from megatron_2bw.planner.flags.flags import FP8_FORMATS, LAYOUT_NUMBERS, LAYOUT_SWITCHES, SPELLED, SWITCHES
-from megatron_2bw.planner.flags.model_flags import MODEL_NUMBERS
+from megatron_2bw.planner.flags.flags import FIELDS, FP8_FORMATS, SPELLED, SWITCHES
 from megatron_2bw.planner.papers.automatic import AUTO
 from megatron_2bw.planner.specs.adam_state import TORCH_NAMES
 from megatron_2bw.planner.specs.inputs import checked
@@ -25,10 +24,7 @@ OURS = {
     "pipeline_model_parallel_layout": "pipeline_layout",
     "virtual_pipeline_model_parallel_size": "chunks",
     "world_size": "gpus",
-    **{
-        flag[2:].replace("-", "_"): name
-        for flag, name in {**MODEL_NUMBERS, **LAYOUT_NUMBERS, **LAYOUT_SWITCHES}.items()
-    },
+    **{flag[2:].replace("-", "_"): name for flag, name in FIELDS.items()},
     "pp": "pipeline",
     "tp": "tensor",
     "cp": "context",
