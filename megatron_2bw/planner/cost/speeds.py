@@ -63,16 +63,18 @@ A100 = Speed(
 """Fitted, with two digits."""
 
 _FP32 = {
-    "v100": 15.7 / 125,
+    "v100": 14.51 / 97.36,
     "a100": 19.5 / 312,
     **dict.fromkeys(("h100", "h200"), 67 / 989),
     **dict.fromkeys(("b200", "b300", "gb200", "gb300"), 75 / 2250),
 }
-"""Of the 16-bit peak, in fp32 without tensor cores: NVIDIA's data sheets, of B200 that of HGX."""
+"""Of what 16 bits reach, in fp32 without tensor cores: NVIDIA's data sheets, of B200 that of HGX; of V100, the largest
+products measured (see ``GEMM_EFFICIENCY``)."""
 _TF32_SHARE = 1 / 2
 """Of the 16-bit peak, in fp32 rounded to TF32: 156 of 312 TFLOP/s on A100, 495 of 989 on H100 (data sheets)."""
 
 GEMM_EFFICIENCY = {
+    "v100": 97.36 / 125,
     "a100": 271.2 / 312,
     "h100": 794.5 / 989,
     "h200": 794.5 / 989,
@@ -81,7 +83,8 @@ GEMM_EFFICIENCY = {
     **dict.fromkeys(("gb200", "gb300"), 1822 / 2500),
 }
 """Of the data sheet's peak: measured by the author of ml-engineering (compute/accelerator, maximum achievable matmul
-FLOPS), bf16."""
+FLOPS), bf16. Of V100, which has no bf16: fp16, a V100-SXM2-16GB, 8192 x 8192 (zzc0721/torch-performance-test-data,
+issue 140); another says 95 to 100 TFLOP/s (lablup/mlxcel, issue 1654)."""
 FP8_GEMM_EFFICIENCY = {
     "h100": 1402.6 / 1979,
     "h200": 1453.4 / 1979,
@@ -113,7 +116,7 @@ def speed_of(gpu: Gpu) -> Speed:
     Products reach a share of the largest one measured: the A100's, or from Hopper on ``SUSTAINED``.
     """
     family, of_a100 = family_of(gpu), GEMM_EFFICIENCY["a100"]
-    sustained = SUSTAINED if family in GEMM_EFFICIENCY and family != "a100" else A100.gemm_efficiency / of_a100
+    sustained = SUSTAINED if family in FP8_GEMM_EFFICIENCY else A100.gemm_efficiency / of_a100
     return replace(
         A100,
         gemm_efficiency=sustained * GEMM_EFFICIENCY.get(family, of_a100),
@@ -132,7 +135,7 @@ def _fp8_flops_per_s(gpu: Gpu, speed: Speed) -> float:
 def family_of(gpu: Gpu) -> str:
     """Its generation: the first part of its name that is one, such as of "NVIDIA H100 80GB HBM3"; else the first."""
     parts = re.findall("[a-z0-9]+", gpu.name.lower())
-    return next((part for part in parts if part in ("v100", *GEMM_EFFICIENCY)), parts[0] if parts else "")
+    return next((part for part in parts if part in GEMM_EFFICIENCY), parts[0] if parts else "")
 
 
 @dataclass(frozen=True, slots=True)
