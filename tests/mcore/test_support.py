@@ -24,6 +24,11 @@ from megatron_2bw.schedule.registry import SCHEDULES
 
 OLD_EXPERTS = "--expert-tensor-parallel-size, without --expert-model-parallel-size, in Megatron 0.18"
 PRECISION_AWARE = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True, "bf16": True}
+OVERLAPPED_OFFLOAD = PRECISION_AWARE | {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}
 SETTINGS: dict[str, list[dict[str, object]]] = {
     "--mixpipe-k / --mixpipe-gamma": [{"mixpipe_k": 4}, {"mixpipe_gamma": 1}],
     "--num-experts": [{"num_experts": 4}],
@@ -197,6 +202,10 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     ],
     "--optimizer-cpu-offload with --save in --ckpt-format torch": [
         {"optimizer_cpu_offload": True, "save": "folder", "ckpt_format": "torch"}
+    ],
+    "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1, and gradients in bf16": [
+        OVERLAPPED_OFFLOAD | {"grad_reduce_in_bf16": True},
+        OVERLAPPED_OFFLOAD | {"main_grads_dtype": "bf16"},
     ],
     "--use-precision-aware-optimizer with fp16": [PRECISION_AWARE | {"bf16": False, "fp16": True}],
     "--recompute-modules mlp with biases": [{"recompute_granularity": "selective", "recompute_modules": ["mlp"]}],
@@ -565,3 +574,12 @@ def test_main_gradients_in_bf16_are_sums_in_bf16(written: object):
 )
 def test_optimizers_that_megatron_can_load_are_saved(defaults: argparse.Namespace, given: dict[str, object]):
     refuse(_with(defaults, "1f1b-flush", {"save": "folder"} | given), "1f1b-flush")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"grad_reduce_in_bf16": True, "optimizer_offload_fraction": 1.0}],
+    ids=["gradients in fp32", "all on the host"],
+)
+def test_overlapped_offloading_without_a_race(defaults: argparse.Namespace, given: dict[str, object]):
+    refuse(_with(defaults, "2bw", OVERLAPPED_OFFLOAD | given), "2bw")

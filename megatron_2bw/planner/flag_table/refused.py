@@ -341,6 +341,18 @@ REFUSED: tuple[Refused, ...] = (
         is_set=lambda args: args.optimizer_cpu_offload and saves_optimizers(args) and args.ckpt_format == "torch",
     ),
     Refused(
+        "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1, and gradients in bf16",
+        OURS,
+        "Megatron writes in fp32, beside the update that reads them, the gradients of what the GPU updates",
+        "leave the flag out, or sum gradients in fp32",
+        is_set=lambda args: (
+            args.optimizer_cpu_offload
+            and args.overlap_cpu_optimizer_d2h_h2d
+            and args.optimizer_offload_fraction < 1
+            and sums_in_bf16(args)
+        ),
+    ),
+    Refused(
         "--use-precision-aware-optimizer with fp16",
         SYNCHRONOUS,
         "Megatron clips no gradients in fp16 for it",
