@@ -572,6 +572,15 @@ def test_recomputing_what_saves_nothing_is_named():
         search(biased, cluster(4, 80), 8, Space(recomputes=(Recompute.SELECTIVE,)))
 
 
+def test_fewer_layers_first_where_memory_is_short():
+    """The first stage holds most activations, which it need not compute again then, or which fit only then."""
+    one = Space(pipelines=(4,), tensors=(4,), contexts=(1,), microbatches=(1,), schedules=("1f1b-flush",))
+    layout = search(MODELS["llama3-70b"], dataclasses.replace(CLUSTERS["dgx-h100"], nodes=8), 512, one).best.layout
+    assert (layout.first_stage_layers, layout.last_stage_layers, layout.recompute) == (18, 20, Recompute.NONE)
+    odd = search(MODELS["gpt-39b"], dataclasses.replace(CLUSTERS["p3.16xlarge"], nodes=7), 96).best.layout
+    assert (odd.pipeline, odd.first_stage_layers, odd.last_stage_layers) == (7, 6, 7)
+
+
 def test_limits_that_exclude_each_other():
     with pytest.raises(PlanError, match="tensor 4 and the other limits leave none; without limits there is "):
         best(Space(pipelines=(4,), tensors=(4,), widths=(4,)))

@@ -89,7 +89,7 @@ class Shapes:
                         yield shape
 
     def _balanced(self, shape: Shape) -> Iterator[Shape]:
-        """With other layers on the ends, so that the slowest stage is faster, where nothing says how many."""
+        """With other layers on the ends, so that the slowest stage is faster or the first fits, where nothing says."""
         space, machine = self.decisions.space, machine_of(self.cluster)
         if shape.pipeline == 1 or space.has_ends or self.global_batch % shape.data:
             return
@@ -101,7 +101,9 @@ class Shapes:
                 self.layout(shape, usual_fields | {"microbatch": microbatch, "recompute": recompute})
                 for recompute in (Recompute.NONE, Recompute.FULL)
             ]
-            ends = {balanced_ends(self.model, one, machine) for one in layouts if not self.not_profiled(one)}
+            ends = {balanced_ends(self.model, one, machine) for one in layouts if not self.not_profiled(one)} | {usual}
+            # The first stage holds most activations: with as few layers as the last it may have to recompute none.
+            ends |= {(last, first) for first, last in ends if last < first}
             for pair in ends - {(0, 0), usual}:
                 found[pair] = (*found.get(pair, ()), microbatch)
         for (first, last), microbatches in found.items():
