@@ -91,29 +91,37 @@ def chosen(text: str) -> dict[str, Any]:
         raise PlanError(f"layout {text!r} begins with no schedule; write such as 2bw:{text}")
     values: dict[str, Any] = {"schedules": schedule_name(schedule)}
     for part in filter(None, rest.split(",")):
-        count, recompute = re.fullmatch(r"([a-z])(\d+)", part), _RECOMPUTE.fullmatch(part)
-        if count and count[1] in _COUNTS and part != "s0":
-            values[_COUNTS[count[1]]] = int(count[2])
-        elif part.startswith(EMBEDDING):
-            values["pipeline_layout"] = part
-        elif part in _SWITCHES:
-            dimension, value = _SWITCHES[part]
-            values[dimension] = value
-        elif (modules := part.split("+")) and set(modules) <= set(RecomputeModule):
-            values["recomputes"], values["recompute_modules"] = Recompute.SELECTIVE, modules_of(modules, "layout")
-        elif recompute and recompute[1]:
-            values["recomputes"] = Recompute(recompute[1])
-        elif recompute:
-            values["recomputes"] = Recompute.FULL
-            values["recompute_methods"] = RecomputeMethod(recompute[2])
-            values["recompute_layers"] = int(recompute[3])
-        else:
+        said = _said(part)
+        if said is None:
             raise PlanError(
                 f"layout {text!r}: {part!r} is none of {', '.join(f'{key}N' for key in _COUNTS)}, "
                 f"{', '.join(_SWITCHES)}, Et|tL, none, selective, full, blockN, uniformN, moe_act+mlp; write "
                 "such as 2bw:d4,t2,w1,b1"
             )
+        if said.keys() & values.keys():
+            raise PlanError(f"layout {text!r}: {part!r} says what another part says; leave one out")
+        values |= said
     return values
+
+
+def _said(part: str) -> dict[str, Any] | None:
+    """Value by dimension of a Space, of one part of a name; None if it is none."""
+    count, recompute = re.fullmatch(r"([a-z])(\d+)", part), _RECOMPUTE.fullmatch(part)
+    if count and count[1] in _COUNTS and part != "s0":
+        return {_COUNTS[count[1]]: int(count[2])}
+    if part.startswith(EMBEDDING):
+        return {"pipeline_layout": part}
+    if part in _SWITCHES:
+        dimension, value = _SWITCHES[part]
+        return {dimension: value}
+    if (modules := part.split("+")) and set(modules) <= set(RecomputeModule):
+        return {"recomputes": Recompute.SELECTIVE, "recompute_modules": modules_of(modules, "layout")}
+    if recompute and recompute[1]:
+        return {"recomputes": Recompute(recompute[1])}
+    if recompute:
+        method, layers = RecomputeMethod(recompute[2]), int(recompute[3])
+        return {"recomputes": Recompute.FULL, "recompute_methods": method, "recompute_layers": layers}
+    return None
 
 
 def is_whole(text: str) -> bool:

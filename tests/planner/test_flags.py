@@ -514,6 +514,18 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
             "--position-embedding-type bogus: choose one of learned_absolute, rope",
         ),
         (f"{RUN} --normalization bogus", "--normalization bogus: choose one of LayerNorm, RMSNorm"),
+        (f"{RUN} --attention-backend local", "--attention-backend local needs --spec local"),
+        (f"{RUN} --moe-ffn-hidden-size 256", "--moe-ffn-hidden-size needs --num-experts; give it"),
+        (f"{RUN} --decoder-first-pipeline-num-layers 0", "--decoder-first-pipeline-num-layers 0: a stage has a layer"),
+        (f"{RUN} --decoder-last-pipeline-num-layers 0", "--decoder-last-pipeline-num-layers 0: a stage has a layer"),
+        (
+            f"{RUN} --overlap-moe-expert-parallel-comm",
+            "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1; give it",
+        ),
+        (
+            f"{RUN} --overlap-moe-expert-parallel-comm --num-experts 4 --expert-model-parallel-size 2",
+            "does not go with the dispatcher allgather; give --moe-token-dispatcher-type alltoall",
+        ),
         (
             f"{RUN} --attention-backend bogus",
             "--attention-backend bogus: choose one of auto, flash, fused, unfused, local",

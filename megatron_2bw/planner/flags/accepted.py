@@ -113,6 +113,8 @@ def check_accepted(options: Options) -> None:
         raise PlanError(
             "--first-last-layers-bf16: delayed scaling is of all layers or none; give --fp8-recipe tensorwise"
         )
+    if options.text("--attention-backend") == "local" and options.text("--spec") != "local":
+        raise PlanError("--attention-backend local needs --spec local; give it, or --transformer-impl local alone")
     if STEPS in options and "--global-batch-size" in options:
         raise PlanError(f"{STEPS} and --global-batch-size exclude each other; leave one out")
     for flag, new in _REPLACED.items():
@@ -185,6 +187,9 @@ def _check_chunks(options: Options) -> None:
         for counted in COUNTED:
             if counted in options and flag in options:
                 raise PlanError(f"{counted} and {flag} exclude each other; leave one out")
+    for flag in _OF_ENDS:
+        if options.number(flag) == 0:
+            raise PlanError(f"{flag} 0: a stage has a layer at least; give more, or leave it out")
     count, group = stages(options), options.number(GROUP)
     if group is not None and group < count and interleaves(options):
         raise PlanError(
@@ -214,8 +219,28 @@ def check_model(options: Options) -> None:
             f"--mtp-num-layers goes with --position-embedding-type rope and none, not {positions}: Megatron predicts "
             "no further tokens with others; use rope"
         )
+    if "--moe-ffn-hidden-size" in options and not {"--num-experts", "--moe-layer-freq"} & options.values.keys():
+        raise PlanError("--moe-ffn-hidden-size needs --num-experts; give it, or leave the size out")
+    _check_exchanges(options)
     _check_groups(options)
     _check_router(options)
+
+
+def _check_exchanges(options: Options) -> None:
+    """Whether exchanges between experts, while another microbatch is computed, are of a kind that can be."""
+    if "--overlap-moe-expert-parallel-comm" not in options:
+        return
+    if options.number("--expert-model-parallel-size", 1) == 1:
+        raise PlanError(
+            "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1; give it, or leave the "
+            "overlap out"
+        )
+    dispatcher = options.text("--moe-token-dispatcher-type", "allgather")
+    if dispatcher not in ("alltoall", FLEX):
+        raise PlanError(
+            f"--overlap-moe-expert-parallel-comm does not go with the dispatcher {dispatcher}; give "
+            "--moe-token-dispatcher-type alltoall"
+        )
 
 
 def _check_latents(options: Options) -> None:

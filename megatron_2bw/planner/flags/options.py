@@ -75,8 +75,9 @@ class Options:
         for word in words:
             if not self.is_known(word):
                 raise PlanError(
-                    f"{flag} {self.explain(word)}: nothing sets it, and commands in it are not run; set its variables "
-                    "in the environment, or give the arguments of the script with --script-args"
+                    f"{flag} {self.explain(word)}: nothing sets it, for commands are not run and arrays with keys not "
+                    "read; set its variables in the environment, give the arguments of the script with --script-args, "
+                    "or write the value"
                 )
         return words
 
