@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron_2bw.planner.cost import muon, updates
 from megatron_2bw.planner.cost.error_bars import error_bar
 from megatron_2bw.planner.cost.layer import Works, works_of
-from megatron_2bw.planner.cost.pieces import parts_of_batch, stage_pieces, time_of
+from megatron_2bw.planner.cost.pieces import LAUNCHING, parts_of_batch, stage_pieces, time_of
 from megatron_2bw.planner.cost.sizes import Split
 from megatron_2bw.planner.cost.speeds import Speed, machine_of
 from megatron_2bw.planner.errors import PlanError
@@ -89,14 +89,15 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     times = times_of(model, layout, cluster, speed)
     pipeline, work_s = times.pipeline, times.work_s(layout)
     time_s = batch.shared_s(layout, pipeline, cluster, work_s)
-    bar = error_bar(cluster, model, layout)
+    parts = parts_of_batch(model, layout, pipeline, times.works, time_s, shared=batch.processor_share(cluster) < 1)
+    bar = error_bar(cluster, model, layout, launching=parts[LAUNCHING] / time_s)
     return Iteration(
         time_s=time_s,
         # Without other stages to wait for, what is left is the sum over replicas.
         bubble_ratio=0.0 if layout.pipeline == 1 else max(0.0, 1 - work_s / (layout.pipeline * time_s)),
         tokens_per_s=layout.global_batch * model.seq_length / time_s,
         flops_per_gpu_s=logged_flops(model, layout.global_batch) / time_s / layout.gpus,
-        parts=parts_of_batch(model, layout, pipeline, times.works, time_s, shared=batch.processor_share(cluster) < 1),
+        parts=parts,
         relative_error=bar.share,
         error_source=bar.source,
     )

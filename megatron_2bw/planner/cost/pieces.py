@@ -12,6 +12,7 @@ from megatron_2bw.planner.specs.layout import Layout, Recompute, RecomputeMethod
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED
 
+LAUNCHING = "launching kernels"
 _COLUMNS = {
     "layers, as profiled": "measured_s",
     "matrix products": "products_s",
@@ -19,7 +20,7 @@ _COLUMNS = {
     "tensor parallel": "tensor_parallel_s",
     "context parallel": "context_parallel_s",
     "expert parallel": "expert_parallel_s",
-    "launching kernels": "launch_s",
+    LAUNCHING: "launch_s",
 }
 """What layers are busy with, and where ``Parts`` has it."""
 
