@@ -123,8 +123,9 @@ def test_nodes_have_equally_many_processes(gpus: int, words: str):
 
 def test_ranks_that_share_sequences_need_one_connection():
     layout = Layout(schedule="megatron", pipeline=1, data=1, context=2, global_batch=2)
-    lines = launch_lines(MODELS["gpt-355m"], layout, CLUSTERS["dgx-a100"])
-    assert "    export CUDA_DEVICE_MAX_CONNECTIONS=1" in lines
+    on = {name: [*launch_lines(MODELS["gpt-355m"], layout, CLUSTERS[name])] for name in ("dgx-a100", "dgx-b200")}
+    assert "    export CUDA_DEVICE_MAX_CONNECTIONS=1" in on["dgx-a100"]
+    assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in line for line in on["dgx-b200"]), "no longer, says validate_args"
 
 
 def test_memory_by_stage_says_what_it_is():
@@ -269,6 +270,11 @@ def test_when_not_to_use_2bw(capsys: pytest.CaptureFixture[str]):
     assert "m >= 8d" not in few
     slower = run(capsys, "plan --model gpt-355m --cluster dgx-a100 --global-batch-size 64")[1]
     assert "Do not use 2bw here: megatron:d1," in slower
+    sooner = words_of(
+        run(capsys, "plan --model gpt-355m --cluster dgx-a100 --global-batch-size 64 --sample-efficiency 1.5")[1]
+    )
+    assert "Do not use 2bw here" not in sooner, "who says that a delay helps is told what follows from it"
+    assert "At sample efficiency 1.5 it reaches a loss" in sooner
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]):
@@ -666,6 +672,8 @@ BAD = {
     f"{PLAN} --synchronous-warmup-fraction x": "--synchronous-warmup-fraction x: give a number",
     f"{PLAN} --top 0": "--top 0: give a whole number of at least 1",
     f"{PLAN} --explain 2bw:z9": "'z9' is none of dN",
+    f"{PLAN} --explain 2bw:d2,d4": "layout '2bw:d2,d4': 'd4' says what another part says; leave one out",
+    f"{PLAN} --explain 2bw:d2,selective,block2": "'block2' says what another part says; leave one out",
     f"{PLAN} --pipeline-schedule 4bw": "unknown schedule '4bw'; choose one of 2bw",
     f"{PLAN} --tensor-model-parallel-size 1,x": "--tensor-model-parallel-size 'x': give whole numbers",
     f"{PLAN} --moe-token-dispatcher-type flex": "-type flex: gpt-2.2b has no experts; leave it out",

@@ -224,6 +224,7 @@ def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: S
     """By the progress that is given, or with the better of those that were measured."""
     from megatron_2bw.planner.search.efficiency import AUTO, MEASURED, Progress, assumption
     from megatron_2bw.planner.search.search import search
+    from megatron_2bw.schedule.registry import TWO_BW
 
     shares = {
         "--synchronous-warmup-fraction": args.synchronous_warmup_fraction,
@@ -241,20 +242,21 @@ def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: S
         if share is not None:
             raise PlanError(f"{flag} {share:g}: --sample-efficiency auto chooses the share; leave one out")
 
-    def to_loss_s(plan: Plan) -> float:
-        delayed = plan.best_of(delayed=True)
-        return math.inf if delayed is None else delayed.loss_time_s
-
-    plans, problems = [], []
-    for progress in MEASURED:
+    def to_loss_s(progress: Progress) -> float:
+        """Of the best layout with a delay, the only ones that ``progress`` is of."""
         try:
-            plans.append(search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep))
-        except PlanError as problem:  # The batch may have too few microbatches for one of them.
-            problems.append(problem)
-    if not plans:
-        raise problems[-1]  # Of what asks for least.
-    best = min(plans, key=to_loss_s)
-    return replace(best, assumption=assumption(best.progress, best.best.layout))
+            found = search(model, cluster, args.global_batch_size, delayed, progress=progress, keep=1)
+        except PlanError:  # The batch may have too few microbatches for it.
+            return math.inf
+        return found.best.loss_time_s
+
+    delayed = replace(space, schedules=tuple(TWO_BW))
+    progress = MEASURED[-1]  # It asks for least.
+    if space.schedules is None or not TWO_BW.isdisjoint(space.schedules):
+        seconds = [*map(to_loss_s, MEASURED)]
+        progress = progress if min(seconds) == math.inf else MEASURED[seconds.index(min(seconds))]
+    plan = search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep)
+    return replace(plan, assumption=assumption(progress, plan.best.layout))
 
 
 def _number(text: str) -> float:

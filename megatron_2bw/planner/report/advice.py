@@ -118,7 +118,7 @@ def _break_even(plan: Plan, delayed: Choice, flushed: Choice) -> float:
 def _against_flush(plan: Plan, delayed: Choice, flushed: Choice) -> Iterator[str]:
     efficiency, break_even = plan.progress.efficiency, _break_even(plan, delayed, flushed)
     other, more = name(flushed.layout), percent(1 / break_even - 1)
-    if break_even >= 1:
+    if break_even >= max(1, efficiency):
         over = " over the whole run" if plan.progress.synchronous else ""
         less = percent(1 - 1 / break_even)
         yield f"Do not use 2bw here: {other} takes {less} less time per batch{over}, without a delay."

@@ -128,7 +128,8 @@ def launch_lines(model: Model, layout: Layout, cluster: Cluster) -> Iterator[str
     yield f"flags of {name(layout)}; data, tokenizer, optimizer and what no price depends on, such as"
     yield "--rotary-base, stay yours:"
     yield ""
-    if layout.tensor > 1 or layout.context > 1:
+    # From Blackwell on, which has mxfp8, Megatron does not ask for it.
+    if (layout.tensor > 1 or layout.context > 1) and not cluster.gpu.has_mxfp8:
         yield "    export CUDA_DEVICE_MAX_CONNECTIONS=1"
     module = "" if layout.schedule == MEGATRON else " -m megatron_2bw"
     enough = -(-layout.gpus // cluster.gpus_per_node)
