@@ -54,14 +54,18 @@ def fastest(model: Model, layout: Layout, machine: Cluster) -> Layout:
 
 
 def ends_to_try(model: Model, layout: Layout, machine: Cluster) -> set[tuple[int, int]]:
-    """Equal ones, the least unequal ones, and those with the fastest slowest stage, as pricing all of them says."""
+    """Equal ones, the least unequal ones, and those with the fastest slowest stage, as pricing all of them says.
+
+    Of the latter two, with fewer layers on the first stage than on the last, too.
+    """
     usual = shorter_ends(model.num_layers, layout.pipeline)
     if layout.pipeline == 1:
         return {usual}
     layout = dataclasses.replace(layout, sequence_parallel=layout.tensor > 1)
     recomputed = dataclasses.replace(layout, recompute=Recompute.FULL, recompute_layers=1)
     found = [fastest(model, one, machine) for one in (layout, recomputed) if any(possible(model, one))]
-    return {usual, *((one.first_stage_layers, one.last_stage_layers) for one in found)}
+    ends = {usual, *((one.first_stage_layers, one.last_stage_layers) for one in found)}
+    return ends | {(last, first) for first, last in ends if last < first}
 
 
 @pytest.mark.parametrize(("layers", "memory_gb"), [(8, 80), (11, 80), (8, 5), (7, 3.6), (7, 3.2), (11, 3.6)])

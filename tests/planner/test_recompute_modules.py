@@ -183,7 +183,8 @@ def test_flags_of_megatron(flags: str, modules: tuple[str, ...]):
             "recompute_modules moe_act does not go with fp8 delayed; use fp8 tensorwise",
         ),
         (
-            "--recompute-modules moe --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2",
+            "--recompute-modules moe --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 "
+            "--moe-token-dispatcher-type alltoall",
             "overlap_exchanges does not go with recompute_modules moe; use moe_act",
         ),
     ],
