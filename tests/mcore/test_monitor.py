@@ -111,3 +111,15 @@ def test_a_batch_that_began_in_another_order_is_not_logged(monitor: PipelineMoni
         monitor.after(schedule)
     monitor.close()
     assert told == [True, False, True, False]
+
+
+def test_an_error_ends_the_job_and_not_the_numbers_alone(monitor: PipelineMonitor) -> None:
+    def fail(take: object, schedule: object, *, interrupted: bool) -> None:
+        raise RuntimeError("no stage answers")
+
+    monitor._gather = fail
+    schedule = build("2bw", stages=2, microbatches=2)
+    monitor.after(schedule)
+    monitor._last.exception(10.0)
+    with pytest.raises(RuntimeError, match="no stage answers"):
+        monitor.after(schedule)

@@ -57,7 +57,13 @@ class PipelineMonitor:
         """An evaluation or a save came after the last batch: how long the next one takes tells nothing."""
 
     def after(self, schedule: Schedule) -> None:
-        """A call has ended."""
+        """A call has ended.
+
+        Raises:
+            Exception: what went wrong when the stages of an earlier one were added up.
+        """
+        if self._last is not None and self._last.done():
+            self._wait()
         take = self._recorder.newest(2 * (4 * schedule.microbatches + 32), len(Reduction) * _BATCHES)
         # The first batch after a change begins in one that ran in another order.
         interrupted, self.interrupted = self.interrupted or schedule is not self._schedule, False
@@ -67,9 +73,12 @@ class PipelineMonitor:
     def close(self) -> None:
         """Wait for what is under way, so that no rank ends in the middle of it."""
         if self._last is not None:
-            with waiting_in("gathering how busy the stages were"):
-                self._background.result(self._last)
+            self._wait()
         self.forget()
+
+    def _wait(self) -> None:
+        with waiting_in("gathering how busy the stages were"):
+            self._background.result(self._last)
 
     def forget(self) -> None:
         """End the thread, whatever it gathers, without waiting for it."""
