@@ -118,9 +118,9 @@ def launch(
 ) -> Ended:
     """Start one process per rank, wait for all and kill what still runs at the timeout."""
     ranks = ranks or case.ranks
-    start_s = time.monotonic()
     with _reserved_port() as port:
         processes = _started(case.device, [partial(_child, target, case, rank, port, folder) for rank in range(ranks)])
+        start_s = time.monotonic()
         try:
             for process in processes:
                 process.join(max(0.0, start_s + timeout_s - time.monotonic()))
@@ -258,18 +258,14 @@ def _server(device: str, environment: frozenset[tuple[str, str]]) -> forkserver.
     server.set_forkserver_preload([f"{__package__}.preload"])
     with unittest.mock.patch.dict(os.environ, {**dict(environment), "PYTHONPATH": import_path()}):
         server.ensure_running()
-    if device == "cuda":
-        (trial,) = _forked([_use_gpu], server)
-        trial.join(_TRIAL_S)
-        if trial.exitcode != 0:
-            trial.kill()
-            server._stop()
-            return None
+    # It forks when it has imported everything, so no rank is waited for meanwhile.
+    (trial,) = _forked([partial(torch.zeros, 1, device=device)], server)
+    trial.join(_TRIAL_S)
+    if device == "cuda" and trial.exitcode != 0:
+        trial.kill()
+        server._stop()
+        return None
     return server
-
-
-def _use_gpu() -> None:
-    torch.zeros(1, device="cuda")
 
 
 def _forked(jobs: list[Callable[[], None]], server: forkserver.ForkServer) -> list[BaseProcess]:
