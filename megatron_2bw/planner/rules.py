@@ -138,6 +138,8 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
         for name, number, usual in (("expert", count, 1), ("expert_tensor", split, layout.tensor)):
             if number != usual:
                 return Problem(f"{name} {number}: the model has no experts", "leave it out")
+        if layout.overlap_exchanges:
+            return Problem("overlap_exchanges: the model has no experts", "leave it out")
         return None
     if model.bias:
         return Problem(

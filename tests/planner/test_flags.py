@@ -520,7 +520,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         (f"{RUN} --decoder-last-pipeline-num-layers 0", "--decoder-last-pipeline-num-layers 0: a stage has a layer"),
         (
             f"{RUN} --overlap-moe-expert-parallel-comm",
-            "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1; give it",
+            "overlap_exchanges: the model has no experts; leave it out",
         ),
         (
             f"{RUN} --overlap-moe-expert-parallel-comm --num-experts 4 --expert-model-parallel-size 2",

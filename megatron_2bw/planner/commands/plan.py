@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,19 +242,14 @@ def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: S
         if share is not None:
             raise PlanError(f"{flag} {share:g}: --sample-efficiency auto chooses the share; leave one out")
 
-    def to_loss_s(progress: Progress) -> float:
-        """Of the best layout with a delay, the only ones that ``progress`` is of."""
-        try:
+    times_s: dict[Progress, float] = {}
+    # Only layouts with a delay take another time to a loss with other progress.
+    delayed = replace(space, schedules=space.allows("schedules", tuple(TWO_BW)))
+    for progress in MEASURED if delayed.schedules else ():
+        with suppress(PlanError):  # The batch may have too few microbatches for it.
             found = search(model, cluster, args.global_batch_size, delayed, progress=progress, keep=1)
-        except PlanError:  # The batch may have too few microbatches for it.
-            return math.inf
-        return found.best.loss_time_s
-
-    delayed = replace(space, schedules=tuple(TWO_BW))
-    progress = MEASURED[-1]  # It asks for least.
-    if space.schedules is None or not TWO_BW.isdisjoint(space.schedules):
-        seconds = [*map(to_loss_s, MEASURED)]
-        progress = progress if min(seconds) == math.inf else MEASURED[seconds.index(min(seconds))]
+            times_s[progress] = found.best.loss_time_s
+    progress = min(times_s, key=times_s.__getitem__, default=MEASURED[-1])  # Which asks for least.
     plan = search(model, cluster, args.global_batch_size, space, progress=progress, keep=keep)
     return replace(plan, assumption=assumption(progress, plan.best.layout))
 

@@ -221,26 +221,19 @@ def check_model(options: Options) -> None:
         )
     if "--moe-ffn-hidden-size" in options and not {"--num-experts", "--moe-layer-freq"} & options.values.keys():
         raise PlanError("--moe-ffn-hidden-size needs --num-experts; give it, or leave the size out")
-    _check_exchanges(options)
+    is_shared = options.number("--expert-model-parallel-size", 1) > 1
+    if "--overlap-moe-expert-parallel-comm" in options and is_shared and gathers_tokens(options):
+        raise PlanError(
+            "--overlap-moe-expert-parallel-comm does not go with the dispatcher allgather; give "
+            "--moe-token-dispatcher-type alltoall"
+        )
     _check_groups(options)
     _check_router(options)
 
 
-def _check_exchanges(options: Options) -> None:
-    """Whether exchanges between experts, while another microbatch is computed, are of a kind that can be."""
-    if "--overlap-moe-expert-parallel-comm" not in options:
-        return
-    if options.number("--expert-model-parallel-size", 1) == 1:
-        raise PlanError(
-            "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1; give it, or leave the "
-            "overlap out"
-        )
-    dispatcher = options.text("--moe-token-dispatcher-type", "allgather")
-    if dispatcher not in ("alltoall", FLEX):
-        raise PlanError(
-            f"--overlap-moe-expert-parallel-comm does not go with the dispatcher {dispatcher}; give "
-            "--moe-token-dispatcher-type alltoall"
-        )
+def gathers_tokens(options: Options) -> bool:
+    """Whether every rank gets all tokens, Megatron's default, and not those alone that its experts need."""
+    return options.text("--moe-token-dispatcher-type", "allgather") not in ("alltoall", FLEX)
 
 
 def _check_latents(options: Options) -> None:

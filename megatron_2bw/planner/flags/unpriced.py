@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags.accepted import BACKEND, DIST_MUON, FLEX, GROUP, GROUPED, STEPS, interleaves, stages
+from megatron_2bw.planner.flags.accepted import (
+    BACKEND,
+    DIST_MUON,
+    FLEX,
+    GROUP,
+    GROUPED,
+    STEPS,
+    gathers_tokens,
+    interleaves,
+    stages,
+)
 from megatron_2bw.planner.flags.model_flags import positions_of
 from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.specs.layout import Dispatcher, Optimizer
@@ -31,8 +41,7 @@ def _shards_weights(options: Options, flag: str) -> bool:
 
 
 def _dispatches_otherwise(options: Options, flag: str) -> bool:
-    dispatcher = options.text("--moe-token-dispatcher-type", "allgather")  # Of all tokens to all ranks.
-    return _above_one(options, flag) and dispatcher not in (Dispatcher.ALLTOALL, FLEX)
+    return _above_one(options, flag) and gathers_tokens(options)
 
 
 def _gathers_in_price(options: Options, flag: str) -> bool:

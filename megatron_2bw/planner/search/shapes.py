@@ -89,7 +89,7 @@ class Shapes:
                         yield shape
 
     def _balanced(self, shape: Shape) -> Iterator[Shape]:
-        """With other layers on the ends, so that the slowest stage is faster or the first fits, where nothing says."""
+        """With other layers on the ends, for a faster slowest stage or a smaller first, where nothing says how many."""
         space, machine = self.decisions.space, machine_of(self.cluster)
         if shape.pipeline == 1 or space.has_ends or self.global_batch % shape.data:
             return
