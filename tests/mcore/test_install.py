@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -17,10 +18,25 @@ from megatron_2bw.mcore.install import HOOKS
 from megatron_2bw.mcore.loop import checks, wrappers
 from megatron_2bw.mcore.used import USED
 
-REPLACED = """
-import importlib, operator
+RUNNER = """
+import json, os, sys, torch
+cuda = torch.Tensor.cuda
 from megatron_2bw.mcore.cpu import backend as cpu_backend
 cpu_backend.install()  # Before Megatron is imported.
+from megatron.core import timers
+from megatron.core.datasets import utils
+from megatron.training import training
+train = training.train
+for name, program in json.load(sys.stdin).items():
+    if os.fork() == 0:
+        exec(program)
+        sys.exit()
+    print(json.dumps([name, os.wait()[1]]), flush=True)
+"""
+"""Programs from standard input, each in a process of its own, after one import of Megatron."""
+
+REPLACED = """
+import importlib, operator
 import megatron_2bw
 from megatron_2bw.mcore.install import HOOKS
 from megatron_2bw.mcore.symbols import is_relied_on
@@ -41,6 +57,30 @@ megatron_2bw.uninstall()
 assert all(map(operator.is_, before, bindings())), "something stays"
 """
 
+CHANGED = """
+cpu_backend.uninstall()
+{change}
+import megatron_2bw
+try:
+    megatron_2bw.install()
+except RuntimeError as error:
+    assert type(error).__name__ == "UnsupportedMegatronError"
+    assert {message!r} in str(error), error
+    assert "works with megatron-core" in str(error), error
+else:
+    sys.exit("it is not refused")
+assert torch.Tensor.cuda is cuda, "the CPU backend stays"
+assert training.train is train, "a hook is in place"
+"""
+CHANGES = {
+    "del training.evaluate": "megatron.training.training.evaluate is missing",
+    "timers.Timer.set_elapsed = lambda self, seconds: None": (
+        "megatron.core.timers.Timer.set_elapsed no longer takes value in megatron-core"
+    ),
+    "del utils.compile_helpers": "what runs without a GPU is missing",
+}
+"""To Megatron, and what is said of each."""
+
 
 LEAVING = """
 from megatron_2bw.runtime import gloo_workers
@@ -57,49 +97,24 @@ def test_a_process_leaves_no_thread_of_gloo_at_work(then: str, printed: str) -> 
     assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
 
 
-def test_everything_is_replaced_once_and_put_back() -> None:
-    ended = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What each program printed at its end; nothing where all was well."""
+    programs = {"replaced": REPLACED}
+    programs |= {change: CHANGED.format(change=change, message=message) for change, message in CHANGES.items()}
+    command = [sys.executable, "-c", RUNNER]
+    ended = subprocess.run(command, input=json.dumps(programs), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+    return {name: ended.stderr if status else "" for name, status in map(json.loads, ended.stdout.splitlines())}
 
 
-CHANGED = """
-import sys, torch
-from megatron_2bw.mcore.cpu import backend as cpu_backend
-cuda = torch.Tensor.cuda
-cpu_backend.install()
-from megatron.core import timers
-from megatron.core.datasets import utils
-from megatron.training import training
-cpu_backend.uninstall()
-train = training.train
-{change}
-import megatron_2bw
-try:
-    megatron_2bw.install()
-except RuntimeError as error:
-    print(type(error).__name__, error)
-assert torch.Tensor.cuda is cuda, "the CPU backend stays"
-assert training.train is train, "a hook is in place"
-"""
+def test_everything_is_replaced_once_and_put_back(said: dict[str, str]) -> None:
+    assert said["replaced"] == ""
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("del training.evaluate", "megatron.training.training.evaluate is missing"),
-        (
-            "timers.Timer.set_elapsed = lambda self, seconds: None",
-            "megatron.core.timers.Timer.set_elapsed no longer takes value in megatron-core",
-        ),
-        ("del utils.compile_helpers", "what runs without a GPU is missing"),
-    ],
-)
-def test_a_megatron_that_lacks_a_name_is_refused_and_left_as_it_was(change: str, message: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", CHANGED.format(change=change)], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("UnsupportedMegatronError ")
-    assert message in ended.stdout
-    assert "works with megatron-core" in ended.stdout
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_megatron_that_lacks_a_name_is_refused_and_left_as_it_was(change: str, said: dict[str, str]) -> None:
+    assert said[change] == ""
 
 
 def test_a_run_that_was_left_is_forgotten_where_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:

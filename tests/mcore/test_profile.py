@@ -53,9 +53,29 @@ def measure(path: Path, recompute: str) -> int:
     return main([*words, "--recompute-granularity", recompute, *FLAGS])
 
 
-def test_measured_resumed_planned_and_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def _measured(case: Case, rank: int, port: int, folder: Path, *, words: list[str]) -> None:
+    """As a rank of torchrun's."""
+    set_environment(rank, case.ranks, port)
+    from megatron_2bw.mcore import profile
+
+    sys.argv = words[1:]
+    profile.main()
+
+
+def test_measured_resumed_planned_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """First by ranks that are forked, which is sooner, then as users do."""
+
+    def forked(words: list[str], *, ranks: int, what: str) -> list[str]:
+        ended = launch(partial(_measured, words=words), Case(schedule=None, stages=ranks), tmp_path)
+        assert ended.exit_codes == [0] * ranks, ended.tails()
+        return ended.outputs[0].splitlines()
+
     path = tmp_path / "profile.json"
-    assert measure(path, "none") == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(profiling, "lines_of", forked)
+        assert measure(path, "none") == 0
     first = Profile.load(path)
     (plain,) = first.blocks
     assert (plain.tensor, plain.microbatch, plain.recompute) == (1, 1, Recompute.NONE)

@@ -68,7 +68,13 @@ def ends_to_try(model: Model, layout: Layout, machine: Cluster) -> set[tuple[int
     return ends | {(last, first) for first, last in ends if last < first}
 
 
-@pytest.mark.parametrize(("layers", "memory_gb"), [(8, 80), (11, 80), (8, 5), (7, 3.6), (7, 3.2), (11, 3.6)])
+@pytest.mark.parametrize(
+    ("layers", "memory_gb"),
+    [
+        *((8, 80), (7, 3.2), (11, 3.6)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((11, 80), (8, 5), (7, 3.6))),
+    ],
+)
 def test_nothing_beats_the_best_with_other_ends(layers: int, memory_gb: float):
     model, machine, batch = dataclasses.replace(MODEL, num_layers=layers), cluster(4, memory_gb), 8
     layouts = every_layout(model, machine, batch, ends=lambda layout: ends_to_try(model, layout, machine))
@@ -101,7 +107,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("memory_gb", "fastest"), [(80, "v4,E|(t|)*14L"), (4.2, "v2,f4,l2,block1")])
+@pytest.mark.parametrize(
+    ("memory_gb", "fastest"),
+    [(80, "v4,E|(t|)*14L"), pytest.param(4.2, "v2,f4,l2,block1", marks=pytest.mark.slow)],
+)
 def test_embedding_and_loss_count_as_layers_where_chunks_interleave(memory_gb: float, fastest: str):
     """Where that is faster than chunks with equally many layers, and fits."""
     model, machine, batch = dataclasses.replace(MODEL, num_layers=14), cluster(4, memory_gb), 16
@@ -134,7 +143,10 @@ def test_balanced_ends_are_the_fastest(kind: str, depth: int, recompute: Recompu
 
 @pytest.mark.parametrize(
     ("layers", "depth", "shorter"),
-    [(7, 2, (4, 3)), (15, 4, (4, 3)), (8, 7, (0, 0)), (126, 16, (7, 7)), (105, 16, (4, 3))],
+    [
+        *((7, 2, (4, 3)), (15, 4, (4, 3)), (8, 7, (0, 0)), (126, 16, (7, 7))),
+        pytest.param(105, 16, (4, 3), marks=pytest.mark.slow),
+    ],
 )
 def test_stages_that_cannot_be_equal(layers: int, depth: int, shorter: tuple[int, int]):
     """The first and the last are shorter, or as fast as can be; a search prices and names them as an estimate does."""

@@ -89,7 +89,9 @@ def flush_s(case: str, delayed: Layout) -> float:
 
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("efficiency", "synchronous"), [(1.0, 0.0), (0.8, 0.0), (0.9, 0.3)])
+@pytest.mark.parametrize(
+    ("efficiency", "synchronous"), [(1.0, 0.0), pytest.param(0.8, 0.0, marks=pytest.mark.slow), (0.9, 0.3)]
+)
 def test_nothing_beats_the_best(case: str, efficiency: float, synchronous: float, space: str):
     machine, batch = CASES[case]
 

@@ -175,7 +175,7 @@ def test_mixpipe_with_more_microbatches_than_stages():
             assert timeline.peak_in_flight == tuple(d + min(rank, d - 1 - rank) for rank in range(d))
 
 
-@pytest.mark.parametrize("d", [12, 16, 24, 32])
+@pytest.mark.parametrize("d", [12, 16, *(pytest.param(d, marks=pytest.mark.slow) for d in (24, 32))])
 def test_mixpipe_of_many_microbatches_on_many_stages(d: int):
     """Not all bubbles of the beginning and the end can be avoided so, but there are none in between."""
     fewer, more = (run(build("mixpipe", stages=d, microbatches=m)) for m in (2 * d, 8 * d))
