@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, dataclass, replace
 
-from .case import Case
+from .case import Case, Fault
+from .faults import INFINITE_GRADIENT
 from .features import (
     ALL_TO_ALL,
     BIASED,
@@ -47,7 +48,8 @@ _PLAIN = Case(schedule="2bw", stages=0, microbatches=0, record_gradients=True)
 def words(case: Case, plain: Case = _PLAIN) -> str:
     """What ``case`` has that a plain one does not."""
     given = {name: value for name, value in asdict(case).items() if value != getattr(plain, name)}
-    return " ".join(f"{name}={' '.join(value) if isinstance(value, tuple) else value}" for name, value in given.items())
+    texts = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in given.items()}
+    return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
 def stopped(seed: str) -> Stopped:
@@ -81,7 +83,7 @@ def stopped(seed: str) -> Stopped:
         expert_parallel=2 if shares and draw.random() < 0.6 else 1,
         record_gradients=False,
     )
-    first, second = sorted(draw.sample(range(1, case.batches), 2))
+    first, second = sorted(draw.sample(range(1, len(case.spans())), 2))
     is_asynchronous = format_ == "torch_dist" and draw.random() < 0.3
     return Stopped(case=case, format=format_, flags=ASYNCHRONOUS if is_asynchronous else (), after=(first, second))
 
@@ -139,9 +141,28 @@ def drawn(seed: str) -> Case:
         case = replace(case, moments="", offloaded=draw.choice([0.0, 0.3, 1.0]))
     if "--mtp-num-layers" in model and draw.random() < 0.5:
         case = replace(case, model=(*case.model, *DETACHED))
-    if kind != "gpt" or (shards_adam and case.precision != "fp32") or (tensor > 1 and not set(LATENT) <= set(model)):
-        return case
-    return replace(case, clip_attention=draw.choice([0.0, 0.0, 0.05, 0.3]))
+    if kind == "gpt" and not (shards_adam and case.precision != "fp32") and (tensor == 1 or set(LATENT) <= set(model)):
+        case = replace(case, clip_attention=draw.choice([0.0, 0.0, 0.05, 0.3]))
+    return _less_usual(case, draw)
+
+
+def _less_usual(case: Case, draw: random.Random) -> Case:
+    """Batches that change their size or are skipped, weights that are not trained, gradients that overflow."""
+    extra = int(case.flags[1]) if "--pipeline-extra-in-flight" in case.flags else 0
+    least = max((1 + extra) * (case.stages - 1), 1)
+    if draw.random() < 0.3:
+        steps = tuple((draw.randint(1, 4), draw.randint(least, least + 3)) for _ in range(draw.randint(1, 4)))
+        count = sum(batches for batches, _ in steps)
+        skipped = draw.sample(range(count), draw.choice([0, 0, 1, 3]) if count > 4 else 0)
+        case = replace(case, steps=steps, skipped=tuple(sorted(skipped)))
+    if case.kind == "gpt" and "--mtp-num-layers" not in case.model and draw.random() < 0.2:
+        embedding = ("embedding.", "output_layer.") if case.tied else ("embedding.",)
+        return replace(case, frozen=draw.choice([embedding, ("decoder.layers.0.",), (*embedding, "decoder.layers.0.")]))
+    if case.precision == "fp16" and not case.tied and not case.steps and draw.random() < 0.8:
+        calls = draw.sample(range(case.batches * case.microbatches), 2)
+        rank = draw.randrange(case.ranks)
+        return replace(case, faults=tuple(Fault(kind=INFINITE_GRADIENT, rank=rank, call=call) for call in calls))
+    return case
 
 
 def _gpt(draw: random.Random, *, further_tokens: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -224,7 +224,8 @@ def train(size: Size) -> Trained:
 def _server() -> forkserver.ForkServer:
     """A process that has imported torch, which takes seconds, and forks ranks; Python's own may run without."""
     server = forkserver.ForkServer()
-    server.set_forkserver_preload([__name__])
+    # The latter takes a second and is imported by the first backward.
+    server.set_forkserver_preload([__name__, "torch.fx.experimental.symbolic_shapes"])
     with unittest.mock.patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parents[2])}):
         server.ensure_running()
     return server
