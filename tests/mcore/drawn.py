@@ -151,9 +151,11 @@ def _less_usual(case: Case, draw: random.Random) -> Case:
     extra = int(case.flags[1]) if "--pipeline-extra-in-flight" in case.flags else 0
     least = max((1 + extra) * (case.stages - 1), 1)
     if draw.random() < 0.3:
-        steps = tuple((draw.randint(1, 4), draw.randint(least, least + 3)) for _ in range(draw.randint(1, 4)))
+        sizes = sorted(draw.sample(range(least, least + 5), draw.randint(1, 4)))  # They only grow.
+        steps = tuple((draw.randint(1, 4), microbatches) for microbatches in sizes)
         count = sum(batches for batches, _ in steps)
-        skipped = draw.sample(range(count), draw.choice([0, 0, 1, 3]) if count > 4 else 0)
+        # Megatron reads a skipped batch as GPT's.
+        skipped = draw.sample(range(count), draw.choice([0, 0, 1, 3]) if count > 4 and case.kind == "gpt" else 0)
         case = replace(case, steps=steps, skipped=tuple(sorted(skipped)))
     if case.kind == "gpt" and "--mtp-num-layers" not in case.model and draw.random() < 0.2:
         embedding = ("embedding.", "output_layer.") if case.tied else ("embedding.",)
