@@ -26,6 +26,9 @@ CASES = {
     ),
     "last stage, fp16": replace(CASE, frozen=LAST_STAGE, precision="fp16"),
     "first stage, clipping, lead, half delayed": replace(CASE, frozen=FIRST_STAGE, clip=0.5, lead=2.0, delayed=2),
+    "clipped attention, one buffer": replace(
+        CASE, frozen=FIRST_STAGE[1:], clip_attention=0.05, flags=("--pipeline-gradient-buffers", "1")
+    ),
     "last stage, PipeDream": replace(CASE, schedule="pipedream", microbatches=1, frozen=LAST_STAGE),
 }
 

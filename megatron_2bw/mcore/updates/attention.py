@@ -53,6 +53,13 @@ class AttentionLogits:
         for attention in self._attentions:
             if not hasattr(attention.core_attention, "current_max_attn_logits"):
                 raise ValueError("attention records no logits to clip or log: use that of Transformer Engine >= 2.9")
+        self.frozen = [
+            parameter
+            for attention in (self._attentions if self._threshold is not None else ())
+            for parameter in attention.parameters()
+            if not parameter.requires_grad
+        ]
+        """Not trained, but clipped all the same, as Megatron clips them: updates change these, too."""
         self._in_flight: dict[int, list[torch.Tensor | None]] = {}
         """By batch, and attention: (heads,), of this rank's."""
         self._captured = torch.empty(0)

@@ -121,7 +121,7 @@ class DelayedOptimizer:
         )
         self._routers = Routers(model)
         self._logits = AttentionLogits(model)
-        self.weights = versions_of(inner, model, self._routers, versions)
+        self.weights = versions_of(inner, model, self._routers, self._logits, versions)
         self._main_gradients: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._norm_groups = norm_groups(inner)
         parts = list(map(self._part, inner.chained_optimizers, accumulated(inner, model, self._norm_groups)))

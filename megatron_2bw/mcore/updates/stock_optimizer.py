@@ -13,6 +13,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from megatron_2bw.mcore.symbols import replace
+from megatron_2bw.mcore.updates.attention import AttentionLogits
 from megatron_2bw.mcore.updates.routers import Routers
 from megatron_2bw.runtime.weights import WeightVersions
 
@@ -22,9 +23,12 @@ def buffers_of(model: Any) -> list[Any]:
     return [*model.buffers, *model.expert_parallel_buffers]
 
 
-def versions_of(inner: Any, model: torch.nn.Module, routers: Routers, versions: int) -> WeightVersions:
+def versions_of(
+    inner: Any, model: torch.nn.Module, routers: Routers, logits: AttentionLogits, versions: int
+) -> WeightVersions:
     """Weight versions of a stage; with the distributed optimizer, of the buffers that hold its weights."""
-    parameters = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *routers.biases]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [*trained, *routers.biases, *logits.frozen]
     buffers = [buffer for buffer in buffers_of(model) if buffer.param_data is not None]
     views = [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
     for optimizer in inner.chained_optimizers if buffers else ():
