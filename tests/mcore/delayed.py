@@ -248,7 +248,8 @@ class Training:
             coefficient = self.case.clip / (used[apart] + 1.0e-6)
             if 0.0 < coefficient < 1.0:
                 gradient = (gradient.to(self.clipped_in) * coefficient).float()
-            main.grad = gradient
+            if main.requires_grad:
+                main.grad = gradient
         self.step(batch)
         self.scheduler.step(increment=self.case.samples(len(span)))
         self.record.norms.append(norms[False])
@@ -361,7 +362,9 @@ def _training(case: Case, rules: Rules, args: Any, record: RankRecord) -> Traini
     named = {parameter: shard for shard, parameter in shards(model)}
     main_of: dict[Shard, torch.nn.Parameter] = {}
     for parameter, shard in named.items():
-        main_of.setdefault(shard, torch.nn.Parameter(parameter.detach().to(torch.float32, copy=True)))
+        is_trained = parameter.requires_grad  # Else Megatron has no main weight.
+        main = parameter.detach().to(torch.float32 if is_trained else parameter.dtype, copy=True)
+        main_of.setdefault(shard, torch.nn.Parameter(main, requires_grad=is_trained))
     known = Optimizers(case, record)
     known.know({shard: main_of[shard] for parameter, shard in named.items() if parameter.requires_grad}.items())
     config, overrides = get_megatron_optimizer_config(args)

@@ -154,9 +154,11 @@ def _less_usual(case: Case, draw: random.Random) -> Case:
         sizes = sorted(draw.sample(range(least, least + 5), draw.randint(1, 4)))  # They only grow.
         steps = tuple((draw.randint(1, 4), microbatches) for microbatches in sizes)
         count = sum(batches for batches, _ in steps)
-        # Megatron reads a skipped batch as GPT's.
-        skipped = draw.sample(range(count), draw.choice([0, 0, 1, 3]) if count > 4 and case.kind == "gpt" else 0)
-        case = replace(case, steps=steps, skipped=tuple(sorted(skipped)))
+        # Megatron passes a skipped batch on to other ranks as that of its own GPT.
+        may_skip = count > 4 and case.kind == "gpt" and case.tensor_parallel == 1
+        skipped = draw.sample(range(count), draw.choice([0, 0, 1, 3]) if may_skip else 0)
+        delayed = min(case.delayed, sizes[-1])
+        case = replace(case, steps=steps, skipped=tuple(sorted(skipped)), delayed=delayed)
     if case.kind == "gpt" and "--mtp-num-layers" not in case.model and draw.random() < 0.2:
         embedding = ("embedding.", "output_layer.") if case.tied else ("embedding.",)
         return replace(case, frozen=draw.choice([embedding, ("decoder.layers.0.",), (*embedding, "decoder.layers.0.")]))
