@@ -99,13 +99,14 @@ def test_a_process_leaves_no_thread_of_gloo_at_work(then: str, printed: str) -> 
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
-    """What each program printed at its end; nothing where all was well."""
+    """How each program ended and what all of them said; nothing where all was well."""
     programs = {"replaced": REPLACED}
     programs |= {change: CHANGED.format(change=change, message=message) for change, message in CHANGES.items()}
     command = [sys.executable, "-c", RUNNER]
     ended = subprocess.run(command, input=json.dumps(programs), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    return {name: ended.stderr if status else "" for name, status in map(json.loads, ended.stdout.splitlines())}
+    statuses = map(json.loads, ended.stdout.splitlines())
+    return {name: f"status {status}\n{ended.stderr}" if status else "" for name, status in statuses}
 
 
 def test_everything_is_replaced_once_and_put_back(said: dict[str, str]) -> None:
