@@ -55,6 +55,8 @@ def words(case: Case, plain: Case = _PLAIN) -> str:
 def stopped(seed: str) -> Stopped:
     """The setting of `drawn` with what a checkpoint has to carry beside weights: no oracle has to follow it."""
     case, draw = drawn(seed), random.Random(f"stopped {seed}")
+    if len(case.spans()) < 3:  # To be stopped after two of them.
+        case = replace(case, steps=(), skipped=())
     if case.optimizer == "soap":  # Megatron saves it in no format if it is sharded.
         case = replace(case, distributed_optimizer=False)
     has_experts = "--num-experts" in case.model
@@ -97,7 +99,7 @@ def drawn(seed: str) -> Case:
     kind = draw.choice(["gpt"] * 5 + ["bert"])
     model, experts = _gpt(draw, further_tokens=stages != 3) if kind == "gpt" else ((), ())
     split = 1 if experts and tensor > 1 and draw.random() < 0.4 else 0
-    flags, counts = _order(draw, stages)
+    flags, counts, least = _order(draw, stages)
     optimizer = _optimizer(draw, may_shard_layers=not split or replicas > 1)
     shards_adam = optimizer["distributed_optimizer"] and optimizer["optimizer"] == "adam"
     model += draw.choice([(), (), PER_TOKEN])
@@ -143,13 +145,11 @@ def drawn(seed: str) -> Case:
         case = replace(case, model=(*case.model, *DETACHED))
     if kind == "gpt" and not (shards_adam and case.precision != "fp32") and (tensor == 1 or set(LATENT) <= set(model)):
         case = replace(case, clip_attention=draw.choice([0.0, 0.0, 0.05, 0.3]))
-    return _less_usual(case, draw)
+    return _less_usual(case, draw, least)
 
 
-def _less_usual(case: Case, draw: random.Random) -> Case:
-    """Batches that change their size or are skipped, weights that are not trained, gradients that overflow."""
-    extra = int(case.flags[1]) if "--pipeline-extra-in-flight" in case.flags else 0
-    least = max((1 + extra) * (case.stages - 1), 1)
+def _less_usual(case: Case, draw: random.Random, least: int) -> Case:
+    """Batches of ``least`` microbatches or more that change or are skipped, frozen weights, gradients that overflow."""
     if draw.random() < 0.3:
         sizes = sorted(draw.sample(range(least, least + 5), draw.randint(1, 4)))  # They only grow.
         steps = tuple((draw.randint(1, 4), microbatches) for microbatches in sizes)
@@ -178,15 +178,15 @@ def _gpt(draw: random.Random, *, further_tokens: bool) -> tuple[tuple[str, ...],
     return model, draw.choice([(), (), (), *_EXPERTS])
 
 
-def _order(draw: random.Random, stages: int) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Flags, and numbers of microbatches: what decides on the order of a batch."""
+def _order(draw: random.Random, stages: int) -> tuple[tuple[str, ...], dict[str, int], int]:
+    """Flags, numbers of microbatches and the least there may be of them: what decides on the order of a batch."""
     extra = draw.choice([0, 0, 0, 1, 2])
     least = (1 + extra) * (stages - 1)
     microbatches = draw.randint(least, max(least, 6))
     delayed = draw.randint(least, microbatches) if draw.random() < 0.35 and microbatches > least else 0
     flags = ("--pipeline-extra-in-flight", str(extra)) if extra else ()
     flags += ("--pipeline-gradient-buffers", "1") if draw.random() < 0.25 else ()
-    return flags, {"microbatches": microbatches, "delayed": delayed}
+    return flags, {"microbatches": microbatches, "delayed": delayed}, least
 
 
 def _optimizer(draw: random.Random, *, may_shard_layers: bool) -> dict[str, object]:
