@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from report import heading, put_each
 
+from tests.mcore.case import Case
 from tests.mcore.compare import differing
 from tests.mcore.drawn import Stopped, stopped, words
 from tests.mcore.harness import Results, refusal_in, run
-from tests.mcore.saved import BATCHES, CASE, TRACKER, resume, save, saving, tail
+from tests.mcore.saved import BATCHES, CASE, TRACKER, rest, resume, save, saving
 from tests.mcore.test_resume import FORMATS
 
 SETTINGS = {
@@ -77,7 +78,7 @@ def _problems(name: str, format_: str) -> list[str]:
         saved = save(SETTINGS[name], Path(folder), format_)
         problems = []
         for iteration in range(1, BATCHES):
-            problems += _different(saved.resumed(iteration), saved.results, iteration)
+            problems += _different(saved.resumed(iteration), saved.results, SETTINGS[name], iteration)
         return problems
 
 
@@ -107,19 +108,18 @@ def _problems_of(setting: Stopped) -> list[str]:
     case, (first, second) = setting.case, setting.after
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / part for part in ("first", "second")]
-        before, after = (saving(case, folder, setting.format, 1, *setting.flags) for folder in folders)
-        whole = run(before)
+        whole = run(saving(case, folders[0], setting.format, 1, *setting.flags))
         (folders[0] / TRACKER).write_text(str(first))
-        problems = _different(resume(after, folders[0], setting.format), whole, first)
+        after = saving(case.rest(first), folders[1], setting.format, 1, *setting.flags)
+        problems = _different(resume(after, folders[0], setting.format), whole, case, first)
         (folders[1] / TRACKER).write_text(str(second))
-        return problems + _different(resume(case, folders[1], setting.format), whole, second)
+        return problems + _different(resume(case.rest(second), folders[1], setting.format), whole, case, second)
 
 
-def _different(found: Results, whole: Results, iteration: int) -> list[str]:
-    expected = tail(whole, whole.losses.shape[1] - iteration)
+def _different(found: Results, whole: Results, case: Case, iteration: int) -> list[str]:
+    expected = rest(whole, case.ends().index(iteration) + 1, case.rows_until(iteration))
     different = differing(found, expected)
-    # Updates that were skipped have none.
-    different += [] if found.rates == whole.rates[len(whole.rates) - len(found.rates) :] else ["learning rates"]
+    different += [] if found.rates == expected.rates else ["learning rates"]
     return [f"after batch {iteration}: {', '.join(different)}"] if different else []
 
 

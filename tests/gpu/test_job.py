@@ -16,7 +16,7 @@ from tests.mcore.compare import FLOOR, deviation, differing
 from tests.mcore.hangs import WOKE_UP, Loss, assert_places, main
 from tests.mcore.harness import launch, run
 from tests.mcore.oracle import oracle
-from tests.mcore.saved import assert_continues, save, tail
+from tests.mcore.saved import assert_continues, rest, save
 
 pytestmark = pytest.mark.gpu
 
@@ -45,10 +45,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(case: Case, format_: str, tmp_pa
 def test_other_schedules_and_layouts_go_on_from_its_checkpoint(tmp_path: Path) -> None:
     whole = save(DETERMINED, tmp_path, "torch_dist", interval=6)
     stock = whole.resumed(6, replace(DETERMINED, schedule="megatron"))
-    newest = tail(oracle(DETERMINED, delay=1, delayed_batches=6), 6)
+    newest = rest(oracle(DETERMINED, delay=1, delayed_batches=6), 6)
     assert differing(stock, newest, norms=False) == []
     four = whole.resumed(6, replace(DETERMINED, stages=4))
-    assert max(deviation(four, tail(oracle(DETERMINED, delay=1), 6))) <= FLOOR
+    assert max(deviation(four, rest(oracle(DETERMINED, delay=1), 6))) <= FLOOR
 
 
 def test_evaluations_use_the_newest_weights_and_change_no_number() -> None:

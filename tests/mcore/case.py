@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 SEQUENCE_LENGTH = 16
@@ -151,6 +151,21 @@ class Case:
         starts, sizes = accumulate(self.sizes(), initial=0), self.sizes()
         spans = [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         return [span for batch, span in enumerate(spans) if batch not in self.skipped]
+
+    def ends(self) -> list[int]:
+        """After every batch that is not left out: Megatron's number of the iteration."""
+        return [batch + 1 for batch in range(len(self.sizes())) if batch not in self.skipped]
+
+    def rest(self, iteration: int) -> Case:
+        """What is left to do after one of `ends`, with the faults of these batches."""
+        done = self.rows_until(iteration) * self.microbatches_per_row
+        left = [replace(fault, call=fault.call - done) for fault in self.faults if fault.call >= done]
+        return replace(self, faults=tuple(left))
+
+    def rows_until(self, iteration: int) -> int:
+        """Of losses in results, up to one of `ends`."""
+        spans = self.spans()[: self.ends().index(iteration) + 1]
+        return sum(len(span) for span in spans) // self.microbatches_per_row
 
     def arguments(self) -> list[str]:
         """Megatron's command line.

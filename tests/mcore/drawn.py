@@ -85,7 +85,7 @@ def stopped(seed: str) -> Stopped:
         expert_parallel=2 if shares and draw.random() < 0.6 else 1,
         record_gradients=False,
     )
-    first, second = sorted(draw.sample(range(1, len(case.spans())), 2))
+    first, second = sorted(draw.sample(case.ends()[:-1], 2))
     is_asynchronous = format_ == "torch_dist" and draw.random() < 0.3
     return Stopped(case=case, format=format_, flags=ASYNCHRONOUS if is_asynchronous else (), after=(first, second))
 

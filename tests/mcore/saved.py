@@ -48,22 +48,22 @@ def save(case: Case, folder: Path, format_: str, interval: int = 1) -> Saved:
     return Saved(case, folder, format_, run(saving(case, folder, format_, interval)))
 
 
-def tail(whole: Results, batches: int) -> Results:
-    """The last batches of a run."""
+def rest(whole: Results, batches: int, rows: int | None = None) -> Results:
+    """What a run computed after its first ``batches``, which have so many ``rows`` of losses, or one each."""
+    rows = batches if rows is None else rows
+    updates = int((~whole.norms[:batches].isnan()).sum())  # Those that were skipped have no rates.
     return replace(
         whole,
-        losses=whole.losses[:, -batches:],
-        seeds=whole.seeds[:, -batches:],
-        norms=whole.norms[-batches:],
-        norms_apart=whole.norms_apart[-batches:],
-        rates=whole.rates[-batches:],
+        losses=whole.losses[:, rows:],
+        seeds=whole.seeds[:, rows:],
+        norms=whole.norms[batches:],
+        norms_apart=whole.norms_apart[batches:],
+        rates=whole.rates[updates:],
     )
 
 
 def assert_continues(found: Results, whole: Results, iteration: int) -> None:
     """To the last bit: losses, norms, learning rates and weights."""
-    left = whole.losses.shape[1] - iteration
-    expected = tail(whole, left)
-    assert found.losses.shape[1] == left
+    expected = rest(whole, iteration)
     assert differing(found, expected) == []
     assert found.rates == expected.rates

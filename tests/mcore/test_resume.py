@@ -20,7 +20,7 @@ from .features import BIASED, EXPERTS, SEVERAL_TOKENS, SHARDED_BY_LAYERS
 from .harness import collect, launch, merge, run
 from .interrupted import Kill, killed, slow_to_write
 from .oracle import oracle
-from .saved import ASYNCHRONOUS, BATCHES, CASE, DETERMINED, TRACKER, Saved, assert_continues, resume, save, saving, tail
+from .saved import ASYNCHRONOUS, BATCHES, CASE, DETERMINED, TRACKER, Saved, assert_continues, rest, resume, save, saving
 from .worker import main
 
 TWO_REPLICAS = replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16")
@@ -238,7 +238,7 @@ def test_an_overwritten_checkpoint_is_the_new_one(saved: Saved, flags: tuple[str
     assert sorted(path.name for path in folder.glob("*iter*")) == [f"iter_{i:07d}" for i in (5, 6, BATCHES)] + [TRACKER]
     (folder / TRACKER).write_text("6")
     found = resume(other, folder, saved.format)
-    assert differing(found, tail(overwriting, BATCHES - 6)) == []
+    assert differing(found, rest(overwriting, 6)) == []
 
 
 def test_an_asynchronous_save_holds_what_it_was_started_with(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def determined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize("schedule", ["megatron", "1f1b-flush"])
 def test_an_ordinary_schedule_goes_on_with_the_newest_weights(determined: Saved, schedule: str) -> None:
     found = determined.resumed(6, replace(DETERMINED, schedule=schedule))
-    expected = tail(oracle(DETERMINED, delay=1, delayed_batches=6), 6)
+    expected = rest(oracle(DETERMINED, delay=1, delayed_batches=6), 6)
     assert differing(found, expected, norms=False) == []
     assert found.rates == expected.rates
 
@@ -268,7 +268,7 @@ def test_2bw_goes_on_from_megatrons_checkpoint_with_one_version(precision: str, 
     case = replace(DETERMINED, precision=precision)
     stock = save(replace(case, schedule=None), tmp_path, format_, 6)
     found = stock.resumed(6, case)
-    expected = tail(oracle(case, delay=1, ordinary_batches=6), 6)
+    expected = rest(oracle(case, delay=1, ordinary_batches=6), 6)
     assert differing(found, expected, norms=False) == []
     assert found.rates == expected.rates
 
@@ -284,7 +284,7 @@ def test_2bw_goes_on_from_megatrons_checkpoint_with_one_version(precision: str, 
 @pytest.mark.parametrize("determined", ["torch_dist"], indirect=True)
 def test_another_layout_goes_on_with_both_versions(determined: Saved, changes: dict[str, int]) -> None:
     found = determined.resumed(6, replace(DETERMINED, **changes))
-    expected = tail(oracle(DETERMINED, delay=1), 6)
+    expected = rest(oracle(DETERMINED, delay=1), 6)
     found = replace(found, losses=_in_order_of_samples(found.losses))
     expected = replace(expected, losses=_in_order_of_samples(expected.losses))
     assert max(deviation(found, expected)) <= FLOOR
