@@ -76,7 +76,7 @@ def stopped(seed: str) -> Stopped:
     format_ = draw.choice(["torch", "torch_dist", "torch_dist"])
     if case.offloaded or case.moments or (of_layers and case.distributed_optimizer):
         format_ = "torch_dist"
-    elif case.optimizer == "soap" or ("--mtp-num-layers" in model and case.tied):
+    elif case.optimizer == "soap" or ("--mtp-num-layers" in model and case.tied) or "decoder.layers.0." in case.frozen:
         format_ = "torch"
     case = replace(
         case,

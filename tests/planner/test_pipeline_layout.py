@@ -412,10 +412,10 @@ def test_flags_that_say_the_same_exclude_it(others: str, capsys: pytest.CaptureF
         ([FLAG, "Et*8|t*8L"], "has 2 stages, no multiple of --pipeline-model-parallel-size 4"),
         ([FLAG, "Et*8|t|t|t*8L"], "has 18 layers (t), not --num-layers 16; use 16"),
         ([FLAG, "E|t*8|t*8|K"], "'K' is no layer"),
-        ([FLAG, "E|t*8||t*8L", "--pipeline-schedule", "2bw"], "has an empty stage"),
+        ([FLAG, "E|t*8||t*8L", "--pipeline-schedule", "2bw"], "with an empty stage"),
         (
             [FLAG, "E(tt|)*7ttL", "--pipeline-schedule", "2bw"],
-            "--num-virtual-stages-per-pipeline-rank 2: 2bw does not interleave",
+            "--num-virtual-stages-per-pipeline-rank does not work with --pipeline-schedule 2bw",
         ),
         (
             [FLAG, "E(tt|)*7ttL", "--global-batch-size", "36"],

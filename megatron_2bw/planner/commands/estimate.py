@@ -77,7 +77,7 @@ def _ignored(args: argparse.Namespace) -> set[str]:
 
 
 def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_2bw.planner.report.report import choice_json, estimate_lines
+    from megatron_2bw.planner.report.report import choice_json, estimate_lines, flags_of
     from megatron_2bw.planner.search.finder import price
     from megatron_2bw.planner.specs.inputs import sized
 
@@ -86,8 +86,9 @@ def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
     check_size(args, cluster, configuration.layout.gpus)
     cluster = sized(cluster, gpus=configuration.layout.gpus)
     choice = price(configuration.model, configuration.layout, cluster)
+    flags = flags_of(configuration.model, configuration.layout)
     if args.json:
-        print(json.dumps({**choice_json(configuration.model, choice), "notes": notes}, indent=2))
+        print(json.dumps({**choice_json(configuration.model, choice, flags), "notes": notes}, indent=2))
     else:
         print("\n".join(estimate_lines(configuration.model, cluster, choice, notes)))
     return 0
@@ -102,6 +103,7 @@ def _configured(
     from megatron_2bw.planner.flags.model_flags import model_flags
     from megatron_2bw.planner.flags.options import Options
     from megatron_2bw.planner.specs.inputs import sized
+    from megatron_2bw.planner.specs.layout import Precision
     from megatron_2bw.planner.specs.model import Kind
 
     if args.model and args.from_script:
@@ -124,6 +126,8 @@ def _configured(
         except PlanError as error:
             raise PlanError(in_flags(str(error))) from error
         notes += found[-1].notes
+        if found[-1].layout.precision is Precision.FP32 and cluster.profile is None:
+            notes.append("no --bf16 or --fp16: priced in fp32, in which Megatron trains without them")
     if args.from_script is None and (unread := sorted(Options.parse(words).values.keys() - SPELLED - _ignored(args))):
         notes.append(f"{', '.join(unread)}: no price depends on it, or nothing here knows it")
     return agreed(found, file=args.from_script), tuple(dict.fromkeys(notes))

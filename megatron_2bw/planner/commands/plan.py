@@ -165,7 +165,12 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     if cluster.profile is not None:
         space = cluster.profile.limited(space)
     keep = max(args.top, args.verify_top or 0, 100 if args.plot else 10)
-    plan = _searched(args, model, cluster, space, keep)
+    try:
+        plan = _searched(args, model, cluster, space, keep)
+    except PlanError as error:
+        from megatron_2bw.planner.flags.flags import in_flags
+
+        raise PlanError(in_flags(str(error))) from error
     if args.verify_top:
         from megatron_2bw.planner.measure.verify import measured
         from megatron_2bw.planner.report.report import shown
@@ -203,17 +208,16 @@ def _check(args: argparse.Namespace) -> None:
 
 def _print(args: argparse.Namespace, plan: Plan, space: Space) -> None:
     """In the form that was asked for."""
-    from megatron_2bw.planner.report.report import flags_of, plan_json, plan_lines
-    from megatron_2bw.planner.rules import delay_of
+    from megatron_2bw.planner.report.report import paragraph, plan_json, plan_lines, planned_flags, sentences
 
     if args.explain is not None:
         from megatron_2bw.planner.report.explain import explain
 
         print("\n".join(explain(plan, space, args.explain)))
     elif args.flags_only:
-        print(*flags_of(plan.model, plan.best.layout))
-        if plan.assumption and delay_of(plan.best.layout):
-            print(f"megatron-2bw: {plan.assumption}", file=sys.stderr)  # These flags are half of that.
+        print(*planned_flags(plan, plan.best))
+        if said := sentences(plan):  # Not where the flags are pasted, but where who pastes them reads.
+            print("\n".join(["megatron-2bw:", *paragraph(said)]), file=sys.stderr)
     elif args.json:
         print(json.dumps(plan_json(plan, args.top), indent=2))
     else:

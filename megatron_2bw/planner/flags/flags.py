@@ -178,12 +178,12 @@ def read(
         if gpu is None:
             raise PlanError(f"--mixpipe-k {AUTO}: that depends on the GPU; give --cluster, or a number")
         layout = choose(model, layout, gpu.memory_gb * GIB)
-    refused = problem(model, layout)
+    refused = refusal(options, layout) or problem(model, layout)
     if gpu is not None:
         used = {"fused_attention": layout.fused_attention, "fp8": layout.fp8, "dispatcher": layout.dispatcher}
         used["modules"] = layout.modules_again
         refused = refused or gpu_problem(gpu, layout.precision, **used)
-    if refused := refused or refusal(options, layout):
+    if refused:
         # What is misspelled may be why.
         raise PlanError("; ".join(map(str, (refused, *doubts))) if doubts else refused)
     return Configuration(model=model, layout=layout, notes=notes)

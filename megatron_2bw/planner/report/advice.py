@@ -54,7 +54,7 @@ def advice(plan: Plan) -> Iterator[str]:
         times = f"{1 - share:g} x " if share else ""
         yield (
             f"m >= {MANY}d: all that 2bw saves of a flush on the same stages is its bubble, {times}(d-1)/m = "
-            f"{percent(bound)} of the time ({(1 - share) / MANY:.0%} at m = {MANY}d). "
+            f"{percent(bound)} of the time. "
             f"Prefer {name(flushed.layout)}, whose gradients are exact, unless that gain is worth a delay."
         )
 

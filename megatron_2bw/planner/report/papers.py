@@ -41,7 +41,7 @@ def paper_lines(cost_model: str, model: Model, cluster: Cluster, global_batch: i
     if refused:
         yield f"There are no flags for the best: {refused}."
     else:
-        yield from launch_lines(model, layout, cluster)
+        yield from launch_lines(model, layout, cluster, flags_of(model, layout))
 
 
 def paper_flags(cost_model: str, model: Model, cluster: Cluster, global_batch: int) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from megatron_2bw.planner.flags.flags import layout_flags
+from megatron_2bw.planner.flags.flags import in_flags, layout_flags
 from megatron_2bw.planner.flags.model_flags import model_flags
 from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.memory.memory import StageMemory
@@ -17,7 +17,7 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report.advice import advice
 from megatron_2bw.planner.rules import MEGATRON, delay_of
 from megatron_2bw.planner.search.decisions import Rejection
-from megatron_2bw.planner.search.efficiency import EXACT
+from megatron_2bw.planner.search.efficiency import EXACT, correction_flags
 from megatron_2bw.planner.search.finder import Choice, first_of_kinds, parts_of
 from megatron_2bw.planner.search.search import Plan
 from megatron_2bw.planner.specs.cluster import Cluster
@@ -38,6 +38,17 @@ def flags_of(model: Model, layout: Layout) -> list[str]:
     return [*layout_flags(model, layout), *model_flags(model)]
 
 
+def planned_flags(plan: Plan, choice: Choice) -> list[str]:
+    """Those of ``choice``, and what the measured progress it was found by asks of 2bw."""
+    corrected = correction_flags(plan.progress, choice.layout) if plan.assumption else ()
+    return [*flags_of(plan.model, choice.layout), *corrected]
+
+
+def sentences(plan: Plan) -> list[str]:
+    """What to know of the best layout before its flags are pasted."""
+    return [*_narrow(plan), *advice(plan)]
+
+
 def plan_lines(plan: Plan, top: int) -> Iterator[str]:
     """The best layouts, what they mean, what is out, and the flags of the best."""
     yield from _heading(plan.model, plan.cluster, plan.global_batch)
@@ -45,15 +56,20 @@ def plan_lines(plan: Plan, top: int) -> Iterator[str]:
     yield from table(_row_head(plan), (_row(plan, choice) for choice in shown(plan, top)))
     yield ""
     yield f"memory: of the fullest stage, {gib(plan.cluster.memory_bytes)} GiB per GPU; TFLOP/s: per GPU, of the model"
+    yield "bubble: share of time in which stages wait, uneven stages and updates among the reasons; error: of the time"
     yield from stage_totals(memory.stages(plan.model, plan.best.layout))
-    sentences = [*_narrow(plan), *advice(plan)]
-    if sentences:
+    if said := sentences(plan):
         yield ""
-        yield from textwrap.wrap(" ".join(sentences), 110)
+        yield from paragraph(said)
     yield ""
     yield from _rejected(plan)
     yield ""
-    yield from launch_lines(plan.model, plan.best.layout, plan.cluster)
+    yield from launch_lines(plan.model, plan.best.layout, plan.cluster, planned_flags(plan, plan.best))
+
+
+def paragraph(said: Sequence[str]) -> list[str]:
+    """Sentences in lines; a flag is not cut at its hyphens."""
+    return textwrap.wrap(" ".join(said), 110, break_on_hyphens=False)
 
 
 def _narrow(plan: Plan) -> Iterator[str]:
@@ -117,14 +133,14 @@ def stage_totals(stages: Sequence[StageMemory]) -> Iterator[str]:
 
 
 def _rejected(plan: Plan) -> Iterator[str]:
-    found = "Out, with one example each:" if plan.rejected else "None breaks a rule."
+    found = "Rules broken, with one example each:" if plan.rejected else "None breaks a rule."
     yield f"{plan.layouts:,} layouts decided. {found}"
     for rejection in plan.rejected:
-        yield f"  {rejection.count:,} x {rejection.rule}: {rejection.reason} ({rejection.example})"
+        yield f"  {rejection.count:,} x {rejection.rule}: {in_flags(rejection.reason)} ({rejection.example})"
 
 
-def launch_lines(model: Model, layout: Layout, cluster: Cluster) -> Iterator[str]:
-    """What to put around and behind the training script."""
+def launch_lines(model: Model, layout: Layout, cluster: Cluster, flags: Sequence[str]) -> Iterator[str]:
+    """What to put around and behind the training script: ``flags``."""
     yield f"flags of {name(layout)}; data, tokenizer, optimizer and what no price depends on, such as"
     yield "--rotary-base, stay yours:"
     yield ""
@@ -136,16 +152,16 @@ def launch_lines(model: Model, layout: Layout, cluster: Cluster) -> Iterator[str
     nodes = next(count for count in range(enough, layout.gpus + 1) if layout.gpus % count == 0)
     several = f"--nnodes {nodes} " if nodes > 1 else ""
     yield f"    torchrun {several}--nproc-per-node {layout.gpus // nodes}{module} pretrain_{model.kind}.py \\"
-    yield from wrapped([shlex.quote(word) for word in flags_of(model, layout)], indent=" " * 8)
+    yield from wrapped(map(shlex.quote, flags), indent=" " * 8)
 
 
-def choice_json(model: Model, choice: Choice) -> dict[str, Any]:
-    """Layout, predictions and flags of ``choice``."""
+def choice_json(model: Model, choice: Choice, flags: Sequence[str]) -> dict[str, Any]:
+    """Layout, predictions and ``flags`` of ``choice``."""
     return {
         "name": name(choice.layout),
         "layout": dataclasses.asdict(choice.layout),
         **prediction_json(model, choice),
-        "flags": shlex.join(flags_of(model, choice.layout)),
+        "flags": shlex.join(flags),
     }
 
 
@@ -195,8 +211,8 @@ def plan_json(plan: Plan, top: int) -> dict[str, Any]:
         "sample_efficiency": plan.progress.efficiency,
         "synchronous_warmup_fraction": plan.progress.synchronous,
         "delayed_microbatches_fraction": plan.progress.delayed,
-        "choices": [choice_json(plan.model, choice) for choice in shown(plan, top)],
-        "advice": [*_narrow(plan), *advice(plan)],
+        "choices": [choice_json(plan.model, choice, planned_flags(plan, choice)) for choice in shown(plan, top)],
+        "advice": sentences(plan),
         "rejected": [_rejection_json(rejection) for rejection in plan.rejected],
         "layouts": plan.layouts,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from megatron_2bw.planner.cost import costs
@@ -11,8 +10,11 @@ from megatron_2bw.planner.rules import delay_of
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout, Optimizer, Precision
 from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.schedule.registry import TWO_BW
 
 AUTO = "auto"
+_MOST = 2.0
+"""More is a percentage: a delay that let a sample get twice as far was never seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +22,8 @@ class Progress:
     """Of a run with gradients one step old, beside synchronous training.
 
     Raises:
-        PlanError: an efficiency of 0 or less, or a share of batches outside of [0, 1) or of microbatches outside of
-            (0, 1].
+        PlanError: an efficiency outside of (0, 2], or a share of batches outside of [0, 1) or of microbatches outside
+            of (0, 1].
     """
 
     efficiency: float = 1.0
@@ -32,8 +34,10 @@ class Progress:
     """Share of a batch's microbatches that are delayed, at most: ``--pipeline-delayed-microbatches``."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.efficiency < math.inf:
-            raise PlanError(f"sample_efficiency {self.efficiency}: give a number above 0, such as 0.9")
+        if not 0 < self.efficiency <= _MOST:
+            raise PlanError(
+                f"sample_efficiency {self.efficiency:g}: give a number above 0 and up to {_MOST:g}, such as 0.9"
+            )
         if not 0 <= self.synchronous < 1:
             raise PlanError(
                 f"synchronous_warmup_fraction {self.synchronous}: give a share from 0 to below 1, such as 0.2"
@@ -85,15 +89,26 @@ delay, and with all of it, which asks for the fewest microbatches; of equals the
 sequences, the others, with the lead, the lower of two models in batches of 16.
 """
 _MUON = "--optimizer muon --muon-extra-scale-factor 0.2 --muon-momentum"
-RECOMMENDED = f"{_MUON} 0.9 --adam-beta1 0.93 --delay-correction lead --delay-lead 2"
+_LEAD = ("--delay-correction", "lead", "--delay-lead", "2")
+RECOMMENDED = f"{_MUON} 0.9 --adam-beta1 0.93 {' '.join(_LEAD)}"
 """Flags to train like that, but with an eighth delayed."""
 WITHOUT_LEAD = f"{_MUON} 0.8"
 """With an eighth delayed."""
 
 
+def _delays_little(progress: Progress) -> bool:
+    return progress.delayed <= 0.125
+
+
+def correction_flags(progress: Progress, layout: Layout) -> tuple[str, ...]:
+    """What one of ``MEASURED`` asks of 2bw beside ``layout``; nothing where training would refuse it."""
+    leads = layout.schedule in TWO_BW and layout.optimizer is not Optimizer.LION and layout.adam_state is None
+    return _LEAD if leads and not _delays_little(progress) else ()
+
+
 def assumption(progress: Progress, best: Layout) -> str:
     """What one of ``MEASURED`` rests on, and whether ``best`` can be trained so."""
-    few = progress.delayed <= 0.125
+    few = _delays_little(progress)
     begun = " and such a beginning" if progress.synchronous else ""
     begun += f" and {'an eighth' if few else 'half'} of every batch delayed" if progress.delayed < 1 else ""
     larger = "" if few else " In batches four times as large, a delay of half or all of them cost more."
@@ -101,6 +116,8 @@ def assumption(progress: Progress, best: Layout) -> str:
     if best.precision is Precision.FP16 or best.optimizer in (Optimizer.SGD, Optimizer.LION):
         theirs = "in fp16, which Muon does not work in," if best.precision is Precision.FP16 else f"of {best.optimizer}"
         other = f" Nothing was measured {theirs} and a delay may cost more there."
+    if best.adam_state is not None and not few:
+        other += " --use-precision-aware-optimizer takes no --delay-correction, without which a delay costs more."
     return (
         f"A sample efficiency of {progress.efficiency:g} is that of small GPTs with "
         f"{WITHOUT_LEAD if few else RECOMMENDED}{begun}, beside Muon without a delay.{larger}{other} Say yours with "
