@@ -1,4 +1,4 @@
-"""Run every command of the README, block by block, and say which ones failed.
+"""Run every command of the README and of the pages beside it, block by block, and say which ones failed.
 
     python scripts/readme_commands.py [--but TEXT ...]
 
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "examples/README.md", "megatron_2bw/README.md", "megatron_2bw/planner/README.md")
 
 
 def blocks(text: str) -> list[str]:
@@ -29,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     failed = 0
-    for block in blocks((ROOT / "README.md").read_text(encoding="utf-8")):
+    for block in (block for page in PAGES for block in blocks((ROOT / page).read_text(encoding="utf-8"))):
         lines = [line for line in block.splitlines(keepends=True) if not any(text in line for text in args.but)]
         if not lines:
             continue

@@ -4,11 +4,14 @@ import argparse
 import re
 from pathlib import Path
 
+import pytest
+
 from megatron_2bw.cli import main
 from megatron_2bw.mcore.loop.arguments import add_arguments
 from megatron_2bw.planner.flag_table.table import table
 
 ROOT = Path(__file__).parents[1]
+PAGES = [page for page in ROOT.glob("**/README.md") if not page.relative_to(ROOT).parts[0].startswith(".")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -39,6 +42,21 @@ def test_the_table_of_schedules_is_what_the_command_prints(capsys):
     )[0]
     assert main(command.split()) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")] == shown.splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.parent.relative_to(ROOT)))
+def test_what_it_links_to_is_there(page: Path):
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def _anchors(page: Path) -> list[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_the_messages_it_explains_are_those_of_the_code():
