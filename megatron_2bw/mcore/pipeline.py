@@ -322,6 +322,12 @@ class Pipeline:
             raise RuntimeError(
                 "the optimizer scales losses, and config.grad_scale_func is not set: set it to optimizer.scale_loss"
             )
+        for name in ("moe_grad_scale_func", "mtp_grad_scale_func"):  # Megatron 0.18 has none.
+            if self.optimizer.scales.by_version and getattr(self.config, name, None) is not None:
+                raise RuntimeError(
+                    f"config.{name} is set: it knows the loss scale of the newest weights, and a batch has that of the "
+                    "version it is computed with; leave it unset, and grad_scale_func scales those losses, too"
+                )
 
     def _use_executor_of(self, microbatches: int, name: str) -> None:
         """Go on with this number of microbatches in this order; the pipeline must be empty when either changes."""

@@ -51,8 +51,8 @@ def ratios(early: Schedule) -> Iterator[Fraction]:
 def report() -> Iterator[str]:
     """A row for each schedule and size."""
     columns = [f"{kind} {float(share):.0%}" for kind in ("even", "slow") for share in SHARES]
-    yield "Time of a batch with late receives over that without. A transfer takes the share of a microbatch's forward and"
-    yield f"backward that a column names; slow: the stage in the middle takes {SLOWER - 1:.0%} longer than the others."
+    yield "Time of a batch with late receives over that without. A transfer takes a share of a microbatch's forward and"
+    yield f"backward, named by the column; slow: the stage in the middle takes {SLOWER - 1:.0%} longer than the others."
     yield ""
     yield f"{'':32}" + "".join(f"{column:>10}" for column in columns)
     for name, extra in SCHEDULES:

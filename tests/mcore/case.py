@@ -72,6 +72,8 @@ class Case:
     tied: bool = True
     clip: float = 0.0
     """Gradient norm to clip to; 0 switches clipping off."""
+    norm_limit: float = 0.0
+    """Gradient norm above which a batch makes no update, which Megatron's config has and no flag; 0 for none."""
     precision: str = "fp32"
     """Of forward and backward: fp32, bf16 or fp16."""
     recompute: str = "no"

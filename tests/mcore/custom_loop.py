@@ -134,6 +134,11 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         pipeline.config.finalize_model_grads_func = print
         pipeline.forward_backward(**_keywords(case, pipeline._model, data=None, step=None))
 
+    def scaled_otherwise(pipeline: megatron_2bw.Pipeline) -> None:
+        pipeline.optimizer.scales.by_version = {0: torch.ones(1)}  # As in fp16.
+        pipeline.config.grad_scale_func = pipeline.config.mtp_grad_scale_func = print
+        pipeline.forward_backward(**_keywords(case, pipeline._model, data=None, step=None))
+
     mean_in_fp32 = {"reduce_scatter_with_fp32_accumulation": True, "average_in_collective": True}
     answers = {
         "overlap": answer("2bw", {}, {"overlap_grad_reduce": True}),
@@ -162,6 +167,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         "timers": answer("2bw", {"timers": Timers(1, "max")}, {}),
         "bare": answer("2bw", {}, {}, lambda p: (p.forget(), megatron_2bw.Pipeline("2bw", p._model.module, p._inner))),
         "reduced otherwise": answer("2bw", {}, {}, reduced_otherwise),
+        "scaled otherwise": answer("2bw", {}, {}, scaled_otherwise),
         "nothing": answer("2bw", {}, {}, lambda pipeline: None),
     }
     torch.save(answers, folder / f"rank{rank}.pt")

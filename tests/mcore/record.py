@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -117,8 +118,9 @@ def record_updates(case: Case, record: RankRecord, models: list[Any]) -> Optimiz
     original = training.get_megatron_optimizer
 
     @functools.wraps(original)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
+    def make(config: Any, *args: Any, **kwargs: Any) -> Any:
+        config.grad_norm_skip_threshold = case.norm_limit or math.inf
+        made = original(config, *args, **kwargs)
         optimizers.know(_of_megatron(made, models[0]))
         return made
 
@@ -173,6 +175,8 @@ def record_actions(record: RankRecord) -> None:
 
 def _keep_norm(record: RankRecord, optimizer: Any, norm: float | None) -> None:
     apart = getattr(optimizer, "grad_norms_by_group", {})  # Megatron 0.18 has one norm for all weights.
+    if norm is None:  # By a limit, Megatron leaves out optimizers that have weights.
+        record.rates.pop(len(record.norms), None)
     record.norms.append(None if norm is None else float(norm))
     record.norms_apart.append(None if norm is None else apart.get("mtp", 0.0))
 

@@ -219,3 +219,20 @@ def test_no_save_optim_leaves_older_versions_out(monkeypatch) -> None:
         state: dict = {}
         checkpoint.Checkpoints().add_to(state, SimpleNamespace(no_save_optim=leaves_out), None, None, iteration=6)
         assert (checkpoint.ENTRY in state) is not leaves_out
+
+
+def test_what_is_on_the_host_is_copied_before_another_process_writes_it() -> None:
+    """With a GPU, too: the part of an optimizer that is there."""
+    from megatron_2bw.mcore.checkpoints.asynchronous import copied
+
+    on_host, elsewhere = torch.zeros(2), torch.zeros(2, device="meta")
+    writer = SimpleNamespace()
+
+    def prepare(self: SimpleNamespace) -> None:
+        self.write_buckets = [("file", "key", ([], [("one", on_host), ("two", elsewhere)]))]
+
+    copied(prepare)(writer)
+    ((_, _, (_, [(_, first), (_, second)])),) = writer.write_buckets
+    on_host += 1
+    assert first.tolist() == [0, 0]
+    assert second is elsewhere

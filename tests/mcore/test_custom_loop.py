@@ -103,6 +103,7 @@ def test_what_does_not_work_is_refused() -> None:
         "timers": "the timers of a config wait for the device inside a call, and 2bw must not: use log level 0",
         "bare": "2bw needs a model in Megatron-Core's DistributedDataParallel, got GPTModel",
         "reduced otherwise": "config.finalize_model_grads_func is not Megatron's own, and 2bw does not call it",
+        "scaled otherwise": "config.mtp_grad_scale_func is set: it knows the loss scale of the newest weights",
         "nothing": "",
     }
     assert answers.keys() == expected.keys()

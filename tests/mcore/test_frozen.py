@@ -29,6 +29,7 @@ CASES = {
     "clipped attention, one buffer": replace(
         CASE, frozen=FIRST_STAGE[1:], clip_attention=0.05, flags=("--pipeline-gradient-buffers", "1")
     ),
+    "first stage, norms too large": replace(CASE, frozen=FIRST_STAGE, norm_limit=0.75),
     "last stage, PipeDream": replace(CASE, schedule="pipedream", microbatches=1, frozen=LAST_STAGE),
 }
 
@@ -42,19 +43,31 @@ def test_equal_to_the_oracle(name: str) -> None:
 
 
 class _Router(torch.nn.Module):
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(moe_router_bias_update_rate=0.1)
+        self.config = SimpleNamespace(moe_router_bias_update_rate=0.0)
         self.register_buffer("expert_bias", torch.zeros(2))
         self.register_buffer("local_tokens_per_expert", torch.tensor([3.0, 1.0]))
-        self.frozen_expert_bias = frozen
+        self.frozen_expert_bias = False
 
     def _maintain_float32_expert_bias(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_frozen_bias_of_experts_stays_as_it_is(frozen: bool) -> None:
-    from megatron_2bw.mcore.updates.routers import Routers
+def test_a_bias_of_experts_moves_while_it_is_not_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron asks after every batch, and for the rate, too."""
+    from megatron_2bw.mcore.updates import routers
 
-    assert len(Routers(_Router(frozen)).biases) == (not frozen)
+    def moved(tokens: torch.Tensor, bias: torch.Tensor, rate: float, *, tp_dp_cp_group: None) -> torch.Tensor:
+        return bias + rate
+
+    monkeypatch.setattr(routers, "get_updated_expert_bias", moved)
+    router = _Router()
+    ours = routers.Routers(router)
+    for batch, (rate, frozen, expected) in enumerate([(0.5, True, 0.0), (0.5, False, 0.5), (1.0, False, 1.5)]):
+        router.config.moe_router_bias_update_rate, router.frozen_expert_bias = rate, frozen
+        ours.use(batch)
+        ours.capture(batch)
+        ours.reduce(None)
+        ours.update()
+        assert router.expert_bias.tolist() == [expected, expected]

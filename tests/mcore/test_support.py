@@ -29,6 +29,7 @@ OVERLAPPED_OFFLOAD = PRECISION_AWARE | {
     "optimizer_offload_fraction": 0.5,
     "overlap_cpu_optimizer_d2h_h2d": True,
 }
+BY_NVRX = {"async_save": True, "async_strategy": "nvrx"}
 SETTINGS: dict[str, list[dict[str, object]]] = {
     "--mixpipe-k / --mixpipe-gamma": [{"mixpipe_k": 4}, {"mixpipe_gamma": 1}],
     "--num-experts": [{"num_experts": 4}],
@@ -203,6 +204,9 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--optimizer-cpu-offload with --save in --ckpt-format torch": [
         {"optimizer_cpu_offload": True, "save": "folder", "ckpt_format": "torch"}
     ],
+    "--optimizer-cpu-offload with --async-save by nvidia-resiliency-ext": [
+        {"optimizer_cpu_offload": True, "save": "folder", **BY_NVRX}
+    ],
     "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1, and gradients in bf16": [
         OVERLAPPED_OFFLOAD | {"grad_reduce_in_bf16": True},
         OVERLAPPED_OFFLOAD | {"main_grads_dtype": "bf16"},
@@ -285,6 +289,10 @@ NOTICED: dict[str, dict[str, object]] = {
     "--accumulate-allreduce-grads-in-fp32": {"fp16": True},
     "--ddp-reduce-scatter-with-fp32-accumulation": {"ddp_reduce_scatter_with_fp32_accumulation": True},
     "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True, "synchronous_warmup_iters": 5},
+    "--ckpt-assume-constant-structure with --async-save by nvidia-resiliency-ext": {
+        "ckpt_assume_constant_structure": True,
+        **BY_NVRX,
+    },
     "--log-energy": {"log_energy": True},
     "--optimizer-cpu-offload": {"optimizer_cpu_offload": True},
     "--disable-gloo-process-groups": {"use_gloo_process_groups": False},

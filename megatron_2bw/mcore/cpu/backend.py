@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_2bw.mcore.checkpoints import steps_of_adam
+from megatron_2bw.mcore.checkpoints import asynchronous, steps_of_adam
 from megatron_2bw.mcore.cpu import checkpoint as cpu_checkpoint
 from megatron_2bw.mcore.cpu import uneven_parts
 from megatron_2bw.mcore.cpu.memory import keep_freed_memory
@@ -128,7 +128,7 @@ def install_as_needed() -> None:
 
 
 def install_with_gpu() -> None:
-    """Replace what is needed with a GPU, too: how dataset helpers are found, and the steps of torch's Adam."""
+    """Replace what is needed with a GPU, too: for dataset helpers, the steps of torch's Adam and asynchronous saves."""
     for group in _WITH_GPU:
         _apply(group)
 
@@ -250,13 +250,9 @@ def _steps_of_adam() -> tuple[Replacement, ...]:
 
 def _checkpoints() -> tuple[Replacement, ...]:
     strategies = "megatron.core.dist_checkpointing.strategies"
-    writer = importlib.import_module(f"{strategies}.filesystem_async").FileSystemWriterAsync
     worker = importlib.import_module(f"{strategies}.async_utils").PersistentAsyncCaller
-    write, start = cpu_checkpoint.copied(writer.prepare_write_data), cpu_checkpoint.forked(worker._get_process)
-    return (
-        Replacement(writer, "prepare_write_data", write, "a worker would see tensors that training changes"),
-        Replacement(worker, "_get_process", start, "the worker of asynchronous saves looks for a GPU"),
-    )
+    start = cpu_checkpoint.forked(worker._get_process)
+    return (Replacement(worker, "_get_process", start, "the worker of asynchronous saves looks for a GPU"),)
 
 
 def _experts() -> tuple[Replacement, ...]:
@@ -282,7 +278,15 @@ def _dataset_helpers() -> tuple[Replacement, ...]:
     return (Replacement(utils, "compile_helpers", _unless_shipped(utils.compile_helpers), reason),)
 
 
-_WITH_GPU = (_steps_of_adam, _dataset_helpers)
+def _asynchronous_saves() -> tuple[Replacement, ...]:
+    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer = module.FileSystemWriterAsync
+    write = asynchronous.copied(writer.prepare_write_data)
+    reason = "a worker would see tensors on the host that training changes"
+    return (Replacement(writer, "prepare_write_data", write, reason),)
+
+
+_WITH_GPU = (_steps_of_adam, _dataset_helpers, _asynchronous_saves)
 
 
 def _as_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -276,6 +276,8 @@ class DelayedOptimizer:
                 self._check.require(batch, norms=norms, gradients=self._captured.kept)
             forget_shards_of_weights(self._model)
             successful, norm, zeros = self._step_of_megatron()
+            # Megatron asks only ranks with weights that are trained, and all of them for the answer.
+            successful = successful and not (norm or 0.0) > self._inner.config.grad_norm_skip_threshold
             self._routers.update()
             self._logits.update()
             self.outcome = UpdateOutcome(batch, successful, norm if self._has_norm else None, zeros)

@@ -30,19 +30,15 @@ class Routers:
         self._counters = [counter for counter in held if counter is not None]
         self._in_flight: dict[int, list[torch.Tensor]] = {}
         """Values of the counters, by batch."""
-        biased = [
-            module
-            for module in modules
-            if getattr(module, "expert_bias", None) is not None and not getattr(module, "frozen_expert_bias", False)
-        ]
-        for router in biased:
+        self._biased = [module for module in modules if getattr(module, "expert_bias", None) is not None]
+        for router in self._biased:
             router._maintain_float32_expert_bias()  # Else its first forward would, and part it from its versions.
-        self.biases = [router.expert_bias for router in biased]
+        self.biases = [router.expert_bias for router in self._biased]
         """(experts,) each, float32; updates change them."""
-        self._tokens = [router.local_tokens_per_expert for router in biased]
+        self._tokens = [router.local_tokens_per_expert for router in self._biased]
         self._captured: torch.Tensor | None = None
-        self._moves = torch.stack([torch.zeros_like(bias) for bias in self.biases]) if biased else None
-        self._rate = getattr(get_model_config(model), "moe_router_bias_update_rate", 0.0)
+        self._moves = torch.stack([torch.zeros_like(bias) for bias in self.biases]) if self._biased else None
+        self._config = get_model_config(model)
 
     def use(self, batch: int) -> None:
         """From here on, what is counted is of ``batch``."""
@@ -68,9 +64,11 @@ class Routers:
             group: of the ranks whose tokens count together.
         """
         if self.biases:
-            moved = get_updated_expert_bias(
-                self._captured, torch.zeros_like(self._moves), self._rate, tp_dp_cp_group=group
-            )
+            rate = self._config.moe_router_bias_update_rate  # A loop may change it, or freeze a router's bias.
+            moved = get_updated_expert_bias(self._captured, torch.zeros_like(self._moves), rate, tp_dp_cp_group=group)
+            for router, move in zip(self._biased, moved, strict=True):
+                if getattr(router, "frozen_expert_bias", False):
+                    move.zero_()
             self._moves.copy_(moved)
 
     def update(self) -> None:

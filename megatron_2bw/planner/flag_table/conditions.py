@@ -63,6 +63,11 @@ def saves_optimizers(args: Any) -> bool:
     return bool(args.save) and not getattr(args, "no_save_optim", None)
 
 
+def saves_by_nvrx(args: Any) -> bool:
+    """Asynchronously, by nvidia-resiliency-ext: Megatron's default where nothing else is asked for."""
+    return bool(args.async_save) and getattr(args, "async_strategy", None) == "nvrx"
+
+
 def reshards(args: Any) -> bool:
     """Checkpoints hold optimizers in a form that other numbers of stages and tensor-parallel ranks can load."""
     return saves_optimizers(args) and args.ckpt_format == "torch_dist" and bool(args.dist_ckpt_optim_fully_reshardable)

@@ -23,6 +23,7 @@ from megatron_2bw.planner.flag_table.conditions import (
     quantizes,
     recomputes_biases,
     reshards,
+    saves_by_nvrx,
     saves_optimizers,
     scatters_a_mean_to_fp32,
     shards_weights,
@@ -339,6 +340,13 @@ REFUSED: tuple[Refused, ...] = (
         "Megatron saves that optimizer and cannot load it: torch reads no classes, of which its file names two",
         "use --ckpt-format torch_dist",
         is_set=lambda args: args.optimizer_cpu_offload and saves_optimizers(args) and args.ckpt_format == "torch",
+    ),
+    Refused(
+        "--optimizer-cpu-offload with --async-save by nvidia-resiliency-ext",
+        OURS,
+        "it hands what is on the host to another process as it is, and the next update changes it meanwhile",
+        "use --async-strategy mcore",
+        is_set=lambda args: args.optimizer_cpu_offload and saves_optimizers(args) and saves_by_nvrx(args),
     ),
     Refused(
         "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1, and gradients in bf16",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_2bw.planner.flag_table.conditions import saves_by_nvrx
 from megatron_2bw.planner.flag_table.refused import REFUSED
 from megatron_2bw.planner.flag_table.rows import (
     OURS,
@@ -83,6 +84,14 @@ MAPPED: tuple[Mapped, ...] = (
         TWO_BW,
         "checkpoints of a synchronous beginning hold fewer weight versions than later ones",
         is_set=lambda args: args.ckpt_assume_constant_structure and args.synchronous_warmup_iters,
+    ),
+    Mapped(
+        "--ckpt-assume-constant-structure with --async-save by nvidia-resiliency-ext",
+        TWO_BW,
+        "nvidia-resiliency-ext 0.6 saves what now lies where weights were at the first save, and 2bw moves them",
+        "off",
+        set_to("ckpt_assume_constant_structure", False),
+        is_set=lambda args: args.ckpt_assume_constant_structure and saves_by_nvrx(args),
     ),
     Mapped(
         "--no-barrier-with-level-1-timing",

@@ -38,7 +38,7 @@ class _Arguments:
 
     options: Options
     data_parallel_size: int
-    virtual_pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
     """Which several flags say, one of them by numbers of layers."""
 
     def __getattr__(self, name: str) -> Any:
@@ -70,5 +70,5 @@ def refusal(options: Options, layout: Layout) -> str | None:
         options.real(flag_of(name), DEFAULTS[name], most=1)
     if not options.real("--delay-lead", LEAD):
         raise PlanError(f"--delay-lead {options.text('--delay-lead')}: give a number above 0")
-    args = _Arguments(options, layout.data, layout.chunks)
+    args = _Arguments(options, layout.data, layout.chunks if layout.chunks > 1 else None)
     return next((row.message(layout.schedule) for row in BY_FLAGS if row.applies(args, layout.schedule)), None)
