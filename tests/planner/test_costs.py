@@ -487,7 +487,19 @@ def test_a_ring_of_whole_nodes_has_their_network():
         2 * 1 / 2 * 1e9 / (A100.network_efficiency * 200e9 / 8), rel=0.02
     )
     assert machine.all_reduce_s(1e9, 8, 1) < whole
-    assert machine.all_reduce_s(1e9, 2, 7) == machine.all_reduce_s(1e9, 2, 1) < machine.all_reduce_s(1e9, 2, 8)
+    assert machine.all_reduce_s(1e9, 2, 4) == machine.all_reduce_s(1e9, 2, 1) < machine.all_reduce_s(1e9, 2, 8)
+
+
+def test_a_group_that_ends_on_another_node_is_as_slow_as_the_network():
+    """Of groups of three ranks on nodes of eight, some begin on one node and end on the next."""
+    machine, card = machine_of(replace(DGX, nodes=3)), A100.network_efficiency * 200e9 / 8
+    assert machine.all_reduce_s(1e9, 3, 1) == pytest.approx(2 * 2 / 3 * 1e9 / card, rel=0.02)
+    assert machine.all_reduce_s(1e9, 12, 1) == pytest.approx(2 * 11 / 12 * 1e9 / (card * 4), rel=0.02)
+    assert machine.all_to_all_s(1e9, 6, 1) > machine.all_to_all_s(1e9, 8, 1)
+    assert machine.pass_on_s(1e9, 6, 1) == machine.pass_on_s(1e9, 16, 1)
+    assert machine.all_reduce_s(1e9, 3, 1) > machine.all_reduce_s(1e9, 4, 1)
+    alone = machine_of(replace(DGX, nodes=1, gpus_per_node=6))
+    assert alone.all_reduce_s(1e9, 3, 1) < alone.all_reduce_s(1e9, 6, 1)
 
 
 def test_the_start_of_a_sum_over_many_nodes_grows_with_their_logarithm():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from megatron_2bw.planner.cost.spread import spread
 from megatron_2bw.planner.specs.cluster import Cluster, Gpu
 from megatron_2bw.planner.specs.layout import FP8_BYTES, FP32_BYTES
 
@@ -204,22 +205,15 @@ class Machine:
         which is not counted: the one row of the fit with such groups took 7% less than with rings, 23% more than with
         trees (vTrain's 18.4B, t = 16).
         """
-        nodes = self._nodes(ranks, stride)
+        nodes, _ = spread(ranks, stride, self.gpus_per_node)
         steps = min(2 * nodes, 2 * math.ceil(math.log2(nodes)) + 2)
         return self._moved_s(steps, 2 * (ranks - 1) / ranks * size_bytes, ranks, stride)
 
     def reduce_scatter_s(self, size_bytes: float, ranks: int, stride: int) -> float:
         """Half a ring's all-reduce; an all-gather takes as long."""
         passed = (ranks - 1) / ranks * size_bytes
-        return self._moved_s(self._nodes(ranks, stride), passed, ranks, stride)
-
-    def _nodes(self, ranks: int, stride: int) -> int:
-        """How many nodes a group is spread over."""
-        return 1 if (ranks - 1) * stride < self.gpus_per_node else math.ceil(ranks / self._local(stride))
-
-    def _local(self, stride: int) -> int:
-        """Ranks of a group on one node."""
-        return max(1, self.gpus_per_node // stride)
+        nodes, _ = spread(ranks, stride, self.gpus_per_node)
+        return self._moved_s(nodes, passed, ranks, stride)
 
     def _link_bytes_per_s(self, ranks: int) -> float:
         """Of one GPU, in a group of so many ranks of a node."""
@@ -230,12 +224,15 @@ class Machine:
         if ranks == 1:
             return 0.0
         started_s = steps * self.collective_s / 2
-        if self._nodes(ranks, stride) == 1:
+        nodes, local = spread(ranks, stride, self.gpus_per_node)
+        if nodes == 1:
             return started_s + passed / self._link_bytes_per_s(ranks)
-        local = self._local(stride)
-        # A group that fills nodes has their network to itself; of others, each ring has one GPU's share of it, or that
-        # of all its GPUs on a node.
-        groups = self.gpus_per_node / (local if self.shares_cards or local == self.gpus_per_node else 1)
+        # A group that fills nodes has their network to itself, or shares it where it ends with the one that begins
+        # there; of others, each ring has one GPU's share of it, or that of all its GPUs on a node.
+        if stride == 1 and ranks > self.gpus_per_node:
+            groups = 1 if ranks % self.gpus_per_node == 0 else 2
+        else:
+            groups = self.gpus_per_node / (local if self.shares_cards else 1)
         inside_s = passed / self._link_bytes_per_s(local) if local > 1 else 0.0
         return started_s + max(inside_s, passed * groups / self.network_bytes_per_s)
 
@@ -246,7 +243,7 @@ class Machine:
         """
         if ranks == 1:
             return 0.0
-        local = min(ranks, self._local(stride))
+        _, local = spread(ranks, stride, self.gpus_per_node)
         inside_s = (local - 1) / ranks * size_bytes / self._link_bytes_per_s(local)
         outside_s = (ranks - local) / ranks * size_bytes * self.gpus_per_node / self.network_bytes_per_s
         return self.collective_s + max(inside_s, outside_s)
@@ -265,15 +262,15 @@ class Machine:
         """
         if ranks == 1:
             return 0.0
-        nodes = self._nodes(ranks, stride)
-        local = min(ranks, self._local(stride))
+        nodes, local = spread(ranks, stride, self.gpus_per_node)
         inside_s = (local - 1) / local * reached(ranks) * size_bytes / self._link_bytes_per_s(local)
         outside_bytes = (nodes - 1) / nodes * reached(nodes) * size_bytes
         return self.collective_s + max(inside_s, outside_bytes * self.gpus_per_node / self.network_bytes_per_s)
 
     def pass_on_s(self, size_bytes: float, ranks: int, stride: int) -> float:
         """To the next rank of a ring, ``stride`` further; to another node, over one GPU's share of the network."""
-        if ranks * stride <= self.gpus_per_node:
+        nodes, _ = spread(ranks, stride, self.gpus_per_node)
+        if nodes == 1:
             return self.collective_s + size_bytes / self._link_bytes_per_s(2)
         return self.collective_s + size_bytes * self.gpus_per_node / self.network_bytes_per_s
 

@@ -152,8 +152,8 @@ class Shapes:
     def _split_problem(self, shape: Shape) -> tuple[str, Problem | str] | None:
         """(rule, reason): ranks cannot share the model so, whatever layers are on which stage."""
         tensor, node = shape.tensor, self.cluster.gpus_per_node
-        if self.decisions.space.tensors is None and tensor > node:
-            problem = Problem(f"tensor {tensor}: a node has {node} GPUs", f"use {node}")
+        if self.decisions.space.tensors is None and node % tensor:
+            problem = Problem(f"tensor {tensor}: a node has {node} GPUs", f"use {nearest_divisor(node, tensor)}")
             return "tensor-parallel groups stay in a node", problem
         sequence = (True, False) if tensor > 1 else (False,)
         problems = [
