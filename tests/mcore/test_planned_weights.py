@@ -15,12 +15,13 @@ from unittest import mock
 import pytest
 
 from megatron_2bw.planner.cost.costs import logged_flops, model_flops
+from megatron_2bw.planner.cost.whole import least_bucket, padding_of
 from megatron_2bw.planner.flags.flags import layout_flags
 from megatron_2bw.planner.flags.model_flags import model_flags
 from megatron_2bw.planner.pipeline.stages import contents_of
 from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.rules import problem
-from megatron_2bw.planner.specs.layout import Layout, Precision
+from megatron_2bw.planner.specs.layout import Layout, Optimizer, Precision
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.models import MODELS
 from megatron_2bw.planner.specs.pipeline_layout import counted_layout, stages_of
@@ -156,9 +157,8 @@ def rank_of(layout: Layout, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def built(args: Any, layout: Layout, stage: int) -> tuple[int, int, int]:
-    """Weights of one rank of a stage: experts apart, those of experts, and those that Muon leaves to Adam."""
-    from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
+def chunks_of(args: Any, layout: Layout, stage: int) -> Iterator[Any]:
+    """What one rank of a stage builds, without memory; inside, the process groups are there."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import core_transformer_config_from_args
 
@@ -168,9 +168,8 @@ def built(args: Any, layout: Layout, stage: int) -> tuple[int, int, int]:
         config = core_transformer_config_from_args(args)
         config.use_cpu_initialization = config.init_model_with_meta_device = True
         config.perform_initialization = False
-        counts = [0, 0, 0]
         for chunk in range(layout.chunks):
-            model = gpt.build(
+            yield gpt.build(
                 args,
                 config,
                 vocab_size=args.padded_vocab_size,
@@ -182,10 +181,18 @@ def built(args: Any, layout: Layout, stage: int) -> tuple[int, int, int]:
                 pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
                 vp_stage=chunk if layout.chunks > 1 else None,
             )
-            for name, parameter in model.named_parameters():
-                everywhere = layout.tensor if DUPLICATED in name else 1
-                counts[".experts." in name] += everywhere * parameter.numel()
-                counts[2] += parameter.numel() if _is_nonlinear_or_embedding(parameter) else 0
+
+
+def built(args: Any, layout: Layout, stage: int) -> tuple[int, int, int]:
+    """Weights of one rank of a stage: experts apart, those of experts, and those that Muon leaves to Adam."""
+    from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
+
+    counts = [0, 0, 0]
+    for model in chunks_of(args, layout, stage):
+        for name, parameter in model.named_parameters():
+            everywhere = layout.tensor if DUPLICATED in name else 1
+            counts[".experts." in name] += everywhere * parameter.numel()
+            counts[2] += parameter.numel() if _is_nonlinear_or_embedding(parameter) else 0
     return counts[0], counts[1], counts[2]
 
 
@@ -204,6 +211,52 @@ def check(model: Model, layout: Layout, args_of: Callable[[Model, Layout], Any])
         held = contents_of(model, layout, stage)
         counts = [(weights.of(one, model), weights.experts_of(one), weights.others_of(one, model)) for one in held]
         assert built(args, layout, stage) == tuple(map(sum, zip(*counts, strict=True))), stage
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama3-8b", {"pipeline": 2, "data": 64, "global_batch": 128}),
+        ("llama3-8b", {"pipeline": 2, "data": 32, "global_batch": 64, "chunks": 4}),
+        ("llama2-7b", {"pipeline": 4, "data": 6, "global_batch": 24}),
+        # In buckets, what Megatron's own layers lay one after the other would differ from Transformer Engine's.
+        ("mixtral-8x7b", {"pipeline": 4, "data": 20, "global_batch": 80, "expert": 4, "overlap_gradients": False}),
+    ],
+)
+def test_as_much_padding_where_matrices_stay_whole(
+    name: str, sizes: dict[str, int], args_of: Callable[[Model, Layout], Any]
+) -> None:
+    """In buffers of weights and gradients, of the optimizers of matrices; on the first stage in buckets."""
+    from megatron.core.optimizer.layer_wise_optimizer import (
+        LayerWiseDistributedOptimizer,
+        tag_params_for_buffer_routing,
+    )
+
+    model, optimizer = MODELS[name], {"optimizer": Optimizer.MUON, "distributed_optimizer": True}
+    layout = Layout(schedule="megatron", **{"overlap_gradients": True} | sizes | optimizer)
+    args = args_of(model, layout)
+    config = SimpleNamespace(grad_reduce_in_fp32=True, pad_buckets_for_high_nccl_busbw=False)
+    for stage in (0, layout.pipeline - 1):
+        bucket = least_bucket(layout) if layout.overlap_gradients and not stage else None
+        padding, total = [0, 0], [0, 0]
+        for chunk in chunks_of(args, layout, stage):
+            tag_params_for_buffer_routing([chunk])
+            found = LayerWiseDistributedOptimizer.compute_full_param_layout(
+                list(chunk.parameters()),
+                bucket,
+                layout.replicas,
+                config,
+                expert_data_parallel_world_size=layout.expert_replicas,
+            )
+            for key, one in found.layouts.items():
+                if key.is_managed_by_layer_wise_optimizer:
+                    whole = one.bucket_indices[-1][1]
+                    padding[key.is_expert_parallel] += whole - sum(one.per_bucket_numel_unpadded)
+                    total[key.is_expert_parallel] += whole
+            bucket = None
+        for ours, theirs, whole in zip(padding_of(model, layout, stage), padding, total, strict=True):
+            assert ours == pytest.approx(theirs, abs=0.01 * whole)
+            assert theirs or not whole
 
 
 FREE = [

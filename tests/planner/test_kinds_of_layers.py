@@ -271,12 +271,13 @@ def test_operations_of_layers_of_several_kinds():
 
 
 def test_muon_orthogonalizes_layers_of_several_kinds():
-    one, plain = layout(optimizer=Optimizer.MUON), replace(MIXED, mtp_num_layers=0)
-    first = muon.orthogonalized_s(MIXED, one, MACHINE, [Contents(3, dense=3)])
-    assert first == muon.orthogonalized_s(replace(MIXED.dense, mtp_num_layers=0), one, MACHINE, [Contents(3)])
-    layer_s = muon.orthogonalized_s(plain, one, MACHINE, [Contents(1)])
-    more_s = muon.orthogonalized_s(MIXED, one, MACHINE, [Contents(3, mtp=1)])
-    more_s -= muon.orthogonalized_s(plain, one, MACHINE, [Contents(3)])
+    plain = layout(optimizer=Optimizer.MUON, pipeline=4, pipeline_layout="Et*3|t|t*5|t*3L")
+    more = replace(plain, pipeline_layout="Et*3|t|t*5|t*3mL")
+    without = replace(MIXED, mtp_num_layers=0)
+    first, layer_s, _, last_s = (muon.orthogonalized_s(without, plain, MACHINE, stage) for stage in range(4))
+    assert first == muon.orthogonalized_s(without.dense, plain, MACHINE, 0)
+    assert last_s == pytest.approx(3 * layer_s)
+    more_s = muon.orthogonalized_s(MIXED, more, MACHINE, 3) - last_s
     assert more_s == pytest.approx(layer_s + muon.newton_schulz_s(1024, 2048, MACHINE))
 
 

@@ -60,6 +60,20 @@ def test_bytes_per_weight():
     assert shared.optimizer_bytes == whole.optimizer_bytes / 4
 
 
+def test_shards_of_whole_matrices_are_as_long_as_the_largest():
+    """There are 16 on a stage; the rest of 64 replicas have nothing to update, and all have the buffer."""
+    shards = layout(data=64, distributed_optimizer=True, global_batch=512)
+    adam, muon = (memory.stages(GPT, replace(shards, optimizer=one))[1] for one in (Optimizer.ADAM, Optimizer.MUON))
+    largest, matrices = 4096 * 1024, 4 * 1024 * (1024 + 2 * 256 + 1024 + 2 * 4096)
+    padding = 64 * largest - matrices
+    for part, width in (("weights_bytes", 2), ("older_weights_bytes", 2), ("gradients_bytes", 4)):
+        assert getattr(muon, part) - getattr(adam, part) == width * padding
+    assert muon.captured_gradients_bytes - adam.captured_gradients_bytes == 4 * padding / 64
+    times = [costs.times_of(GPT, replace(shards, optimizer=one), DGX) for one in (Optimizer.LION, Optimizer.MUON)]
+    longest_s = times[1].pipeline.update_s - times[0].pipeline.update_s
+    assert longest_s == pytest.approx(newton_schulz_s(4096, 1024, MACHINE), rel=1e-6)
+
+
 def test_an_update_with_one_moment_moves_five_numbers_in_place_of_seven():
     weights = weights_of(GPT, 1).of(FIRST, GPT)
     adam, sgd, lion = (

@@ -158,7 +158,7 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
         **_stage_times(model, layout, works, updates.send_s(model, layout, machine)),
         update_s=updates.update_s(layout, machine, held)
         + updates.cast_s(layout, machine, sum(one.of_layers for one in held))
-        + (muon.orthogonalized_s(model, layout, machine, chunks) if by_muon else 0.0)
+        + (muon.orthogonalized_s(model, layout, machine, fullest) if by_muon else 0.0)
         + updates.gathered_s(layout, machine, held, slowest.forward_s),
         gradients_s=updates.gradients_s(layout, machine, held, slowest.backward_s)
         + updates.replicated_s(model, layout, machine, max(layers)),

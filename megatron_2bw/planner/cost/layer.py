@@ -106,8 +106,17 @@ def _overlapped(forward: Parts, backward: Parts) -> tuple[Parts, Parts]:
     return tuple(one._replace(expert_parallel_s=left * one.expert_parallel_s) for one in (forward, backward))
 
 
-def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bool]]:
-    """(rows, columns, how many, they are of experts) of a layer's weights on one rank.
+Matrix = tuple[tuple[float, float], ...]
+"""A weight of two dimensions: (rows, columns) of what Muon orthogonalizes apart."""
+
+
+def size_of(matrix: Matrix) -> float:
+    """Its numbers."""
+    return sum(rows * columns for rows, columns in matrix)
+
+
+def matrices(model: Model, split: Split) -> Iterator[tuple[Matrix, int, bool]]:
+    """(a weight of a layer on one rank, how many of it there are, they are of experts).
 
     Q, K and V are apart, where a rank has whole groups of them: ``_get_megatron_emerging_optimizer``.
     """
@@ -116,10 +125,10 @@ def matrices(model: Model, split: Split) -> Iterator[tuple[float, float, int, bo
     for i, (_, columns, inner, count, *_) in enumerate(sizes.products):
         is_of_expert = model.num_experts > 0 and of_attention <= i < of_attention + 2
         if i == 0 and not model.multi_latent_attention and not sizes.regathered:
-            for size in (model.query_size, model.key_size, model.value_size):
-                yield size / split.tensor, inner, 1, False
+            sizes_of_three = model.query_size, model.key_size, model.value_size
+            yield tuple((size / split.tensor, inner) for size in sizes_of_three), 1, False
         else:
-            yield columns, inner, count, is_of_expert
+            yield ((columns, inner),), count, is_of_expert
 
 
 def _forward(sizes: Sizes, machine: Machine) -> tuple[Parts, Piece]:

@@ -4,17 +4,16 @@ Five steps of Newton-Schulz for every matrix X of m x n, m <= n: A = X X', B = b
 "Muon", 2024; ``TensorParallelMuon`` in ``megatron/core/optimizer/emerging_optimizers.py``), in 16 bits: fp32 products
 of precision ``medium``. Each tensor-parallel rank orthogonalizes the part of a matrix that it has, as Megatron's
 ``blockwise`` does; queries, keys and values are matrices of their own. With the distributed optimizer, replicas share
-the matrices out.
+the matrices out, each of them whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
-from megatron_2bw.planner.cost.layer import matrices
-from megatron_2bw.planner.cost.sizes import Split
+from megatron_2bw.planner.cost.layer import Matrix
 from megatron_2bw.planner.cost.speeds import Machine
-from megatron_2bw.planner.pipeline.stages import Contents
+from megatron_2bw.planner.cost.whole import buffers_of, longest_s
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.planner.specs.model import Model
 
@@ -23,24 +22,15 @@ STEPS = 5
 _WIDTH = 2
 
 
-def orthogonalized_s(model: Model, layout: Layout, machine: Machine, chunks: Sequence[Contents]) -> float:
-    """Of a stage with these chunks; routers and position embeddings are too small to price."""
-    split = Split.of(layout)
-    layers, dense = sum(held.layers for held in chunks), sum(held.dense for held in chunks)
-    predicted = sum(held.mtp for held in chunks)
-    total_s = dense * _share_s(model.dense, split._replace(expert=1), layout, machine)
-    total_s += (layers - dense + predicted) * _share_s(model, split, layout, machine)
-    projection_s = newton_schulz_s(model.hidden_size / layout.tensor, 2 * model.hidden_size, machine)
-    return total_s + predicted * projection_s / layout.shards(layout.replicas)
+def orthogonalized_s(model: Model, layout: Layout, machine: Machine, stage: int) -> float:
+    """Of the rank of ``stage`` with most to do; routers and position embeddings are too small to price."""
+    time_s = partial(_newton_schulz_s, machine=machine)
+    found = (buffer for of_chunk in buffers_of(model, layout, stage) for buffer in of_chunk)
+    return sum(longest_s(buffer, time_s) for buffer in found)
 
 
-def _share_s(model: Model, split: Split, layout: Layout, machine: Machine) -> float:
-    """Of one layer, on each of the ranks that share it."""
-    total_s = 0.0
-    for rows, columns, count, is_of_expert in matrices(model, split):
-        replicas = layout.expert_replicas if is_of_expert else layout.replicas
-        total_s += count * newton_schulz_s(rows, columns, machine) / layout.shards(replicas)
-    return total_s
+def _newton_schulz_s(matrix: Matrix, machine: Machine) -> float:
+    return sum(newton_schulz_s(rows, columns, machine) for rows, columns in matrix)
 
 
 def newton_schulz_s(rows: float, columns: float, machine: Machine) -> float:

@@ -7,15 +7,13 @@ from typing import NamedTuple
 
 from megatron_2bw.planner.cost import fp8
 from megatron_2bw.planner.cost.speeds import Machine
-from megatron_2bw.planner.pipeline.stages import Contents, contents_of, free_stages
+from megatron_2bw.planner.cost.whole import least_bucket, padding_of
+from megatron_2bw.planner.pipeline.stages import contents_of, free_stages
 from megatron_2bw.planner.pipeline.weights import Weights
 from megatron_2bw.planner.specs.layout import FP32_BYTES, WITHOUT_OVERLAP, Layout
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.schedule.placement import is_paired
 from megatron_2bw.schedule.registry import BIDIRECTIONAL
-
-BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA = 40_000_000, 1_000_000
-"""Megatron's size of a gradient bucket is the larger: ``DistributedDataParallel.__init__``."""
 
 
 class Held(NamedTuple):
@@ -39,15 +37,16 @@ def fullest(model: Model, layout: Layout, weights: Weights) -> tuple[int, list[H
         stages = range(layout.pipeline)
     elif model.dense_layers or model.mtp_num_layers:
         stages = sorted({0, min(1, last), last})
-    found = [(stage, held_of(model, layout, weights, contents_of(model, layout, stage))) for stage in stages]
+    found = [(stage, _held_of(model, layout, weights, stage)) for stage in stages]
     return max(found, key=lambda pair: sum(held.weights for held in pair[1]))
 
 
-def held_of(model: Model, layout: Layout, weights: Weights, chunks: Sequence[Contents]) -> list[Held]:
-    """Weights of a stage with these chunks; experts have replicas of their own."""
-    is_of_matrices = layout.optimizer.is_of_matrices
+def _held_of(model: Model, layout: Layout, weights: Weights, stage: int) -> list[Held]:
+    """Weights of a stage, with those that pad its buffers; experts have replicas of their own."""
+    is_of_matrices, chunks = layout.optimizer.is_of_matrices, contents_of(model, layout, stage)
+    padding, of_experts = padding_of(model, layout, stage)
     held = Held(
-        sum(weights.of(chunk, model) for chunk in chunks),
+        sum(weights.of(chunk, model) for chunk in chunks) + round(padding),
         layout.replicas,
         layout.tensor,
         sum(map(weights.of_layers, chunks)),
@@ -56,7 +55,7 @@ def held_of(model: Model, layout: Layout, weights: Weights, chunks: Sequence[Con
     if not model.num_experts:
         return [held]
     stride, experts = layout.expert_tensor * layout.expert, sum(map(weights.experts_of, chunks))
-    return [held, Held(experts, layout.expert_replicas, stride, experts)]
+    return [held, Held(experts + round(of_experts), layout.expert_replicas, stride, experts)]
 
 
 def replicated_s(model: Model, layout: Layout, machine: Machine, layers: int) -> float:
@@ -101,8 +100,7 @@ def _sum_s(layout: Layout, machine: Machine, held: Held) -> float:
 
 def _bucket_share(layout: Layout, stage: Sequence[Held]) -> float:
     """Of a stage's weights, in one bucket."""
-    bucket = max(BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_REPLICA * layout.replicas)
-    return min(1.0, bucket / sum(held.weights for held in stage))
+    return min(1.0, least_bucket(layout) / sum(held.weights for held in stage))
 
 
 def gathered_s(layout: Layout, machine: Machine, stage: Sequence[Held], forward_s: float) -> float:

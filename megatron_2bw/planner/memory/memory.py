@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_2bw.planner.cost import fp8
+from megatron_2bw.planner.cost.whole import padding_of
 from megatron_2bw.planner.memory import activations
 from megatron_2bw.planner.memory.activations import LayerActivations
 from megatron_2bw.planner.pipeline.interleaving import most_kept
@@ -177,7 +178,9 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int, kept_as: L
     # In both directions, rank s has stages s and d-1-s.
     hosted = [stage, layout.pipeline - 1 - stage] if layout.schedule in BIDIRECTIONAL else [stage]
     held = [contents_of(model, layout, one) for one in hosted]
-    states, *others = (_states(model, shares, chunks) for chunks in held)
+    states, *others = (
+        _states(model, shares, chunks, padding_of(model, layout, one)) for one, chunks in zip(hosted, held, strict=True)
+    )
     every = [chunk for chunks in held for chunk in chunks]
     losses = _losses(layout, stage) if any(chunk.loss for chunk in every) else 0
     kept = _kept(model, kept_as or layout, shares, stage, every, losses)
@@ -227,10 +230,10 @@ class WeightStates(NamedTuple):
         return self.weight + self.older_weight + self.gradient + self.captured_gradient + self.optimizer
 
 
-def _states(model: Model, shares: _Shares, chunks: Sequence[Contents]) -> WeightStates:
-    """Bytes of a stage's weights; experts have other replicas, and so other shards."""
-    weights = sum(shares.weights.of(chunk, model) for chunk in chunks)
-    experts = sum(map(shares.weights.experts_of, chunks))
+def _states(model: Model, shares: _Shares, chunks: Sequence[Contents], padding: tuple[float, float]) -> WeightStates:
+    """Bytes of a stage's weights; experts have other replicas, and so other shards, and ``padding`` of their own."""
+    weights = sum(shares.weights.of(chunk, model) for chunk in chunks) + padding[0]
+    experts = sum(map(shares.weights.experts_of, chunks)) + padding[1]
     if experts:
         pairs = zip(shares.states, shares.expert_states, strict=True)
         states = WeightStates(*[weights * one + experts * other for one, other in pairs])
