@@ -43,8 +43,8 @@ def delay_of(layout: Layout) -> int:
 
 
 def needs_megatron_0_19(layout: Layout) -> bool:
-    """Whether our schedules refuse ``layout`` on Megatron 0.18, which sums its experts' gradients over wrong ranks."""
-    return layout.schedule != MEGATRON and layout.expert == 1 and layout.expert_tensor != layout.tensor
+    """Whether Megatron 0.18 sums the gradients of its experts over the wrong ranks; our schedules refuse it there."""
+    return layout.expert == 1 and layout.expert_tensor != layout.tensor
 
 
 def problem(model: Model, layout: Layout) -> Problem | None:

@@ -24,7 +24,7 @@ from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report.report import prediction_json
 from megatron_2bw.planner.rows.rows import predicted
-from megatron_2bw.planner.rules import needs_megatron_0_19, problem
+from megatron_2bw.planner.rules import MEGATRON, needs_megatron_0_19, problem
 from megatron_2bw.planner.search.finder import price
 from megatron_2bw.planner.search.search import search
 from megatron_2bw.planner.specs.cluster import CLUSTERS
@@ -174,7 +174,7 @@ def planned(model: Model, space: Space) -> set[Layout]:
 
 def refused_on_this_megatron(layout: Layout) -> bool:
     """By us, as a plan says; see ``planner.flag_table.refused``."""
-    return needs_megatron_0_19(layout) and megatron_version().startswith("0.18.")
+    return layout.schedule != MEGATRON and needs_megatron_0_19(layout) and megatron_version().startswith("0.18.")
 
 
 def _pairs() -> Iterator[Any]:

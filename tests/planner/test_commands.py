@@ -142,7 +142,7 @@ def test_the_roomier_layout_that_is_named_leaves_as_much_as_a_prediction_may_be_
         for data, left in ((1, 1.0), (2, 4.0), (4, 6.0))
     ]
     (text,) = _narrow(SimpleNamespace(cluster=SimpleNamespace(memory_bytes=100.0), best=choices[0], choices=choices))
-    assert "the best that leaves more is 2bw:d2,t1,w4" in text
+    assert "of those that were compared, 2bw:d2,t1,w4" in text
 
 
 def test_a_model_given_by_flags(capsys: pytest.CaptureFixture[str]):

@@ -71,7 +71,8 @@ def test_shards_of_whole_matrices_are_as_long_as_the_largest():
     assert muon.captured_gradients_bytes - adam.captured_gradients_bytes == 4 * padding / 64
     times = [costs.times_of(GPT, replace(shards, optimizer=one), DGX) for one in (Optimizer.LION, Optimizer.MUON)]
     longest_s = times[1].pipeline.update_s - times[0].pipeline.update_s
-    assert longest_s == pytest.approx(newton_schulz_s(4096, 1024, MACHINE), rel=1e-6)
+    of_three = newton_schulz_s(1024, 1024, MACHINE) + 2 * newton_schulz_s(256, 1024, MACHINE)
+    assert longest_s == pytest.approx(max(of_three, newton_schulz_s(4096, 1024, MACHINE)), rel=1e-6)
 
 
 def test_an_update_with_one_moment_moves_five_numbers_in_place_of_seven():

@@ -38,6 +38,7 @@ def test_only_experts_that_are_split_alone_need_a_newer_megatron():
     one = layout(schedule="2bw", pipeline=2, data=4, tensor=2, expert_tensor=1, global_batch=32)
     assert needs_megatron_0_19(one)
     assert not needs_megatron_0_19(replace(one, expert=2))
+    assert needs_megatron_0_19(replace(one, schedule="megatron")), "it is Megatron's fault"
 
 
 def test_the_number_of_ranks_that_is_named_can_share_the_sequence():

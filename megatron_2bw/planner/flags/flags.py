@@ -399,6 +399,7 @@ _FLAG_OF = {
     "fp8": "--fp8-recipe",
     "recompute": "--recompute-granularity",
 }
+_SWITCHED = re.compile(r"--([\w-]+) (True|False)\b")
 _FIELD = re.compile(rf"(use )?(?<![-\w])({'|'.join(_FLAG_OF)})(?![-\w])( \d)?")
 
 
@@ -411,6 +412,8 @@ def in_flags(message: str) -> str:
     '--overlap-moe-expert-parallel-comm does not go with full recomputation; leave --recompute-granularity out'
     >>> in_flags("tensor 3 does not divide num_attention_heads 16; use 2")
     '--tensor-model-parallel-size 3 does not divide --num-attention-heads 16; use 2'
+    >>> in_flags("distributed_optimizer True leaves none; use distributed_optimizer False")
+    '--use-distributed-optimizer leaves none; use --no-use-distributed-optimizer'
     """
 
     def said(found: re.Match[str]) -> str:
@@ -418,7 +421,8 @@ def in_flags(message: str) -> str:
         is_a_word = "_" not in field and not before and not value  # Of English: the pipeline, a tensor.
         return found[0] if is_a_word else f"{before}{_FLAG_OF[field]}{value}"
 
-    return _FIELD.sub(said, message.replace("use recompute none", "leave --recompute-granularity out"))
+    in_words = _FIELD.sub(said, message.replace("use recompute none", "leave --recompute-granularity out"))
+    return _SWITCHED.sub(lambda found: f"--{'no-' * (found[2] == 'False')}{found[1]}", in_words)
 
 
 def layout_flags(model: Model, layout: Layout) -> list[str]:

@@ -78,7 +78,7 @@ def _narrow(plan: Plan) -> Iterator[str]:
     if plan.best.headroom_bytes >= needed_bytes:
         return
     roomy = next((choice for choice in plan.choices if choice.headroom_bytes >= needed_bytes), None)
-    instead = f"; the best that leaves more is {name(roomy.layout)}" if roomy else ""
+    instead = f"; of those that were compared, {name(roomy.layout)} leaves more" if roomy else ""
     yield (
         f"{name(plan.best.layout)} leaves {gib(plan.best.headroom_bytes)} GiB, less than the "
         f"{MEMORY_ERROR:.0%} by which the prediction may be off{instead}."

@@ -257,7 +257,7 @@ class Candidates:
 
     def _distributed(self, shape: Shape) -> tuple[bool, ...]:
         usual = (True, False) if shape.replicas > 1 else (False,)
-        if self.space.adam_state is not None:
+        if self.space.adam_state is not None or self.space.distributed_optimizer == (True,):
             usual = (True,)
         choices = self.decisions.allowed("distributed_optimizer", usual)
         used = self.space.optimizer, self.space.precision
