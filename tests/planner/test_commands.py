@@ -346,6 +346,10 @@ def test_the_papers_own_planners(capsys: pytest.CaptureFixture[str]):
     best = json.loads(text)["choices"][0]
     assert flags.startswith("--pipeline-schedule 2bw --tensor-model-parallel-size 1 ")
     assert f" --pipeline-model-parallel-size {best['depth']} " in flags
+    seven = (
+        "plan --model gpt-2.2b --cluster p3.16xlarge --nodes 7 --global-batch-size 64 --cost-model paper --flags-only"
+    )
+    assert run(capsys, seven)[2] == "megatron-2bw: these flags are for 32 of the 56 GPUs\n"
     both = "plan --model bert-355m --cluster p3.16xlarge --nodes 2 --global-batch-size 64 --cost-model mixpipe"
     code, out, _ = run(capsys, both)
     assert (code, "injected" in out, "flags of mixpipe:d8," in out) == (0, True, True)
@@ -796,7 +800,8 @@ def test_nonsense_gets_one_message_and_exit_code_2(capsys: pytest.CaptureFixture
         ({"gpus_per_node": True}, "gpus_per_node True: give a whole number"),
         ({"gpu": "v100"}, "unknown gpu 'v100'; choose one of v100-"),
         ({"gpu": "A100"}, "unknown gpu 'A100'; choose one of a100-"),
-        ({"gpu": 3}, "gpu is missing; give a name"),
+        ({"gpu": None}, "gpu is missing; give a name"),
+        ({"gpu": ["a100-80gb", "v100-16gb"]}, "and all GPUs are of one kind; give a name"),
         ({"gpu": {"memory_gb": 16}}, "gpu: peak_tflops is missing; give a number"),
         ({"intra_node": 3}, "unknown key 'intra_node'; did you mean 'intra_node_gb_s'?"),
         ({"profiled": 3}, "intra_node_gb_s, inter_node_gb_s, group_gb_s\n"),

@@ -198,8 +198,8 @@ def test_what_needs_transformer_engine_was_not_measured(profile: Profile, name: 
 @pytest.mark.parametrize(
     ("limit", "named"),
     [
-        ("--micro-batch-size 4", "microbatch 4"),
-        ("--tensor-model-parallel-size 2", "tensor 2"),
+        ("--micro-batch-size 4", "--micro-batch-size 4, recompute none: the profile has"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2, --micro-batch-size 1"),
         ("--recompute-granularity selective", "no layout"),
         ("--gpus 8", "gpus 8: the profile was measured with 4 busy at once"),
     ],

@@ -296,7 +296,10 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
             raise PlanError(f"--cost-model {args.cost_model} has no {flag}; leave it out, or use default")
     problem = (args.cost_model, model, cluster, args.global_batch_size)
     if args.flags_only:
-        print(*paper_flags(*problem))
+        flags, gpus = paper_flags(*problem)
+        print(*flags)
+        if gpus < cluster.gpus:
+            print(f"megatron-2bw: these flags are for {gpus} of the {cluster.gpus} GPUs", file=sys.stderr)
     elif args.json:
         print(json.dumps(paper_json(*problem, args.top), indent=2))
     else:

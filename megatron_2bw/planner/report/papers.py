@@ -44,8 +44,8 @@ def paper_lines(cost_model: str, model: Model, cluster: Cluster, global_batch: i
         yield from launch_lines(model, layout, cluster, flags_of(model, layout))
 
 
-def paper_flags(cost_model: str, model: Model, cluster: Cluster, global_batch: int) -> list[str]:
-    """Flags of the best configuration.
+def paper_flags(cost_model: str, model: Model, cluster: Cluster, global_batch: int) -> tuple[list[str], int]:
+    """Flags of the best configuration, and on how many GPUs: the papers' planners may leave some idle.
 
     Raises:
         PlanError: nothing fits, or the best does not run, with the reason.
@@ -55,7 +55,7 @@ def paper_flags(cost_model: str, model: Model, cluster: Cluster, global_batch: i
     refused = problem(model, layout)
     if refused:
         raise PlanError(f"--cost-model {cost_model}: {refused}")
-    return flags_of(model, layout)
+    return flags_of(model, layout), layout.gpus
 
 
 def paper_json(cost_model: str, model: Model, cluster: Cluster, global_batch: int, top: int) -> dict[str, Any]:

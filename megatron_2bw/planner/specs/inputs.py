@@ -97,7 +97,8 @@ def cluster_of(values: dict[str, Any], where: str) -> Cluster:
     elif isinstance(gpu, str):
         gpu = known(gpu, GPUS, "gpu")
     else:
-        raise PlanError(f"{where}: gpu is missing; give a name, one of {', '.join(GPUS)}, or an object")
+        said = "missing" if gpu is None else f"{gpu}, and all GPUs are of one kind"
+        raise PlanError(f"{where}: gpu is {said}; give a name, one of {', '.join(GPUS)}, or an object")
     defaults = {"name": Path(where).stem, "nodes": 1, "intra_node_gb_s": gpu.nvlink_gb_s}
     cluster = build(Cluster, {**defaults, **values, "gpu": gpu}, where)
     if values.keys() & {"intra_node_gb_s", "group_gb_s"} or not gpu.name.startswith("v100"):
