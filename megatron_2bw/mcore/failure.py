@@ -19,6 +19,9 @@ from megatron_2bw.runtime.errors import PeerLostError, lost_in
 from megatron_2bw.runtime.links import backend_of
 
 _POLL_S = 0.2
+_RECORDED_IN = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+_RECORDING_S = 10.0
+"""Torch's monitor looks every second whether it is to write what was recorded."""
 _ending = threading.RLock()
 """Hooks may be chained."""
 
@@ -71,7 +74,8 @@ def end_at_once_where_nccl_fails(waiting: weakref.WeakMethod) -> Callable[[], No
 
     No wait raises there, as it is the device that waits. Torch's watchdog notes that a peer is gone or too late, gives
     all ranks a minute to write down what they did, and aborts the process, without a word about stages and actions.
-    That minute is not waited for.
+    That minute is not waited for, but for some seconds of it where Megatron was given a place for what they did
+    (``--flight-recorder-dump-path``).
 
     Args:
         waiting: says what this rank waits for, by the group that has failed; when its object is gone, so is the watch.
@@ -83,6 +87,9 @@ def end_at_once_where_nccl_fails(waiting: weakref.WeakMethod) -> Callable[[], No
             failure = nccl_failure()
             if failure is not None and not ended.is_set() and (says := waiting()) is not None:
                 error = PeerLostError(lost_in(says(failure[0]), failure[1]))
+                if any(name in os.environ for name in _RECORDED_IN):
+                    print(f"megatron_2bw: {error}", file=sys.stderr, flush=True)
+                    ended.wait(_RECORDING_S)
                 sys.excepthook(type(error), error, None)
                 os._exit(1)  # If another hook is in the place of ours.
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import resource
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,7 +80,7 @@ def create_transfer_groups(timeout: timedelta, lanes: Iterable[Lane]) -> Transfe
     with _bound_to_no_device():
         created = TransferGroups(
             ranks=dist.get_process_group_ranks(pipeline),
-            lanes={lane: _clone(pipeline, timeout, name) for lane, name in names.items()},
+            lanes={lane: _clone(pipeline, timeout, name, is_urgent=True) for lane, name in names.items()},
         )
     for lane, group in created.lanes.items():
         _connect_neighbours(created.ranks, group, lane)
@@ -227,22 +228,37 @@ def create_single_rank_group() -> dist.ProcessGroup:
 
 
 def _clone(
-    group: dist.ProcessGroup | None, timeout: timedelta, description: str, backend: str | None = None
+    group: dist.ProcessGroup | None, timeout: timedelta, description: str, backend: str | None = None, **options: bool
 ) -> dist.ProcessGroup | None:
     """A second group of the same ranks; None where this rank is in no such group."""
-    clones = _clones([] if group is None else [group], timeout, description, backend)
+    clones = _clones([] if group is None else [group], timeout, description, backend, **options)
     return next(iter(clones.values()), None)
 
 
 def _clones(
-    groups: Iterable[dist.ProcessGroup], timeout: timedelta, description: str, backend: str | None = None
+    groups: Iterable[dist.ProcessGroup],
+    timeout: timedelta,
+    description: str,
+    backend: str | None = None,
+    *,
+    is_urgent: bool = False,
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Second groups of the same ranks, by these; ranks may bring different numbers of groups."""
+    """Second groups of the same ranks, by these; ranks may bring different numbers of groups.
+
+    Args:
+        groups: Megatron's.
+        timeout: of what they do.
+        description: for messages.
+        backend: None for that of ``groups``.
+        is_urgent: on a GPU, its kernels come before others that are ready.
+    """
     rank = dist.get_rank()
     mine = {_ranks(group): group for group in groups if rank in _ranks(group)}
-    # Every rank must create every group, in one order, and knows only its own.
-    everyone: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, set(mine))
+    # Every rank must create every group, in one order, and knows only its own. As bytes: with thousands of ranks that
+    # all tell of a group of all of them, numbers of Python's would take gigabytes.
+    everyone: list[set[bytes]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, {array("I", ranks).tobytes() for ranks in mine})
+    all_of_them = sorted(tuple(array("I", ranks)) for ranks in set().union(*everyone))
     if backend == "gloo":
         _allow_connections(sum(map(len, mine)))
     with _bound_to_no_device() if backend == "gloo" else contextlib.nullcontext():
@@ -252,10 +268,10 @@ def _clones(
                 list(ranks),
                 timeout=timeout,
                 backend=backend or dist.get_backend(),
-                pg_options=None if backend == "gloo" or ranks not in mine else _nccl_options(mine[ranks]),
+                pg_options=None if backend == "gloo" or ranks not in mine else _nccl_options(mine[ranks], is_urgent),
                 group_desc=description,
             )
-            for ranks in sorted(set().union(*everyone))
+            for ranks in all_of_them
         }
     return {ranks: clones[ranks] for ranks in mine}
 
@@ -271,7 +287,7 @@ def _allow_connections(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _nccl_options(group: dist.ProcessGroup) -> dist.ProcessGroupNCCL.Options | None:
+def _nccl_options(group: dist.ProcessGroup, is_urgent: bool) -> dist.ProcessGroupNCCL.Options | None:
     """What a user gave to Megatron for ``group``; None where it is not of NCCL.
 
     By ``--nccl-communicator-config-path`` or ``--high-priority-stream-groups``. Not the object that the group has:
@@ -280,7 +296,7 @@ def _nccl_options(group: dist.ProcessGroup) -> dist.ProcessGroupNCCL.Options | N
     if backend_of(group, "cuda") != "nccl":
         return None
     given = group._get_backend(torch.device("cuda")).options
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_urgent or given.is_high_priority_stream)
     for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"):
         if (value := getattr(given.config, name)) is not None:
             setattr(options.config, name, value)

@@ -61,8 +61,9 @@ class Pipeline:
         delayed_microbatches: 2bw: how many of a batch are computed with the older weights; None for all.
         k, gamma: of `schedule.systems.mixpipe.mixpipe`.
         gradient_buffers: 2bw: 2 keeps finished gradients apart from those of the next batch, 1 does not.
-        late_receives: see `Schedule`. To be set where kernels depend on the data, as with packed sequences: one may be
-            first used late. Always so with experts.
+        late_receives: see `Schedule`; None: on a GPU. Without them ranks may wait for each other for ever where
+            something waits for the whole GPU, as some norms of Transformer Engine do, and kernels that are first used
+            late. Always so with experts, whose kernels depend on the data.
         correction: 2bw: of updates for their delay; None for the paper's exact rule.
         timeout: of every transfer and every reduction.
         logs_this_batch: whether the losses of experts are reported for the batch that has just ended.
@@ -83,7 +84,7 @@ class Pipeline:
         k: int | None = None,
         gamma: int | None = None,
         gradient_buffers: int = 2,
-        late_receives: bool = False,
+        late_receives: bool | None = None,
         correction: Correction | None = None,
         timeout: timedelta = timedelta(minutes=10),
         logs_this_batch: Callable[[], bool] = lambda: True,
@@ -112,7 +113,8 @@ class Pipeline:
         self.transfers: groups.TransferGroups | None = None
         """From the first batch on."""
         self.config = get_model_config(model)
-        self.late_receives = late_receives or self.config.num_moe_experts is not None
+        is_late = torch.cuda.is_available() if late_receives is None else late_receives
+        self.late_receives = is_late or self.config.num_moe_experts is not None
         """Whether an action may wait for the whole device."""
         self._model, self._mirrored, self._timeout = model, mirrored, timeout
         self._logs_this_batch = logs_this_batch

@@ -37,7 +37,8 @@ class Background:
         self._device = device
         self._timeout_s = timeout_s
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # Of what the thread runs.
+        # Of what the thread runs: small kernels, which an update waits for and long ones would keep waiting.
+        self._beside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._queue: SimpleQueue[tuple[Future, Callable[[], object], torch.cuda.Event | None] | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 

@@ -25,7 +25,9 @@ TWO_REPLICAS = {"replicas": 2, "microbatches": 2}
 SETTINGS = {
     "fp32": CASE,
     "fp16, four stages": replace(CASE, precision="fp16", stages=4),
-    "bf16, one more in flight": replace(CASE, precision="bf16", flags=("--pipeline-extra-in-flight", "1")),
+    "bf16, one more in flight, early receives": replace(
+        CASE, precision="bf16", flags=("--pipeline-extra-in-flight", "1", "--pipeline-receives", "early")
+    ),
     "bf16, two replicas": replace(CASE, precision="bf16", **TWO_REPLICAS),
     "bf16, distributed optimizer": replace(CASE, precision="bf16", **TWO_REPLICAS, distributed_optimizer=True),
     "bf16, tensor and sequence parallel": replace(CASE, precision="bf16", tensor_parallel=2, sequence_parallel=True),

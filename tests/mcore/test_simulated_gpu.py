@@ -103,7 +103,7 @@ def test_ranks_that_wait_for_each_other_are_found(flaw: str) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_ranks_get_through_computations_that_wait_for_the_device_where_receives_are_late(late: bool) -> None:
-    flags = ("--pipeline-late-receives",) if late else ()
+    flags = ("--pipeline-receives", "late" if late else "early")
     found = collect(
         functools.partial(watch, flaw="computations wait for the device"), replace(CASE, batches=6, flags=flags)
     )

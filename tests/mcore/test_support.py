@@ -39,10 +39,14 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "--pipeline-gradient-buffers 1": [{"pipeline_gradient_buffers": 1}],
     "--delay-correction": [{"delay_correction": "update-lead", "bf16": True}],
     "--delay-lead": [{"delay_lead": 1.0}],
-    "--pipeline-trace / --log-pipeline / --pipeline-late-receives": [
+    "--pipeline-receives early with --num-experts, --sft or --dataloader-inter-document-masking": [
+        {"pipeline_receives": "early", "num_experts": 4},
+        {"pipeline_receives": "early", "sft": True},
+    ],
+    "--pipeline-trace / --log-pipeline / --pipeline-receives": [
         {"pipeline_trace": "file"},
         {"log_pipeline": True},
-        {"pipeline_late_receives": True},
+        {"pipeline_receives": "early"},
     ],
     "--delay-correction lead with lion": [
         {"delay_correction": "lead", "optimizer": "lion"},

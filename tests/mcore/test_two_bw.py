@@ -73,7 +73,7 @@ def _lowerings(case: Case, rank: int, port: int, folder: Path) -> None:
     "case",
     [
         CASES[1],
-        replace(CASES[1], flags=("--pipeline-gradient-buffers", "1", "--pipeline-late-receives")),
+        replace(CASES[1], flags=("--pipeline-gradient-buffers", "1", "--pipeline-receives", "late")),
         replace(CASES[1], tied=False, replicas=2, distributed_optimizer=True, precision="bf16"),
         replace(CASES[1], tied=False, replicas=2, distributed_optimizer=True, precision="bf16", optimizer="muon"),
         replace(CASES[1], tied=False, model=BIASED),

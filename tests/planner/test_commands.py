@@ -766,7 +766,7 @@ def test_what_the_estimate_leaves_out_of_late_receives_and_of_layers_of_torch_in
         ESTIMATE.replace(" --bf16", ""),
     )
     for command, note in {
-        f"{two_bw} --pipeline-late-receives": "receives that are posted early",
+        f"{two_bw} --pipeline-receives late": "receives that are posted early",
         f"{in_fp32} --transformer-impl local": "which are in TF32",
     }.items():
         assert note in words_of(run(capsys, command)[1])

@@ -6,7 +6,9 @@ import argparse
 import math
 from typing import Any
 
-from megatron_2bw.planner.flag_table.conditions import CORRECTIONS, LEAD
+import torch
+
+from megatron_2bw.planner.flag_table.conditions import CORRECTIONS, LEAD, depends_on_data
 from megatron_2bw.planner.papers.automatic import AUTO
 from megatron_2bw.schedule.commands.arguments import count, natural
 from megatron_2bw.schedule.registry import ALIASES, MEGATRON, SCHEDULES
@@ -54,12 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "the paper's rule.",
     )
     group.add_argument(
-        "--pipeline-late-receives",
-        action="store_true",
-        help="Post each receive no earlier than its tensor is sent, by the schedule. Then all ranks get through, "
-        "whatever waits for the whole GPU, such as an allocator without free memory or a kernel that is first used "
-        "late; transfers have less time beside computations. Models with experts, and packed sequences (--sft, "
-        "--dataloader-inter-document-masking), are always run so: their kernels depend on the data.",
+        "--pipeline-receives",
+        choices=("late", "early"),
+        default=None,
+        help="late, the default on GPUs: post each receive no earlier than its tensor is sent, by the schedule. Then "
+        "all ranks get through, whatever waits for the whole GPU: an allocator without free memory, a kernel that is "
+        "first used late, wide norms of Transformer Engine. early, the default without a GPU: one computation before "
+        "that, so that transfers have more time beside computations.",
     )
     group.add_argument(
         "--mixpipe-k",
@@ -128,8 +131,8 @@ def options_of(args: Any) -> dict[str, int | None]:
 
 def has_late_receives(args: Any) -> bool:
     """Whether ranks get through whatever waits for the whole GPU."""
-    names = ("pipeline_late_receives", "num_experts", "sft", "dataloader_inter_document_masking")
-    return any(getattr(args, name, None) for name in names)
+    given = getattr(args, "pipeline_receives", None)
+    return depends_on_data(args) or (torch.cuda.is_available() if given is None else given == "late")
 
 
 def _natural_or_auto(text: str) -> int | str:

@@ -195,7 +195,7 @@ def notices(environment: Mapping[str, str], *, late_receives: bool) -> Iterator[
     settings = [environment.get(name, "").replace(" ", "") for name in names]
     if not late_receives and not any("expandable_segments:True" in setting for setting in settings):
         yield (
-            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or add --pipeline-late-receives. Without either, an "
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use --pipeline-receives late. Without either, an "
             "allocation that finds no free memory waits for everything on the GPU, also for receives that are posted "
             "early; neighbouring stages that do so at once wait for each other until the timeout"
         )

@@ -68,6 +68,12 @@ def saves_by_nvrx(args: Any) -> bool:
     return bool(args.async_save) and getattr(args, "async_strategy", None) == "nvrx"
 
 
+def depends_on_data(args: Any) -> bool:
+    """Which kernels run: those of experts by where tokens go, those of packed sequences by their lengths."""
+    names = "num_experts", "sft", "dataloader_inter_document_masking"
+    return any(getattr(args, name, None) for name in names)
+
+
 def reshards(args: Any) -> bool:
     """Checkpoints hold optimizers in a form that other numbers of stages and tensor-parallel ranks can load."""
     return saves_optimizers(args) and args.ckpt_format == "torch_dist" and bool(args.dist_ckpt_optim_fully_reshardable)

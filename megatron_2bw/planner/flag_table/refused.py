@@ -9,6 +9,7 @@ from megatron_2bw.planner.flag_table.conditions import (
     clips_shards,
     clips_split_heads,
     corrects_precision_aware,
+    depends_on_data,
     gathers_weights_one_by_one,
     has_uneven_optimizers,
     interleaves,
@@ -96,11 +97,18 @@ REFUSED: tuple[Refused, ...] = (
         is_set=leads_nothing,
     ),
     Refused(
-        "--pipeline-trace / --log-pipeline / --pipeline-late-receives",
+        "--pipeline-receives early with --num-experts, --sft or --dataloader-inter-document-masking",
+        OURS | STOCK,
+        "which kernels run depends on the data, and one that is loaded late waits for receives that are posted early",
+        "leave the flag out",
+        is_set=lambda args: getattr(args, "pipeline_receives", None) == "early" and depends_on_data(args),
+    ),
+    Refused(
+        "--pipeline-trace / --log-pipeline / --pipeline-receives",
         STOCK,
         "they are about the schedules of megatron_2bw",
         "leave the flags out, or use --pipeline-schedule 1f1b-flush, which is Megatron's 1F1B",
-        is_set=given("pipeline_trace", "log_pipeline", "pipeline_late_receives"),
+        is_set=given("pipeline_trace", "log_pipeline", "pipeline_receives"),
     ),
     Refused(
         "--delay-correction lead",

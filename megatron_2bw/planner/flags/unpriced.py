@@ -163,7 +163,10 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         "priced, from Ampere on, with products of Transformer Engine, which are in TF32; torch's take several times as "
         "long",
     ),
-    "--pipeline-late-receives": (_given, "transfers are priced with receives that are posted early"),
+    "--pipeline-receives": (
+        lambda options, flag: options.text(flag) == "late",
+        "transfers are priced with receives that are posted early",
+    ),
     "--muon-scalar-optimizer": (
         lambda options, flag: options.text(flag, "adam") != "adam",
         "priced with Adam for what is no matrix",

@@ -236,8 +236,8 @@ def _together(transfers: Callable[..., Any], device: Device) -> Callable[..., An
 
 def _known_on_host(clones: Callable[..., Any], device: Device) -> Callable[..., Any]:
     @functools.wraps(clones)
-    def wrapper(groups: Any, timeout: Any, description: str, backend: str | None = None) -> Any:
-        made = clones(groups, timeout, description, backend)
+    def wrapper(groups: Any, timeout: Any, description: str, backend: str | None = None, **options: Any) -> Any:
+        made = clones(groups, timeout, description, backend, **options)
         if backend == "gloo":
             device.host_groups.update(made.values())
         return made
