@@ -40,6 +40,11 @@ def test_equal_to_the_oracle(name: str) -> None:
     found = run(case)
     expected = oracle(case, delay=0 if case.schedule == "pipedream" else 1, clipped_as=found)
     assert differing(found, expected, norms=False) == []
+    kept = {name for name, weight in found.final.items() if torch.equal(weight, found.initial[name].to(weight.dtype))}
+    clipped = "linear_qkv.weight" if case.clip_attention else None  # As Megatron does, trained or not.
+    assert kept == {name for name in found.final if name.startswith(case.frozen) and not (clipped and clipped in name)}
+    skipped = int(found.norms.isnan().sum())
+    assert 0 < skipped < case.batches if case.norm_limit else skipped == 0
 
 
 class _Router(torch.nn.Module):

@@ -144,6 +144,7 @@ def test_a_mean_over_nothing_beside_the_loss_skips_no_update() -> None:
         for one in (case, replace(case, schedule=None))
     )
     assert found == expected
+    assert len(found) == case.batches
     assert all(skipped == nan == "0" for *_, skipped, nan in found)
 
 

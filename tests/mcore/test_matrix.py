@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from .compare import differing
+from .conftest import SLOW
 from .harness import run
 from .matrix import ALL, COVERING, LAYOUTS, PRECISIONS, Cell, compared
 from .oracle import oracle
@@ -24,13 +25,17 @@ def test_cells_cover_every_value() -> None:
     assert {(cell.layout, cell.precision) for cell in COVERING} == set(itertools.product(LAYOUTS, PRECISIONS))
     for values in zip(*COVERING, strict=True):
         assert all(values.count(value) >= 2 for value in values)
-    assert {value for cell in ALL for value in cell} == {value for cell in COVERING for value in cell}
+    every = {value for cell in ALL for value in cell}
+    slow = SLOW[test_equal_to_the_oracle.__name__]
+    quick = [cell for cell in COVERING if not str(cell).startswith(slow)]
+    assert every == {value for cell in COVERING for value in cell} == {value for cell in quick for value in cell}
 
 
 def test_what_a_cell_must_notice_is_in_all_of_it() -> None:
     """Ordinary training differs from delayed training in every gradient of a later update, and in every weight."""
     case = Cell("PP2", "bf16", "no", tied=True).case()
     found = run(case)
+    assert found.gradients.keys() == found.main.keys() == found.final.keys()
     different = differing(found, oracle(case, delay=0, clipped_as=found), norms=False)
     assert {"losses", *(f"gradients {name}" for name in found.gradients)} <= set(different)
     assert {f"main {name}" for name in found.main} <= set(different)

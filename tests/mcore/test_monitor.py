@@ -76,8 +76,9 @@ def test_what_is_logged_is_what_ran() -> None:
     timeline = simulate(schedule, durations, 9)
     before_the_drain = [[event for event in events if event.end_s < 50.0] for events in timeline.events]
     stages = [busy(events, [], schedule) for events in before_the_drain]
-    assert stages == [Busy(6.5, stages[0].period_s, 0.0), Busy(7.5, stages[1].period_s, 0.0)]
+    assert stages == [Busy(6.5, 7.5, 0.0), Busy(7.5, 7.5, 0.0)]
     found = numbers(stages, delayed=True)
+    assert found["pipeline bubble"] == pytest.approx(1 - (6.5 + 7.5) / (2 * 7.5))
     assert found["stage imbalance"] == pytest.approx(7.5 / 6.5 - 1)
     assert busy([], [], schedule) is None
 

@@ -255,7 +255,7 @@ def test_as_much_padding_where_matrices_stay_whole(
                     total[key.is_expert_parallel] += whole
             bucket = None
         for ours, theirs, whole in zip(padding_of(model, layout, stage), padding, total, strict=True):
-            assert ours == pytest.approx(theirs, abs=0.01 * whole)
+            assert ours == pytest.approx(theirs, rel=0.02)
             assert theirs or not whole
 
 

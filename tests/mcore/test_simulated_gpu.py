@@ -74,6 +74,7 @@ PACE, LOSS = "pace.py (computed)", "session.py (skipped_iterations)"
 def test_the_host_waits_for_the_device_only_to_keep_pace() -> None:
     """And on the last stage with a loss scale for the loss, which the log leaves out of its mean if it is no number."""
     fewer, more = (collect(watch, replace(SHARDED, batches=batches)) for batches in (4, 6))
+    assert not any(rank.races for rank in (*fewer, *more))
     waits = [later.waits - earlier.waits for earlier, later in zip(fewer, more, strict=True)]
     found = [{re.sub(r":\d+", "", where) for where in of_rank} - NO_WAITS for of_rank in waits]
     assert found == [{PACE}, {PACE}, {PACE, LOSS}, {PACE, LOSS}]

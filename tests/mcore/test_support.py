@@ -552,6 +552,16 @@ def test_a_run_is_told_what_makes_ranks_wait_for_each_other(
     assert all(expected in notice for expected, notice in zip(told, found, strict=True))
 
 
+def test_receives_are_late_on_a_gpu_or_where_kernels_depend_on_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_2bw.mcore.loop.arguments import has_late_receives
+
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        given = [has_late_receives(argparse.Namespace(pipeline_receives=one)) for one in (None, "late", "early")]
+        assert given == [there, True, False]
+        assert has_late_receives(argparse.Namespace(pipeline_receives=None, num_experts=4))
+
+
 @pytest.mark.parametrize("written", ["bf16", torch.bfloat16])
 def test_main_gradients_in_bf16_are_sums_in_bf16(written: object):
     """Before and after Megatron validates its arguments."""
