@@ -23,8 +23,7 @@ from tests.mcore.case import Case
 from tests.mcore.compare import differing
 from tests.mcore.drawn import Stopped, stopped, words
 from tests.mcore.harness import Results, refusal_in, run
-from tests.mcore.saved import BATCHES, CASE, TRACKER, rest, resume, save, saving
-from tests.mcore.test_resume import FORMATS
+from tests.mcore.saved import BATCHES, CASE, FORMATS, TRACKER, rest, resume, save, saving
 
 SETTINGS = {
     "PP2, fp32": CASE,

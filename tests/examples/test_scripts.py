@@ -49,7 +49,7 @@ exec(code.replace("sys.executable", "{str(path)!r}"))
 
 
 @pytest.fixture
-def places(tmp_path, monkeypatch):
+def places(tmp_path):
     """Hides the machine's own Pythons behind old ones."""
     on_path = tmp_path / "bin"
     for name in ("python3.12", "python3.13", "python3.14", "python3", "python"):

@@ -20,7 +20,6 @@ ITERATION = (
 )
 VALIDATION = " validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: 2.4E+02 | \n"
 AT_END = " validation loss at iteration 30 on validation set | lm loss value: 1.0E+00 | lm loss PPL: 2.7E+00 | \n"
-REPORT = "E1 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: {exitcode}) local_rank: {rank}"
 TRACE = {
     "traceEvents": [],
     "otherData": {

@@ -15,6 +15,7 @@ CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=BATCHES, clip=1.0,
 DETERMINED = Case(schedule="2bw", layers=4, stages=2, microbatches=4, batches=BATCHES, tied=False)
 """Without dropout, whose numbers depend on the layout: equal to the oracle to the last bit."""
 ASYNCHRONOUS = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+FORMATS = ["torch", "torch_dist"]
 TRACKER = "latest_checkpointed_iteration.txt"
 
 

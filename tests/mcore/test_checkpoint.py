@@ -16,10 +16,10 @@ from .case import EVALUATION_ITERATIONS, Case, Fault
 from .compare import differing
 from .harness import Results, run
 from .oracle import oracle
+from .saved import FORMATS
 
 CASE = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=18)
 INTERVAL = 6
-FORMATS = ["torch", "torch_dist"]
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def test_megatrons_own_schedule_loads_as_without_us(saving, asked, tmp_path, mon
 
 @pytest.mark.parametrize("killed", ["before it is named", "once it is named", None])
 @pytest.mark.parametrize("named", ["5", "6"])
-def test_a_kill_while_another_runs_checkpoint_is_overwritten(saving, tmp_path, monkeypatch, named, killed) -> None:
+def test_a_kill_while_another_runs_checkpoint_is_overwritten(saving, tmp_path, named, killed) -> None:
     """A run that goes on from step 5 writes over step 6 of the run before, which the tracker file names, or does not.
 
     Whatever it names afterwards is all of one run; and of this one, once Megatron has named it.

@@ -20,11 +20,23 @@ from .features import BIASED, EXPERTS, SEVERAL_TOKENS, SHARDED_BY_LAYERS
 from .harness import collect, launch, merge, run
 from .interrupted import Kill, killed, slow_to_write
 from .oracle import oracle
-from .saved import ASYNCHRONOUS, BATCHES, CASE, DETERMINED, TRACKER, Saved, assert_continues, rest, resume, save, saving
+from .saved import (
+    ASYNCHRONOUS,
+    BATCHES,
+    CASE,
+    DETERMINED,
+    FORMATS,
+    TRACKER,
+    Saved,
+    assert_continues,
+    rest,
+    resume,
+    save,
+    saving,
+)
 from .worker import main
 
 TWO_REPLICAS = replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16")
-FORMATS = ["torch", "torch_dist"]
 TWO_REPLICAS_IN_FP16 = replace(CASE, replicas=2, distributed_optimizer=True, precision="fp16")
 FILES_PER_SAVE = 2 if megatron_version().startswith("0.18") else 1
 """At most, of a rank."""
@@ -138,7 +150,9 @@ def test_a_chosen_step_is_loaded_whole(schedule: str, tmp_path: Path) -> None:
         assert_continues(run(replace(case, flags=flags)), whole.results, 4)
 
 
-@pytest.mark.parametrize("more", [(), ("--ckpt-step", "1"), ("--use-checkpoint-args",)], ids=lambda more: more[:1])
+@pytest.mark.parametrize(
+    "more", [(), ("--ckpt-step", "1"), ("--use-checkpoint-args",)], ids=["newest", "chosen", "its arguments"]
+)
 def test_a_run_that_cannot_read_its_checkpoint_fails(more: tuple[str, ...], tmp_path: Path) -> None:
     """Megatron would print an error and end as if training were done."""
     case = replace(CASE, batches=1)

@@ -205,7 +205,7 @@ def test_what_needs_transformer_engine_was_not_measured(profile: Profile, name: 
     ],
 )
 def test_what_was_not_measured_has_no_layout(
-    profile: Profile, limit: str, named: str, files: list[str], capsys: pytest.CaptureFixture[str]
+    limit: str, named: str, files: list[str], capsys: pytest.CaptureFixture[str]
 ):
     assert main(["plan", *files, "--global-batch-size", "16", *limit.split()]) == 2
     assert named in capsys.readouterr().err
@@ -264,7 +264,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str, named: st
     ],
 )
 def test_a_broken_file_gets_one_message(
-    profile: Profile, where: tuple, value: object, named: str, files: list[str], capsys: pytest.CaptureFixture[str]
+    where: tuple, value: object, named: str, files: list[str], capsys: pytest.CaptureFixture[str]
 ):
     path = Path(files[-1])
     values = json.loads(path.read_text())

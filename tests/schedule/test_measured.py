@@ -209,7 +209,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert {event["pid"] for event in json.loads((tmp_path / "both.json").read_text())["traceEvents"]} == {0, 1}
 
 
-def test_the_shortest_run_that_is_explained(tmp_path: Path):
+def test_the_shortest_run_that_is_explained():
     """Too short a replay would count transfers as something else."""
     durations, cause_s = CAUSES["rest"]
     runs = [recorded(durations=durations, stages=2, batches=batches) for batches in (11, 12)]
