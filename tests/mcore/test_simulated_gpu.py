@@ -15,27 +15,29 @@ from .simulated_gpu.order import Access, Line, Memory
 from .simulated_gpu.progress import Meeting, Step, stuck
 from .simulated_gpu.watch import Watched, watch
 
-CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=4, clip=1.0)
+LATE, EARLY = ("--pipeline-receives", "late"), ("--pipeline-receives", "early")
+"""The first is the default where there is a GPU."""
+CASE = Case(schedule="2bw", stages=2, microbatches=2, batches=4, clip=1.0, flags=LATE)
 SCALED = replace(CASE, precision="fp16")
 SHARDED = replace(SCALED, replicas=2, distributed_optimizer=True)
 SETTINGS = {
     "distributed optimizer, fp16": SHARDED,
-    "one gradient buffer, half delayed": replace(
-        SHARDED, precision="bf16", microbatches=4, delayed=2, flags=("--pipeline-gradient-buffers", "1")
+    "one gradient buffer, half delayed, early receives": replace(
+        SHARDED, precision="bf16", microbatches=4, delayed=2, flags=("--pipeline-gradient-buffers", "1", *EARLY)
     ),
     "experts with biases, full recompute": replace(CASE, replicas=2, model=BIASED, recompute="full", tied=False),
     "everything recorded, evaluated": replace(
         CASE,
         tensor_parallel=2,
-        flags=tuple("--log-pipeline --timing-log-level 2 --eval-interval 2 --eval-iters 2".split()),
+        flags=(*"--log-pipeline --timing-log-level 2 --eval-interval 2 --eval-iters 2".split(), *LATE),
         record_actions=True,
     ),
     "pipedream": replace(CASE, schedule="pipedream", stages=4, microbatches=1, batches=8, tied=False, clip=0.0),
-    "mixpipe": replace(CASE, schedule="mixpipe", stages=4, microbatches=4),
+    "mixpipe": replace(CASE, schedule="mixpipe", stages=4, microbatches=4, flags=EARLY),
 }
 SLOW = {
     **EXACT,
-    "two more in flight": replace(CASE, microbatches=4, flags=("--pipeline-extra-in-flight", "2")),
+    "two more in flight": replace(CASE, microbatches=4, flags=("--pipeline-extra-in-flight", "2", *EARLY)),
     "gems": replace(CASE, schedule="gems", microbatches=4),
     "chimera": replace(CASE, schedule="chimera", stages=4, microbatches=4),
     "1f1b-flush": replace(SHARDED, schedule="1f1b-flush"),
@@ -97,17 +99,15 @@ def test_a_missing_wait_is_found(flaw: str, case: Case) -> None:
 
 @pytest.mark.parametrize("flaw", ["one group for both ways", "timers wait for the device"])
 def test_ranks_that_wait_for_each_other_are_found(flaw: str) -> None:
-    case = replace(CASE, flags=("--timing-log-level", "2"))
+    case = replace(CASE, flags=("--timing-log-level", "2", *EARLY))
     found = collect(functools.partial(watch, flaw=flaw), case)
     assert stuck([rank.steps for rank in found], one_queue=False)
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_ranks_get_through_computations_that_wait_for_the_device_where_receives_are_late(late: bool) -> None:
-    flags = ("--pipeline-receives", "late" if late else "early")
-    found = collect(
-        functools.partial(watch, flaw="computations wait for the device"), replace(CASE, batches=6, flags=flags)
-    )
+    case = replace(CASE, batches=6, flags=LATE if late else EARLY)
+    found = collect(functools.partial(watch, flaw="computations wait for the device"), case)
     steps = [rank.steps for rank in found]
     ends = [stuck(steps, one_queue=one_queue) == [] for one_queue in (False, True)]
     assert ends == [late, late]
@@ -115,7 +115,7 @@ def test_ranks_get_through_computations_that_wait_for_the_device_where_receives_
 
 def test_receives_of_a_model_with_experts_are_late() -> None:
     """Its kernels depend on the tokens: one may be used for the first time at any time."""
-    case = replace(CASE, replicas=2, model=BIASED, tied=False, batches=6)
+    case = replace(CASE, replicas=2, model=BIASED, tied=False, batches=6, flags=())
     found = collect(functools.partial(watch, flaw="computations wait for the device"), case)
     assert stuck([rank.steps for rank in found], one_queue=False) == []
 
