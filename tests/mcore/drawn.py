@@ -145,7 +145,9 @@ def drawn(seed: str) -> Case:
         case = replace(case, model=(*case.model, *DETACHED))
     if kind == "gpt" and not (shards_adam and case.precision != "fp32") and (tensor == 1 or set(LATENT) <= set(model)):
         case = replace(case, clip_attention=draw.choice([0.0, 0.0, 0.05, 0.3]))
-    return _less_usual(case, draw, least)
+    case = _less_usual(case, draw, least)
+    late = () if experts or draw.random() < 0.5 else ("--pipeline-receives", "late")  # The order that GPUs have.
+    return replace(case, flags=case.flags + late)
 
 
 def _less_usual(case: Case, draw: random.Random, least: int) -> Case:
