@@ -228,10 +228,15 @@ def create_single_rank_group() -> dist.ProcessGroup:
 
 
 def _clone(
-    group: dist.ProcessGroup | None, timeout: timedelta, description: str, backend: str | None = None, **options: bool
+    group: dist.ProcessGroup | None,
+    timeout: timedelta,
+    description: str,
+    backend: str | None = None,
+    *,
+    is_urgent: bool = False,
 ) -> dist.ProcessGroup | None:
     """A second group of the same ranks; None where this rank is in no such group."""
-    clones = _clones([] if group is None else [group], timeout, description, backend, **options)
+    clones = _clones([] if group is None else [group], timeout, description, backend, is_urgent=is_urgent)
     return next(iter(clones.values()), None)
 
 

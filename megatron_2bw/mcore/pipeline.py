@@ -17,6 +17,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.configs import check_configs
 from megatron_2bw.mcore.failure import end_at_once_on_errors, end_at_once_where_nccl_fails
+from megatron_2bw.mcore.receives import are_late
 from megatron_2bw.mcore.stages.mirror import Mirror
 from megatron_2bw.mcore.stages.mirrored_stage import MirroredStage
 from megatron_2bw.mcore.stages.moe_metrics import MoEMetrics
@@ -113,8 +114,8 @@ class Pipeline:
         self.transfers: groups.TransferGroups | None = None
         """From the first batch on."""
         self.config = get_model_config(model)
-        is_late = torch.cuda.is_available() if late_receives is None else late_receives
-        self.late_receives = is_late or self.config.num_moe_experts is not None
+        has_experts = self.config.num_moe_experts is not None
+        self.late_receives = are_late(late_receives, kernels_depend_on_data=has_experts)
         """Whether an action may wait for the whole device."""
         self._model, self._mirrored, self._timeout = model, mirrored, timeout
         self._logs_this_batch = logs_this_batch

@@ -112,7 +112,8 @@ class Training:
             self.before = [main.detach().clone() for main in self.main] if self.case.lead else []
             overflow = self.case.precision == "fp16" and not _everywhere_finite(gradients)
             self.loss_scale.update(overflow)
-            if overflow or self.norm(gradients, apart=False) > (self.case.norm_limit or math.inf):
+            limit = self.case.norm_limit
+            if overflow or (limit and self.norm(gradients, apart=False) > limit):
                 self.record.norms.append(None)
                 self.record.norms_apart.append(None)
                 weights_after = [weight.clone() for weight in versions[-1][: len(self.main)]]

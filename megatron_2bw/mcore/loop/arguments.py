@@ -6,8 +6,7 @@ import argparse
 import math
 from typing import Any
 
-import torch
-
+from megatron_2bw.mcore.receives import are_late
 from megatron_2bw.planner.flag_table.conditions import CORRECTIONS, LEAD, depends_on_data
 from megatron_2bw.planner.papers.automatic import AUTO
 from megatron_2bw.schedule.commands.arguments import count, natural
@@ -132,7 +131,7 @@ def options_of(args: Any) -> dict[str, int | None]:
 def has_late_receives(args: Any) -> bool:
     """Whether ranks get through whatever waits for the whole GPU."""
     given = getattr(args, "pipeline_receives", None)
-    return depends_on_data(args) or (torch.cuda.is_available() if given is None else given == "late")
+    return are_late(None if given is None else given == "late", kernels_depend_on_data=depends_on_data(args))
 
 
 def _natural_or_auto(text: str) -> int | str:
