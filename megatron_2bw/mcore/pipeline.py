@@ -49,8 +49,7 @@ from megatron_2bw.schedule.validation.validate import validate
 class Pipeline:
     """Trains one stage of a model under one of our schedules.
 
-    Collective over all ranks: where it is created, its first batch, and every later one over the
-    ranks of its pipeline.
+    Collective over all ranks, which create it and run every batch together.
 
     Args:
         name: of the schedule, for example ``"2bw"``.
@@ -174,6 +173,7 @@ class Pipeline:
         Args:
             left: batches after this one that may run ahead, as the end of training, or another number of
                 microbatches, comes after them; with 0, the pipeline is empty afterwards. None for as many as it takes.
+                Forwards of pipedream run d-1 batches ahead, so the end has to be known so long before.
             synchronous: 2bw: this batch without a delay, as 1f1b-flush runs it. For the first batches of a training:
                 the delay costs most while the loss falls fast. After others, the pipeline must be empty. Its update
                 is done when the call returns, and ``step`` after the next delayed batch has none to report.
@@ -184,8 +184,9 @@ class Pipeline:
             On the last stage, what ``forward_step_func`` reported of each microbatch.
 
         Raises:
-            ValueError: evaluation, which is left to Megatron-Core's own function; or ``synchronous`` without a delay
-                of one batch.
+            ValueError: evaluation, which is left to Megatron-Core's own function; ``synchronous`` without a delay of
+                one batch; or a ``left`` that the call before did not announce.
+            TypeError: a keyword that Megatron-Core's functions do not have.
             RuntimeError: the pipeline is closed, or the call before failed in the middle of its batch.
         """
         for name in ("forward_only", "collect_non_loss_data"):
@@ -213,8 +214,8 @@ class Pipeline:
         if self._stage is None:
             self.start(call)
         self._use_executor_of(call.num_microbatches, WITHOUT_DELAY if synchronous else self.schedule_name)
-        self._stage.begin(call)
         try:
+            self._stage.begin(call)
             with self.optimizer.synchronous() if synchronous else contextlib.nullcontext():
                 self.executor.run(self.batch, left=0 if synchronous else left)
         finally:

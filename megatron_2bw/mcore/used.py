@@ -50,6 +50,11 @@ USED: tuple[Used, ...] = (
     Used(module=_SCHEDULES, name="forward_step", parameters=("current_microbatch", "is_last_stage", "cp_group_size")),
     Used(module=_SCHEDULES, name="backward_step", parameters=("input_tensor", "output_tensor", "output_tensor_grad")),
     Used(module=_SCHEDULES, name="get_tensor_shapes", parameters=("tp_group", "cp_group", "decoder_seq_length")),
+    Used(
+        module=_SCHEDULES,
+        name="forward_backward_pipelining_without_interleaving",
+        parameters=("force_all_reduce", "forward_only", "collect_non_loss_data"),
+    ),
     Used(module=_SCHEDULES, name="deallocate_output_tensor", parameters=("out", "deallocate_pipeline_outputs")),
     *_names("megatron.core.tensor_parallel", "get_cuda_rng_tracker"),
     # Missing, a tied embedding would be taken for an untied one.

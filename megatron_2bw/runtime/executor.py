@@ -79,6 +79,8 @@ class Executor:
         self._in_flight: dict[tuple[int, int | None, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._results: dict[tuple[int, int | None, int], torch.Tensor] = {}
         self._filled = False
+        self._left: int | None = None
+        """Of the call before."""
         self._lefts: Lefts | None = ()
         """Of the calls since the pipeline was empty; None when those in the order of `as_sent` are over."""
         self._orders: dict[Lefts, tuple[Action, ...]] = {}
@@ -102,7 +104,11 @@ class Executor:
             batch: counted from the start of the run.
             left: batches after it until the pipeline drains; 0 leaves nothing pending and nothing in flight, None is
                 as many as it takes. Where forwards run several batches ahead, it has to be known so many before.
+
+        Raises:
+            ValueError: ``left`` is not what the call before announced.
         """
+        self._check_announced(left)
         if self._lefts is not None:
             actions = self._as_sent(self._lefts, left)
         elif self._filled:
@@ -110,7 +116,24 @@ class Executor:
         else:
             actions = (*self._program.fill(left), *self._program.call(left))
         self._run(actions, batch)
-        self._filled = left != 0
+        self._filled, self._left = left != 0, left
+
+    def _check_announced(self, left: int | None) -> None:
+        """Whether forwards that ran ahead are of batches that come, and none is missing."""
+        ahead = self.schedule.ahead
+        if not self._filled:
+            return
+        if self._left is None or self._left >= ahead:
+            if left is not None and left < ahead - 1:
+                raise ValueError(
+                    f"left {left}: forwards ran {ahead} batches ahead, into one that would not come; give {ahead - 1}, "
+                    "and count down from there"
+                )
+        elif left != self._left - 1:
+            raise ValueError(
+                f"left {left}: the batch before this one was announced with {self._left} after it; give "
+                f"{self._left - 1}"
+            )
 
     def _as_sent(self, before: Lefts, left: int | None) -> tuple[Action, ...]:
         lefts = followed(before, left, self.schedule.ahead)

@@ -136,7 +136,7 @@ class Links:
         return next((str(taken.crossing) for taken in list(self._taken) if not taken.done.query()), None)
 
     def send(self, action: Action, peer: int, tensor: torch.Tensor) -> None:
-        """Start sending ``tensor``; its memory is held here until the send is complete."""
+        """Start sending ``tensor``; its memory is held here until a later send to that peer finds this one complete."""
         sends = self._sends.setdefault((action.type, peer), deque())
         while sends and sends[0].work.is_completed():
             sends.popleft()

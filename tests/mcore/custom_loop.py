@@ -126,7 +126,7 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
             pipeline = megatron_2bw.Pipeline(schedule, wrapped, inner, **keywords)
             use(pipeline)
             pipeline.forget()
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, TypeError) as error:
             return str(error)
         return ""
 
@@ -158,6 +158,8 @@ def refused(case: Case, rank: int, port: int, folder: Path) -> None:
         "synchronous": answer("gpipe", {}, {}, lambda pipeline: pipeline.forward_backward(synchronous=True)),
         "sums in fp32": answer("2bw", {"bf16": True}, {"use_distributed_optimizer": True} | mean_in_fp32),
         "left": answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(left=-1)),
+        "keyword": answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(lefts=0)),
+        "reduced by all": answer("2bw", {}, {}, lambda pipeline: pipeline.forward_backward(force_all_reduce=True)),
         "closed": answer("2bw", {}, {}, lambda pipeline: (pipeline.forget(), pipeline.forward_backward(left=0))),
         "step": answer("2bw", {}, {}, lambda pipeline: pipeline.optimizer._inner.step()),
         "two": answer("2bw", {}, {}, lambda used: megatron_2bw.Pipeline("gpipe", used._model, used.optimizer)),

@@ -97,6 +97,8 @@ def test_what_does_not_work_is_refused() -> None:
         "sums in fp32": "--ddp-reduce-scatter-with-fp32-accumulation with --ddp-average-in-collective sets does not "
         "work with 2bw",
         "left": "left -1: the batch before this one was announced as the last; give 0 or more, or None",
+        "keyword": "forward_backward() got an unexpected keyword argument 'lefts'",
+        "reduced by all": "the training loop passes force_all_reduce to its schedule, and 2bw reduces a captured copy",
         "closed": "the pipeline is closed: make another one",
         "step": "a pipeline updates with this optimizer by itself: call step() of pipeline.optimizer",
         "two": "the optimizer belongs to a pipeline that is in use: close() that one first",

@@ -152,6 +152,22 @@ def test_a_schedule_in_tokens_counts_by_the_length_that_megatron_validated() -> 
         calculator.unset_num_microbatches_calculator()
 
 
+def test_a_size_that_is_back_at_the_end_is_not_missed() -> None:
+    args = SimpleNamespace(
+        data_parallel_size=1,
+        micro_batch_size=2,
+        seq_length=1,
+        train_iters=100,
+        global_batch_size=None,
+        decrease_batch_size_if_needed=False,
+        step_batch_size_schedule="0:4 40:8 80:4",
+    )
+    phases = BatchSizes.of_arguments(args).phases(0, 0)
+    assert [next(phases).first_sample, next(phases).first_sample] == [0, 40]
+    with pytest.raises(ValueError, match="makes batches smaller after 80 samples"):
+        next(phases)
+
+
 def test_the_last_batch_may_have_fewer_samples_left_than_it_takes() -> None:
     args = SimpleNamespace(
         data_parallel_size=1,

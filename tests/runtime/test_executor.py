@@ -1,6 +1,7 @@
 """Schedules on a toy model equal a loop in one process, delayed or not, to the last bit."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import starmap
 from unittest.mock import MagicMock
 
@@ -80,3 +81,24 @@ def test_whether_forwards_have_run_ahead(schedule, ahead, rank):
     assert executor.is_ahead is ahead
     executor.run(1, left=0)
     assert not executor.is_ahead
+
+
+@pytest.mark.parametrize(
+    ("lefts", "message"),
+    [
+        ((None, 0), "left 0: forwards ran 2 batches ahead, into one that would not come; give 1, and count down"),
+        ((5, 0), "left 0: forwards ran 2 batches ahead"),
+        ((None, 1, 1), "left 1: the batch before this one was announced with 1 after it; give 0"),
+        ((1, None), "left None: the batch before this one was announced with 1 after it; give 0"),
+        ((None, 2, 1, 0, 1, 0, None, None, 7, 1, 0), ""),
+    ],
+    ids=str,
+)
+def test_batches_that_forwards_ran_into_come(lefts, message):
+    """A batch that was computed in part and left out would be taken for part of the next one."""
+    executor = Executor(build("pipedream", stages=3, microbatches=1), 0, MagicMock(), MagicMock())
+    *announced, last = enumerate(lefts)
+    for batch, left in announced:
+        executor.run(batch, left=left)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        executor.run(last[0], left=last[1])

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--mixpipe-k",
-        type=_natural_or_auto,
+        type=_count_or_auto,
         default=None,
         metavar="K",
         help="mixpipe: forwards that a rank starts with, over both directions; even. By default as many as stages, "
@@ -134,8 +134,8 @@ def has_late_receives(args: Any) -> bool:
     return are_late(None if given is None else given == "late", kernels_depend_on_data=depends_on_data(args))
 
 
-def _natural_or_auto(text: str) -> int | str:
-    return text if text == AUTO else natural(text)
+def _count_or_auto(text: str) -> int | str:
+    return text if text == AUTO else count(text)
 
 
 def _positive(text: str) -> float:

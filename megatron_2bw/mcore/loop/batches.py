@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron.core import num_microbatches_calculator
@@ -70,10 +69,8 @@ class BatchSizes:
         while True:
             phase = self._phase_at(samples, batches_done, before)
             yield phase
-            remaining = self._batches_left(phase, batches_done)
-            # Megatron's sizes only grow, so the first batch of another size can be searched for.
-            batches = bisect_left(range(remaining), True, key=self._differs_after(phase))
-            if batches >= remaining:
+            batches = self._batches_of_one_size(phase)
+            if batches is None or batches >= self._batches_left(phase, batches_done):
                 return
             samples += batches * phase.batch_size
             batches_done += batches
@@ -98,8 +95,14 @@ class BatchSizes:
             )
         return Phase(samples, batches_done, microbatches, microbatches * self._samples_per_microbatch)
 
-    def _differs_after(self, phase: Phase) -> Callable[[int], bool]:
-        return lambda batches: self.microbatches(phase.first_sample + batches * phase.batch_size) != phase.microbatches
+    def _batches_of_one_size(self, phase: Phase) -> int | None:
+        """From the first of ``phase`` on; None where no later step of the schedule has another size."""
+        for threshold, _ in getattr(self._calculator, "schedule", ()):  # In samples, in their order.
+            batches = -((phase.first_sample - threshold) // phase.batch_size)
+            after = phase.first_sample + batches * phase.batch_size
+            if batches > 0 and self.microbatches(after) != phase.microbatches:
+                return batches
+        return None
 
     def left(self, microbatches: int, at_most: int) -> int | None:
         """Batches after the present one, of ``microbatches`` microbatches, that can run ahead; None for ``at_most``.

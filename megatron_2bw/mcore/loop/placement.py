@@ -15,8 +15,8 @@ _OF_TORCHRUN = ("GROUP_WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RAN
 def place(args: Any) -> list[str]:
     """Give this process the rank that puts both copies of its stages on its node; says so, if that is another one.
 
-    Needs what torchrun tells of nodes. With another order of Megatron's groups than its default, or where nodes
-    differ or cannot hold pairs, ranks stay as they are.
+    Needs what torchrun tells of nodes, all of one size. With another order of Megatron's groups than its default, or
+    where nodes cannot hold pairs, ranks stay as they are.
 
     Args:
         args: Megatron's, parsed.

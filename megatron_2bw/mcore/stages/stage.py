@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_2bw.mcore.updates.optimizer import DelayedOptimizer
 from megatron_2bw.runtime.links import Boundary
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Action, Reduction
+from megatron_2bw.schedule.registry import DELAYED
 from megatron_2bw.schedule.timeline import DATA
 
 
@@ -41,13 +43,21 @@ class Call:
 
         Raises:
             RuntimeError: a keyword asks for what our schedules do not do.
+            TypeError: Megatron's functions do not have it.
         """
+        if unknown := keywords.keys() - _KEYWORDS:
+            raise TypeError(f"forward_backward() got an unexpected keyword argument {min(unknown)!r}")
         for name in ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"):
             if keywords.get(name) is not None:
                 raise RuntimeError(
                     f"the training loop passes {name} to its schedule, and --pipeline-schedule {schedule} has no "
                     "use for it: distillation, multi-module models and custom groups need --pipeline-schedule megatron"
                 )
+        if keywords.get("force_all_reduce") and schedule in DELAYED:
+            raise RuntimeError(
+                f"the training loop passes force_all_reduce to its schedule, and {schedule} reduces a captured copy of "
+                "the gradients as their optimizer needs them: leave it out, or use 1f1b-flush"
+            )
         call = {name: keywords[name] for name in cls.__slots__ if name in keywords}
         for name in ("model", "data_iterator"):
             if isinstance(call[name], list):
@@ -55,6 +65,7 @@ class Call:
         return cls(**call)
 
 
+_KEYWORDS = inspect.signature(schedules.forward_backward_pipelining_without_interleaving).parameters.keys()
 _OF_SHAPE = ("seq_length", "micro_batch_size", "decoder_seq_length")
 """Fields of a call that transfers depend on."""
 
@@ -233,12 +244,20 @@ class DelayedStage(MegatronStage):
 
 
 class FlushedStage(MegatronStage):
-    """A stage of a synchronous schedule: Megatron reduces and updates when the pipeline is empty."""
+    """A stage of a synchronous schedule: Megatron reduces and updates when the pipeline is empty.
+
+    Args:
+        call: the first one's arguments.
+        schedule: its name, for messages.
+    """
+
+    def __init__(self, call: Call, schedule: str) -> None:
+        super().__init__(call, schedule)
+        self._no_sync = contextlib.ExitStack()
 
     def begin(self, call: Call) -> None:
         super().begin(call)
         # Gradients are reduced once, during the last backward, not after every microbatch.
-        self._no_sync = contextlib.ExitStack()
         if self.config.no_sync_func is not None:
             self._no_sync.enter_context(self.config.no_sync_func())
 

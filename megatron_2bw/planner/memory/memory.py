@@ -187,7 +187,7 @@ def _stage(model: Model, layout: Layout, shares: _Shares, stage: int, kept_as: L
     freed = kept / max(chunks_in_flight(layout, stage), 1) if any(map(_looks_up, every)) else None
     between_losses, at_loss = _of_losses(model, layout, losses)
     working = _under_way(layout, shares, every, freed)
-    # A flush leaves no activations beside its update.
+    # A flush leaves no activations beside its update but the tensors that were sent last.
     update = states.update if layout.schedule in DELAYED else states.update - kept - between_losses
     most = max(working, update)
     logits, most = (at_loss, 0.0) if at_loss > between_losses + most else (between_losses, most)
