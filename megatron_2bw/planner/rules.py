@@ -158,7 +158,8 @@ def expert_problem(model: Model, layout: Layout) -> Problem | None:
     if model.num_experts % count:
         return Problem(f"expert {count} does not divide num_experts {model.num_experts}", nearest)
     if ranks // split % count:
-        return Problem(f"expert {count} does not divide the {ranks // split} ranks that hold experts", nearest)
+        more = f"{nearest}, or {math.lcm(ranks, split * count) // ranks} times as many GPUs"
+        return Problem(f"expert {count} does not divide the {ranks // split} ranks that hold experts", more)
     return _exchange_problem(layout)
 
 

@@ -20,6 +20,7 @@ from megatron_2bw.planner.cost.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.flags import layout_flags, read
 from megatron_2bw.planner.flags.model_flags import MODEL_SWITCHES, model_flags, read_model
+from megatron_2bw.planner.flags.names import MEGATRONS, OURS
 from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report.report import prediction_json
@@ -468,3 +469,10 @@ def test_a_row_of_megatrons_arguments_is_priced_as_its_flags(more: str, accept: 
     expected = prediction_json(run.model, price(run.model, run.layout, sized(cluster, gpus=16)))
     row = json.loads(json.dumps({**vars(accept(words, 16)), "cluster": "dgx-h100"}, default=str))
     assert predicted(row) == {**expected, "notes": list(run.notes)}
+
+
+def test_the_names_of_megatrons_flags_are_known(parser: argparse.ArgumentParser) -> None:
+    """All that a supported version has, and no others."""
+    named = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+    assert named - {"--help"} - MEGATRONS == OURS
+    assert len(MEGATRONS - named) in (64, 4), "0.18.2 has four flags that 0.19.2 has not, and lacks 64"

@@ -47,7 +47,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[:2] == [
-        "gpt-2.2b: 2.16B parameters, sequences of 512 tokens, batches of 512 samples",
+        "gpt-2.2b: 2.16B parameters, a vocabulary of 50,257, sequences of 512 tokens, batches of 512 samples",
         "8 x p3.16xlarge: 64 x v100-16gb",
     ]
     assert lines[3].split() == "layout time error tokens/s TFLOP/s bubble delay memory/GiB headroom/GiB".split()
@@ -475,7 +475,8 @@ def test_a_script_that_does_not_say_how_many_gpus(capsys: pytest.CaptureFixture[
 def test_a_script_that_goes_on_from_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     """Whether there is one only running it would tell; flags of either way can be left out."""
     script = tmp_path / "run.sh"
-    script.write_text(f"if [ -f last ]; then A='--load x'; fi; python {ESTIMATE} $A")
+    flags = ESTIMATE.removeprefix("estimate --cluster dgx-a100 --gpus 4 ")
+    script.write_text(f"if [ -f last ]; then A='--load x'; fi; python {flags} $A")
     command = f"estimate --cluster dgx-a100 --gpus 4 --from-script {script}"
     assert run(capsys, command) == run(capsys, ESTIMATE)
     assert run(capsys, f"{command} --ignore load")[0] == 0
@@ -664,7 +665,8 @@ BAD = {
     f"{PLAN} --hidden-size 4 stray": "stray is neither an option of this command nor a flag",
     f"{PLAN} --sample-efficiency 0": "sample_efficiency 0: give a number above 0",
     f"{PLAN} --sample-efficiency 95": "sample_efficiency 95: give a number above 0 and up to 2, such as 0.9",
-    f"{PLAN} --from-script run.sh": "only estimate reads launch scripts",
+    f"{PLAN} --from-script run.sh": "--model gpt-2.2b and --from-script both describe the model; give one of them",
+    f"{PLAN} --ignore seed": "--script-args and --ignore say how to read --from-script; give that too, or leave them",
     f"{PLAN} --sample-efficiency nan": "sample_efficiency nan: give a number above 0",
     f"{PLAN} --synchronous-warmup-fraction 1": "synchronous_warmup_fraction 1.0: give a share from 0 to below 1",
     f"{PLAN} --pipeline-gradient-buffers 3": "--pipeline-gradient-buffers 3: there are 1 or 2; use 2",
@@ -682,7 +684,7 @@ BAD = {
     f"{PLAN} --cost-model paper --allow-fewer-microbatches": "has no --allow-fewer-microbatches; leave it out",
     f"{PLAN} --cost-model paper --pipeline-model-parallel-size 8": "has no --pipeline-model-parallel-size; leave it",
     f"{PLAN} --cost-model other": "--cost-model other: choose one of ",
-    PLAN.replace("--global-batch-size 512", ""): "--global-batch-size is missing; give it",
+    PLAN.replace("--global-batch-size 512", ""): "--global-batch-size is missing: the number of microbatches depends",
     f"{FROM_SCRIPT} --gpus 0": "gpus 0: give a whole number of at least 1",
     f"{PLAN} --json --flags-only": "--flags-only and --json exclude each other; leave one out",
     f"{PLAN} --gpus": "--gpus has no value; give one",
@@ -844,7 +846,90 @@ def test_estimate_speaks_of_flags_and_names_those_that_it_does_not_read(capsys: 
     code, _, err = run(capsys, f"{ESTIMATE} {few}")
     assert (code, "2bw needs at least 3 on 4 stages; raise --global-batch-size to 6" in err) == (2, True)
     _, out, _ = run(capsys, f"{ESTIMATE} --seed 3 --tp-size 4 --recompute-modules mlp")
-    assert "note: --seed, --tp-size: no price depends on it, or nothing here knows it" in out
+    assert "note: --tp-size: not among Megatron's flags, so not priced" in out
+    assert "note: --seed: no price depends on it" in out
     full = f"{PLAN} --recompute-granularity full --recompute-modules mlp"
     assert "--recompute-modules is of --recompute-granularity selective; leave one out" in run(capsys, full)[2]
     assert "begins with no schedule; write such as 2bw:d2,t1" in run(capsys, f"{PLAN} --explain d2,t1")[2]
+
+
+LAUNCH = (
+    "torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads "
+    "32 --seq-length 4096 --max-position-embeddings 4096 --tokenizer-type Llama2Tokenizer --bf16 --micro-batch-size 1 "
+    "--global-batch-size 512 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --optimizer sgd "
+    "--num-layers-per-virtual-pipeline-stage 2 --sequence-parallel --swiglu --disable-bias-linear --msamp --lr 1e-4"
+)
+
+
+def test_a_plan_for_a_launch_script(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Its model, batch, GPUs and what a search leaves as it is; flags behind it win, and its layout counts nothing."""
+    script = tmp_path / "run.sh"
+    script.write_text(LAUNCH)
+    command = f"plan --from-script {script} --cluster dgx-a100"
+    code, out, _ = run(capsys, f"{command} --json")
+    found = json.loads(out)
+    assert (code, found["global_batch"], found["cluster"]["nodes"]) == (0, 512, 4)
+    assert (found["model"]["num_layers"], found["model"]["vocab_size"]) == (32, 32000)
+    best = found["choices"][0]["layout"]
+    assert (best["precision"], best["optimizer"]) == ("bf16", "sgd")
+    stale = {"--num-layers-per-virtual-pipeline-stage", "--sequence-parallel"}.difference(
+        found["choices"][0]["flags"].split()
+    )
+    assert found["notes"] == [
+        "no --vocab-size: priced with 32,000 tokens, those of Llama2Tokenizer as published; give yours",
+        "--msamp: not among Megatron's flags, so not priced",
+        f"take {', '.join(sorted(stale))} out of the script, as the plan has another layout",
+    ]
+    changed = f"{command} --fp16 --global-batch-size 64 --gpus 16 --vocab-size 50000 --optimizer adam"
+    found = json.loads(run(capsys, f"{changed} --ignore msamp --json")[1])
+    assert (found["global_batch"], found["cluster"]["nodes"], found["model"]["vocab_size"]) == (64, 2, 50000)
+    assert found["choices"][0]["layout"]["precision"] == "fp16"
+    assert found["choices"][0]["layout"]["optimizer"] == "adam"
+    assert [note for note in found["notes"] if not note.startswith("take ")] == []
+    assert "note: --msamp" in run(capsys, f"{command} --flags-only")[2]
+    assert "note: --msamp" in run(capsys, command)[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "message"),
+    [
+        (("--global-batch-size 512", ""), "", "--global-batch-size is missing: the number of microbatches depends"),
+        (("--seq-length 4096", ""), "", "--seq-length is missing: the costs depend on it"),
+        (("--bf16", "--bf16 --lora-r 4 --deepspeed"), "", "; to price the rest, give --ignore deepspeed,lora-r"),
+        (("--msamp", "--position-embedding-type alibi"), "", "(a flag behind --from-script FILE wins over the"),
+        (
+            ("--lr 1e-4", f"; {LAUNCH} --optimizer adam"),
+            "",
+            "2 different training commands; leave one, or give its flags",
+        ),
+        (
+            ("--msamp", "--fp8-format hybrid"),
+            "--bf16 --pipeline-schedule 2bw",
+            "2bw changes weights whose copies in 8 bits",
+        ),
+    ],
+    ids=str,
+)
+def test_a_launch_script_that_cannot_be_planned(
+    change: tuple[str, str], more: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    script = tmp_path / "run.sh"
+    script.write_text(LAUNCH.replace(*change))
+    code, _, err = run(capsys, f"plan --from-script {script} --cluster dgx-h100 {more}")
+    assert (code, message in err) == (2, True), err
+
+
+def test_flags_of_other_programs_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """All that are refused at once; those of the launcher are its own."""
+    script = tmp_path / "run.sh"
+    script.write_text(LAUNCH.replace("--msamp", "--fp8-hybrid --glu-activation x --optimizer adam"))
+    command = f"estimate --from-script {script} --cluster dgx-h100"
+    assert "--fp8-hybrid: no flag of today's Megatron; give --fp8-format hybrid in its place; --glu-act" in (
+        err := run(capsys, command)[2]
+    )
+    assert "or behind a script with --ignore fp8-hybrid,glu-activation" in err
+    out = run(capsys, f"{command} --ignore fp8-hybrid,glu-activation --fp8-format hybrid --tp-size 4")[1]
+    assert [line for line in out.splitlines() if line.startswith("note:")] == [
+        "note: no --vocab-size: priced with 32,000 tokens, those of Llama2Tokenizer as published; give yours",
+        "note: --tp-size: not among Megatron's flags, so not priced",
+    ]

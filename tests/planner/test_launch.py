@@ -128,8 +128,10 @@ def test_only_training_is_priced(tmp_path: Path):
 
 
 def test_what_is_noted():
-    (note,) = configuration(SCRIPTS / "arrays.sh").notes
-    assert note == "--rampup-batch-size: not priced, as Megatron no longer reads it"
+    assert configuration(SCRIPTS / "arrays.sh").notes == (
+        "no --vocab-size: priced with 50,257 tokens, those of GPT2BPETokenizer as published; give yours",
+        "--rampup-batch-size: not priced, as Megatron no longer reads it",
+    )
 
 
 TRAINING = "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"

@@ -94,8 +94,6 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
     ours = ((flag, words) for flag, words in options.values.items() if flag not in SEVERAL)
     loose += [word for flag, words in ours for word in words[flag not in MODEL_SWITCHES :]]
     strange = [*(flag for flag in options.values if flag not in MODEL_FLAGS), *loose]
-    if "--from-script" in strange:
-        raise PlanError("--from-script: only estimate reads launch scripts; give --model, or the model's flags")
     if strange:
         raise PlanError(
             f"{strange[0]} is neither an option of this command nor a flag that describes a model; leave it out"

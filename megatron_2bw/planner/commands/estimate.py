@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,13 @@ from megatron_2bw.planner.commands.arguments import (
     check_size,
     described_cluster,
     named_model,
-    shell_words,
 )
+from megatron_2bw.planner.commands.launched import add_script, given, ignored, note_of_strange, of_script
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.flags.flags import Configuration
-    from megatron_2bw.planner.flags.options import Options
     from megatron_2bw.planner.specs.cluster import Cluster
-    from megatron_2bw.planner.specs.model import Kind
 
 _ESTIMATE = """Predict time and memory of one configuration. All other flags are Megatron's, as in a launch script."""
 
@@ -37,11 +34,7 @@ def add(commands: Any) -> None:
     estimate.set_defaults(command=_estimate, takes_flags=True)
     add_model(estimate)
     add_cluster(estimate)
-    estimate.add_argument("--from-script", type=Path, metavar="FILE", help="a launch script in bash; read, never run")
-    estimate.add_argument(
-        "--script-args", type=shell_words, default=[], metavar="TEXT", help="arguments of that script, in one string"
-    )
-    estimate.add_argument("--ignore", default="", metavar="LIST", help="flags to leave out, such as fp8-format,seed")
+    add_script(estimate)
     rows = "one configuration per line: a JSON object with fields of Model and Layout, or with Megatron's arguments"
     estimate.add_argument("--jsonl", type=Path, metavar="FILE", help=rows)
     add_formats(estimate)
@@ -65,15 +58,10 @@ def _estimate_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
         )
     worst = 0
     defaults = {"cluster": args.cluster, "nodes": args.nodes, "gpus": args.gpus}
-    for line, failed in predicted_rows(args.jsonl, defaults, ignored=_ignored(args)):
+    for line, failed in predicted_rows(args.jsonl, defaults, ignored=ignored(args)):
         print(line)
         worst = max(worst, 2 * failed)
     return worst
-
-
-def _ignored(args: argparse.Namespace) -> set[str]:
-    """Flags to leave out."""
-    return {f"--{flag.removeprefix('--')}" for flag in args.ignore.split(",") if flag}
 
 
 def _estimate_one(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -98,9 +86,10 @@ def _configured(
     args: argparse.Namespace, words: Sequence[str], cluster: Cluster
 ) -> tuple[Configuration, tuple[str, ...]]:
     """What the flags of the script, those of the command line behind them, describe; and notes."""
-    from megatron_2bw.planner.flags.flags import SPELLED, in_flags, read
+    from megatron_2bw.planner.flags.flags import SPELLED, read
     from megatron_2bw.planner.flags.launch import agreed
     from megatron_2bw.planner.flags.model_flags import model_flags
+    from megatron_2bw.planner.flags.names import unknown
     from megatron_2bw.planner.flags.options import Options
     from megatron_2bw.planner.specs.inputs import sized
     from megatron_2bw.planner.specs.layout import Precision
@@ -115,7 +104,7 @@ def _configured(
     model = named_model(args, Options.parse(words))
     found, notes = [], []
     # What is noted of a model is found in its flags.
-    for options, kind, gpus in _given(args, [*model_flags(model), *words] if model else words):
+    for options, kind, gpus, strange in given(args, [*model_flags(model), *words] if model else words):
         if gpus is None and args.from_script is not None and not is_sized:
             notes.append(f"the script does not say how many GPUs it uses: priced on the cluster's {asked}; give --gpus")
         gpus = asked if is_sized or gpus is None else gpus
@@ -124,36 +113,12 @@ def _configured(
         try:
             found.append(read(options, gpus=gpus, kind=kind, **how))
         except PlanError as error:
-            raise PlanError(in_flags(str(error))) from error
+            raise of_script(error, args) from error
         notes += found[-1].notes
+        notes += note_of_strange(strange, notes)
         if found[-1].layout.precision is Precision.FP32 and cluster.profile is None:
             notes.append("no --bf16 or --fp16: priced in fp32, in which Megatron trains without them")
-    if args.from_script is None and (unread := sorted(Options.parse(words).values.keys() - SPELLED - _ignored(args))):
-        notes.append(f"{', '.join(unread)}: no price depends on it, or nothing here knows it")
+    unread = Options.parse(words).values.keys() - SPELLED - ignored(args)
+    if unread := sorted(unread.difference(unknown(unread))):
+        notes.append(f"{', '.join(unread)}: no price depends on it")
     return agreed(found, file=args.from_script), tuple(dict.fromkeys(notes))
-
-
-def _given(args: argparse.Namespace, words: Sequence[str]) -> list[tuple[Options, Kind, int | None]]:
-    """Flags, kind of model and number of GPUs, per training command."""
-    from megatron_2bw.planner.flags.options import Options
-    from megatron_2bw.planner.specs.model import Kind
-
-    if words and not words[0].startswith("--"):
-        is_script = args.from_script is None and Path(words[0]).is_file()
-        remedy = f"give --from-script {words[0]}, if its flags are meant" if is_script else "leave it out"
-        raise PlanError(f"{words[0]} is no option of this command, and no flag of Megatron's; {remedy}")
-    if args.from_script is None:
-        given = [(Options.parse(words), Kind.GPT, None)]
-    else:
-        from megatron_2bw.planner.bash.scope import is_known, shown
-        from megatron_2bw.planner.flags.launch import read_script
-
-        launches = read_script(args.from_script, environment=os.environ, arguments=args.script_args)
-        given = [
-            (Options.parse([*launch.words, *words], explain=shown, is_known=is_known), launch.kind, launch.gpus)
-            for launch in launches
-        ]
-    ignored = _ignored(args)
-    if missing := sorted(ignored.difference(*(options.values for options, *_ in given))):
-        raise PlanError(f"--ignore {missing[0]}: it is not given; leave it out")
-    return [(options.without(ignored), kind, gpus) for options, kind, gpus in given]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatron_2bw.planner.commands.arguments import (
     described_model,
     listed,
 )
+from megatron_2bw.planner.commands.launched import add_script, planned
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import (
     BACKEND,
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from megatron_2bw.planner.specs.space import Space
 
 _PLAN = """Find the fastest layout of a model on a cluster. The model is --model, or Megatron's own flags: --num-layers,
---hidden-size, --num-attention-heads, --seq-length, --vocab-size, and whatever else of them describes it."""
+--hidden-size, --num-attention-heads, --seq-length, --vocab-size, and whatever else of them describes it; or that of a
+launch script (--from-script), whose batch size, number of GPUs, precision and optimizer then count, too."""
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 _LIMITS = {
     "--pipeline-schedule": ("schedules", str),
@@ -78,8 +80,9 @@ def add(commands: Any) -> None:
     plan = commands.add_parser("plan", help="find the fastest layout of a model", description=_PLAN, allow_abbrev=False)
     plan.set_defaults(command=_plan, takes_flags=True)
     add_model(plan)
+    add_script(plan)
     add_cluster(plan)
-    plan.add_argument("--global-batch-size", type=int, required=True, metavar="B", help="samples; B = b * w * m")
+    plan.add_argument("--global-batch-size", type=int, metavar="B", help="samples; B = b * w * m")
     plan.add_argument(
         "--sample-efficiency",
         metavar="E",
@@ -155,7 +158,12 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron_2bw.planner.specs.inputs import sized
 
     _check(args)
-    model = described_model(args, words)
+    if args.from_script is None:
+        model, notes, decided = described_model(args, words), [], set()
+    else:
+        model, notes, decided = planned(args, words)
+    if args.global_batch_size is None:
+        raise PlanError("--global-batch-size is missing: the number of microbatches depends on it; give it")
     node = described_cluster(args)
     cluster = sized(node, nodes=args.nodes, gpus=args.gpus)
     check_size(args, node, cluster.gpus)
@@ -180,7 +188,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_2bw.planner.report.plot import plot
 
         args.plot.write_text(plot(plan), encoding="utf-8")
-    _print(args, plan, space)
+    _print(args, plan, space, notes, decided)
     return 0
 
 
@@ -193,6 +201,8 @@ def _check(args: argparse.Namespace) -> None:
     for flag, count in (("--top", args.top), ("--verify-top", args.verify_top)):
         if count is not None and count < 1:
             raise PlanError(f"{flag} {count}: give a whole number of at least 1")
+    if args.from_script is None and (args.script_args or args.ignore):
+        raise PlanError("--script-args and --ignore say how to read --from-script; give that too, or leave them out")
     if args.verify_top is None and (args.script or args.run_args):
         raise PlanError("--script and --run-args say how --verify-top runs layouts; give that too, or leave them out")
     if args.plot and args.plot.suffix != ".svg":
@@ -206,22 +216,25 @@ def _check(args: argparse.Namespace) -> None:
             raise PlanError(f"--explain says why in words, {flag} prints the plan; leave one out")
 
 
-def _print(args: argparse.Namespace, plan: Plan, space: Space) -> None:
-    """In the form that was asked for."""
+def _print(args: argparse.Namespace, plan: Plan, space: Space, notes: Sequence[str], decided: Set[str]) -> None:
+    """In the form that was asked for; with ``notes``, and which flags a script's ``decided`` are not to stay."""
     from megatron_2bw.planner.report.report import paragraph, plan_json, plan_lines, planned_flags, sentences
 
+    if stale := sorted(decided.difference(planned_flags(plan, plan.best))):
+        notes = [*notes, f"take {', '.join(stale)} out of the script, as the plan has another layout"]
     if args.explain is not None:
         from megatron_2bw.planner.report.explain import explain
 
         print("\n".join(explain(plan, space, args.explain)))
     elif args.flags_only:
         print(*planned_flags(plan, plan.best))
-        if said := sentences(plan):  # Not where the flags are pasted, but where who pastes them reads.
-            print("\n".join(["megatron-2bw:", *paragraph(said)]), file=sys.stderr)
+        said = [*paragraph(sentences(plan)), *(f"note: {note}" for note in notes)]
+        if said:  # Not where the flags are pasted, but where who pastes them reads.
+            print("\n".join(["megatron-2bw:", *said]), file=sys.stderr)
     elif args.json:
-        print(json.dumps(plan_json(plan, args.top), indent=2))
+        print(json.dumps({**plan_json(plan, args.top), "notes": notes}, indent=2))
     else:
-        print("\n".join(plan_lines(plan, args.top)))
+        print("\n".join(plan_lines(plan, args.top, notes)))
 
 
 def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: Space, keep: int) -> Plan:

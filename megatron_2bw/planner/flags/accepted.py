@@ -37,6 +37,7 @@ _REPLACED = {
     **dict.fromkeys(("--num-key-value-heads", "--n-head-kv"), "--group-query-attention --num-query-groups"),
     "--attention-head-type": "--group-query-attention for multiquery",
     "--ds-sequence-parallel-size": "--context-parallel-size",
+    **{f"--fp8-{name}": f"--fp8-format {name}" for name in ("hybrid", "e4m3")},
     "--glu-activation": "--swiglu",
     "--geglu": "--quick-geglu",
     **dict.fromkeys(("--intermediate-size", "--hidden-dim-multiplier"), "--ffn-hidden-size"),
@@ -116,11 +117,10 @@ def check_accepted(options: Options) -> None:
     if options.text("--attention-backend") == "local" and options.text("--spec") != "local":
         raise PlanError("--attention-backend local needs --spec local; give it, or --transformer-impl local alone")
     if STEPS in options and "--global-batch-size" in options:
-        raise PlanError(f"{STEPS} and --global-batch-size exclude each other; leave one out")
-    for flag, new in _REPLACED.items():
-        if flag in options:
-            behind = f", or behind a script with --ignore {flag[2:]}"
-            raise PlanError(f"{flag}: no flag of today's Megatron; give {new} in its place{behind}")
+        raise PlanError(f"{STEPS} and --global-batch-size exclude each other; leave one out, or --ignore it")
+    if old := [flag for flag in _REPLACED if flag in options]:
+        said = "; ".join(f"{flag}: no flag of today's Megatron; give {_REPLACED[flag]} in its place" for flag in old)
+        raise PlanError(f"{said}, or behind a script with --ignore {','.join(flag[2:] for flag in old)}")
     granularity = options.text("--recompute-granularity", "none")
     if "--recompute-activations" in options:
         granularity = "selective"

@@ -22,7 +22,14 @@ from megatron_2bw.planner.flags.accepted import (
     check_accepted,
     counted,
 )
-from megatron_2bw.planner.flags.model_flags import DROPOUT, MODEL_FLAGS, MODEL_NUMBERS, MODEL_SWITCHES, read_model
+from megatron_2bw.planner.flags.model_flags import (
+    DROPOUT,
+    MODEL_FLAGS,
+    MODEL_NUMBERS,
+    MODEL_SWITCHES,
+    guessed_vocabulary,
+    read_model,
+)
 from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.flags.unpriced import CHECKED, check_priced, optimizer_of
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
@@ -109,10 +116,20 @@ _AT_MOST_ONE = frozenset(
         *DROPOUT,
         *"--global-batch-size --pipeline-schedule --transformer-impl --attention-backend --fp8-format".split(),
         *"--recompute-granularity --recompute-method --fp8-recipe --normalization --moe-layer-freq".split(),
-        "--position-embedding-type",
+        *("--position-embedding-type", STEPS),
     }
 )
 """Flags with one value or none."""
+DECIDED = frozenset(
+    {
+        *_LAYOUT_NUMBERS,
+        *_LAYOUT_SWITCHES,
+        *COUNTED,
+        *"--pipeline-schedule --num-layers-per-virtual-pipeline-stage --recompute-granularity".split(),
+        *("--recompute-method", "--recompute-activations", MODULES, _MOE_LAYER, PIPELINE_LAYOUT),
+    }
+)
+"""Flags that say how a model and its batches are split, which a plan decides."""
 SPELLED = frozenset(
     {
         *MODEL_FLAGS,
@@ -171,8 +188,10 @@ def read(
     check_accepted(options)
     _check_counts(options)
     priced, doubts = check_priced(options), tuple(_misspelled(options))
-    model = model or read_model(options, kind=kind)
-    notes = (*priced, *doubts, *_without_effect(options, model))
+    guesses: list[str] = []
+    if model is None:
+        model, guesses = read_model(options, kind=kind), guessed_vocabulary(options, kind)
+    notes = (*guesses, *priced, *doubts, *_without_effect(options, model))
     layout = _layout(options, model, gpus, node=node, gpu=gpu, fused=fused)
     if options.text("--mixpipe-k", "0") == AUTO and has_choice(layout):
         if gpu is None:
@@ -200,7 +219,8 @@ def _check_counts(options: Options) -> None:
         known = [word for word in words if options.is_known(word)]  # What nothing sets may be no word at all.
         if flag in _AT_MOST_ONE and len(known) > most:
             rule = "it takes one value" if most else "it takes no value"
-            raise PlanError(f"{flag} {' '.join(map(options.explain, known))}: {rule}; leave out {known[most]!r}")
+            remedy = "quote it" if flag == STEPS else f"leave out {known[most]!r}"
+            raise PlanError(f"{flag} {' '.join(map(options.explain, known))}: {rule}; {remedy}")
 
 
 def _misspelled(options: Options) -> Iterator[str]:
@@ -256,7 +276,7 @@ def _layout(
         schedule=schedule_name(options.text("--pipeline-schedule", MEGATRON)),
         data=data,
         pipeline_layout=_pipeline_layout(options, model, numbers["pipeline"] * numbers.get("chunks", 1)),
-        global_batch=_global_batch(options, numbers["microbatch"] * data),
+        global_batch=global_batch_of(options, numbers["microbatch"] * data),
         recompute=_recompute(options),
         recompute_modules=_modules(options),
         recompute_method=RecomputeMethod(
@@ -267,8 +287,8 @@ def _layout(
         fused_loss=_FUSED_LOSS.issubset(options.values) and options.text("--cross-entropy-fusion-impl") == "te",
         dispatcher=_dispatcher(options) if model.num_experts else Dispatcher.ALLTOALL,
         precision=precision,
-        fp8=_fp8(options),
-        fused_attention=_fused(options, fused),
+        fp8=fp8_of(options),
+        fused_attention=fuses(options, fused),
         fused_swiglu=not (model.swiglu and "--no-bias-swiglu-fusion" in options),
         **switches,
         **numbers,
@@ -280,8 +300,8 @@ def _adam_state(options: Options) -> AdamState:
     return AdamState(*(options.choice(flag, choices, choices[0]) for flag, choices in STORED_IN.items()))
 
 
-def _global_batch(options: Options, least: int) -> int:
-    """The last one, where it grows; Megatron's default is one microbatch per replica."""
+def global_batch_of(options: Options, least: int | None) -> int | None:
+    """The last one, where it grows; Megatron's default is ``least``, one microbatch per replica."""
     if STEPS not in options:
         return options.number("--global-batch-size", least)
     text = options.text(STEPS)
@@ -372,7 +392,8 @@ def _dispatcher_flags(dispatcher: Dispatcher) -> str:
     return f"--moe-token-dispatcher-type {type_}"
 
 
-def _fp8(options: Options) -> Fp8:
+def fp8_of(options: Options) -> Fp8:
+    """The recipe of layers' products in 8 bits."""
     recipes = [recipe for recipe in Fp8 if recipe is not Fp8.NONE]
     if "--fp8-format" not in options or options.text("--transformer-impl", "") == "local":
         return Fp8.NONE  # Layers of Megatron's own have none.
@@ -380,7 +401,7 @@ def _fp8(options: Options) -> Fp8:
     return Fp8(options.choice("--fp8-recipe", recipes, Fp8.DELAYED))
 
 
-def _fused(options: Options, default: bool) -> bool:
+def fuses(options: Options, default: bool | None) -> bool | None:
     """Whether attention is fused, which Megatron decides by itself where no flag does."""
     backend = options.choice("--attention-backend", ATTENTION_BACKENDS, ATTENTION_BACKENDS[0])
     if "--use-flash-attn" in options:

@@ -193,14 +193,28 @@ def vocabulary(
     for flag in ("--padded-vocab-size", "--vocab-size"):
         if flag in options:
             return options.number(flag)
-    # Scripts of Megatron's examples leave the tokenizer to the files they name.
-    by_files = "GPT2BPETokenizer" if "--merge-file" in options else "none"
-    if kind is Kind.BERT and "--vocab-file" in options:
-        by_files = "BertWordPieceLowerCase"
-    tokenizer = options.text("--tokenizer-type", by_files)
+    tokenizer = _tokenizer(options, kind)
     if tokenizer not in VOCABULARIES:
         raise PlanError(f"{name} is missing, and --tokenizer-type {tokenizer} has no fixed vocabulary; give {remedy}")
     return VOCABULARIES[tokenizer]
+
+
+def guessed_vocabulary(options: Options, kind: Kind) -> list[str]:
+    """A note where the type of the tokenizer says how many tokens there are, and its files might say another number."""
+    if {"--padded-vocab-size", "--vocab-size"} & options.values.keys():
+        return []
+    return [
+        f"no --vocab-size: priced with {vocabulary(options, kind):,} tokens, those of {_tokenizer(options, kind)} as "
+        "published; give yours"
+    ]
+
+
+def _tokenizer(options: Options, kind: Kind) -> str:
+    # Scripts of Megatron's examples leave it to the files they name.
+    by_files = "GPT2BPETokenizer" if "--merge-file" in options else "none"
+    if kind is Kind.BERT and "--vocab-file" in options:
+        by_files = "BertWordPieceLowerCase"
+    return options.text("--tokenizer-type", by_files)
 
 
 def model_flags(model: Model) -> list[str]:

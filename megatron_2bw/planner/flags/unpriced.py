@@ -252,9 +252,7 @@ def check_priced(options: Options) -> tuple[str, ...]:
     Raises:
         PlanError: a flag that would make the estimate wrong.
     """
-    for flag, (is_set, what) in _REFUSED.items():
-        if is_set(options, flag):
-            raise PlanError(
-                f"{flag}: the cost model does not cover {what}; to price the rest, give --ignore {flag[2:]}"
-            )
+    if found := {flag: what for flag, (is_set, what) in _REFUSED.items() if is_set(options, flag)}:
+        reasons = "; ".join(f"{flag}: the cost model does not cover {what}" for flag, what in found.items())
+        raise PlanError(f"{reasons}; to price the rest, give --ignore {','.join(flag[2:] for flag in found)}")
     return tuple(f"{flag}: {how}" for flag, (is_set, how) in _NOTED.items() if is_set(options, flag))

@@ -104,7 +104,7 @@ def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) ->
             f"use {nearest_divisor(per_stage, chunks)}",
         )
     return Problem(
-        f"pipeline {stages} x chunks {chunks} does not divide num_layers {num_layers}",
+        f"pipeline {stages}{f' x chunks {chunks}' if chunks > 1 else ''} does not divide num_layers {num_layers}",
         f"use {nearest_divisor(num_layers, stages)} stages, or give first_stage_layers or last_stage_layers",
     )
 

@@ -49,7 +49,7 @@ def sentences(plan: Plan) -> list[str]:
     return [*_narrow(plan), *advice(plan)]
 
 
-def plan_lines(plan: Plan, top: int) -> Iterator[str]:
+def plan_lines(plan: Plan, top: int, notes: Sequence[str] = ()) -> Iterator[str]:
     """The best layouts, what they mean, what is out, and the flags of the best."""
     yield from _heading(plan.model, plan.cluster, plan.global_batch)
     yield ""
@@ -61,6 +61,7 @@ def plan_lines(plan: Plan, top: int) -> Iterator[str]:
     if said := sentences(plan):
         yield ""
         yield from paragraph(said)
+    yield from (f"note: {note}" for note in notes)
     yield ""
     yield from _rejected(plan)
     yield ""
@@ -92,7 +93,8 @@ def shown(plan: Plan, top: int) -> list[Choice]:
 
 def _heading(model: Model, cluster: Cluster, global_batch: int) -> Iterator[str]:
     yield (
-        f"{model.name or model.kind.upper()}: {billions(model.parameters)} parameters, sequences of "
+        f"{model.name or model.kind.upper()}: {billions(model.parameters)} parameters, a vocabulary of "
+        f"{model.vocab_size:,}, sequences of "
         f"{model.seq_length:,} tokens, batches of {global_batch:,} samples"
     )
     yield f"{cluster.nodes} x {cluster.name}: {cluster.gpus:,} x {cluster.gpu.name}"
