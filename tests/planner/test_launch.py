@@ -345,6 +345,7 @@ SNIPPETS = {
     "words": "CMD='show a  b'; $CMD c; eval \"$CMD 'd e'\"; X=show; $X y",
     "comments": "show a#b # c\nshow d \\\n  e # f \\\nshow g",
     "comments between lines": 'show a `# b c` \\\n  d`# e`f `#`g "`# h $U`" i` `',
+    "continued lines": "A='a '; B='b\n'; show $A\\\n c $B\\\n  d e\\\nf $U\\\n \"$A\\\n\"g \"\\\n\"",
     "heredoc": "cat >/dev/null <<E\nshow it's\nE\nshow b",
     "redirections": "show a 2>/dev/null 2>&1; { show b; } 2> /dev/null; show c 3 2>&1",
     "exit": "show a; exit 0; show b",

@@ -135,6 +135,8 @@ def _pieces(raw: str, scope: Scope, *, quoted: bool = False, splits: bool = Fals
 
 def _special(part: str, scope: Scope, *, quoted: bool) -> Iterator[_Piece]:
     match part[0]:
+        case "\\" if part[1:] == "\n" and not quoted:
+            return  # The line goes on.
         case "\\":
             character = part[1:]
             kept = quoted and character not in '$`"\\\n'
