@@ -304,23 +304,44 @@ def test_nothing_runs(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "folder",
+    ("before", "file"),
     [
-        '"$(dirname "$0")"',
-        "$(cd $(dirname ${BASH_SOURCE[0]}) && pwd)",
-        '$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd )',
-        '$(dirname "$(readlink -f "$0")")',
-        "`pwd`",
-        "$PWD/$(pwd)",
-        "$(dirname $(dirname $0))",
+        ("", "$(dirname $0)/more/common.sh"),
+        ("", "$(cd $(dirname ${BASH_SOURCE[0]}) && pwd)/more/common.sh"),
+        ("", '$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd )/more/common.sh'),
+        ("", '$(dirname "$(readlink -f "$0")")/more/common.sh'),
+        ("FILE=$(readlink -f $0); FOLDER=`dirname $FILE`", "$FOLDER/more/common.sh"),
+        ('FILE=$(realpath "$0"); FOLDER=$(dirname "${FILE}")', '"${FOLDER}"/more/common.sh'),
+        ('FOLDER="$(cd "$(dirname "$0")" >/dev/null 2>&1; pwd -P)"', "$FOLDER/more/common.sh"),
+        ('cd "$(dirname "$0")"', "./more/common.sh"),
+        ("cd /x/y; cd ..", "`pwd`/more/common.sh"),
+        ("", "$PWD/more/common.sh"),
+        ("", "more/common.sh"),
+        ("cd $(dirname $0)/..; cd -P other/", "$PWD/common.sh"),
+        ("", "$(dirname $(dirname $0))/other/common.sh"),
+        ("", "more/nested.sh"),
     ],
 )
-def test_files_beside_the_script(folder: str, tmp_path: Path):
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "common.sh").write_text("TP=4")
-    script = f'FOLDER={folder}\nsource "${{FOLDER}}/more/common.sh"\ntrain $TP'
-    found = commands(script, file=tmp_path / "run.sh", environment={"PWD": "/x"})
-    assert shown(found[-1][-1]) == ("$TP" if folder.startswith(("$PWD", "$(dirname $(d")) else "4")
+def test_files_beside_the_script(before: str, file: str, tmp_path: Path):
+    for name, text in {
+        "run/more/common.sh": "TP=4",
+        "other/common.sh": "TP=4",
+        "run/more/nested.sh": "source $(dirname ${BASH_SOURCE[0]})/common.sh",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script = f"{before}\nsource {file}\ntrain $TP $BASH_SOURCE"
+    found = commands(script, file=tmp_path / "run" / "run.sh", environment={"PWD": "/x"})
+    assert found[-1] == ["train", "4", str(tmp_path / "run" / "run.sh")]
+
+
+@pytest.mark.parametrize(
+    "file", ["$PWD/$(pwd)/common.sh", "$(dirname $(dirname $0))/common.sh", "$(tool; pwd)/common.sh", "$A/common.sh"]
+)
+def test_files_that_are_not_beside_the_script(file: str, tmp_path: Path):
+    (tmp_path / "common.sh").write_text("TP=4")
+    found = commands(f"source {file}\ntrain $TP", file=tmp_path / "run.sh", environment={"PWD": "/x"})
+    assert shown(found[-1][-1]) == "$TP"
 
 
 SNIPPETS = {
@@ -434,18 +455,18 @@ done
 """Keeps its name and arguments, in one write, as others of a pipeline write too; starts what a launcher would, but no
 login shell."""
 PROGRAMS = "tool train torchrun python python3 srun mpirun mpiexec deepspeed hostname nvidia-smi scontrol head date "
-PROGRAMS += "dirname mktemp tee cp wc cores hosts"
+PROGRAMS += "mktemp tee cp wc cores hosts"
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a bash that can start nothing but stubs, shells and cat."""
+    """The environment of a bash that can start nothing but stubs, shells, cat and dirname."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "stub").write_text(STUB)
     (folder / "stub").chmod(0o755)
     for program in PROGRAMS.split():
         (folder / program).symlink_to("stub")
-    for program in ("bash", "sh", "cat"):
+    for program in ("bash", "sh", "cat", "dirname"):
         (folder / program).symlink_to(shutil.which(program) or pytest.skip(f"needs {program}"))
     return {"PATH": str(folder), "HOME": "/home/x", "TRACE": str(folder / "trace")}
 
@@ -455,7 +476,7 @@ def started_by_bash(text: str, folder: Path, environment: dict[str, str]) -> lis
     trace = Path(environment["TRACE"])
     trace.write_text("")
     subprocess.run(
-        ["bash", "-c", text, "run.sh"],
+        ["bash", "-c", text, str(folder / "run.sh")],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from megatron_2bw.planner.bash.braces import braces
+from megatron_2bw.planner.bash.folders import FINDS, printed
 from megatron_2bw.planner.bash.patterns import matches
 from megatron_2bw.planner.bash.scope import (
     GONE,
@@ -22,6 +23,7 @@ from megatron_2bw.planner.bash.scope import (
     unknown,
     unset,
 )
+from megatron_2bw.planner.bash.syntax import sequence
 from megatron_2bw.planner.bash.tokens import part_end
 
 _PARAMETER = re.compile(
@@ -148,7 +150,7 @@ def _special(part: str, scope: Scope, *, quoted: bool) -> Iterator[_Piece]:
         case "\x01" | "\x02":
             yield _Piece(part, quoted, not quoted)
         case "`":
-            yield _Piece("" if _COMMENT.fullmatch(part[1:-1]) else unknown(part), quoted, not quoted)
+            yield _Piece("" if _COMMENT.fullmatch(part[1:-1]) else _output(part, scope), quoted, not quoted)
         case _ if part.startswith("$'"):
             yield _Piece(_unescaped(part), quoted=True)
         case _:
@@ -182,13 +184,23 @@ def _expansion(part: str, scope: Scope) -> Value:
         number = compute(part[3:-2] if part.startswith("$((") else part[2:-1], scope)
         return unknown(part) if number is None else str(number)
     if part.startswith("$("):
-        return unknown(part)
+        return _output(part, scope)
     if part == "$":
         return part
     value = scope.get(part[1:])
     if isinstance(value, list) and part[1:] not in ("@", "*"):
         value = value[0] if value else None
     return unset(part) if value is None else value
+
+
+def _output(part: str, scope: Scope) -> str:
+    """What the command within ``$(...)`` or backquotes prints; known where that is a folder of the script."""
+    text, inner = part.removeprefix("$")[1:-1], scope.copy()
+    commands = sequence(text) if FINDS.match(text) else []
+    found = [[word for token in command.words for word in fields(token.text, inner)] for command in commands]
+    is_plain = commands and all(words and all(map(is_known, words)) for words in found)
+    value = printed(found, scope.here()) if is_plain else None
+    return unknown(part) if value is None else value
 
 
 class _Default(NamedTuple):

@@ -119,6 +119,11 @@ class Scope:
             return count(self.positional) or unknown("$#")
         return self.script if name == "BASH_SOURCE" else unknown(f"${name}") if name in _OF_BASH | {"?"} else None
 
+    def here(self) -> str | None:
+        """The folder that the script is in; None where it is unknown."""
+        value = self.values.get("PWD")
+        return value if isinstance(value, str) and is_known(value) else None
+
     def set(self, name: str, value: Value) -> None:
         self.values[name] = value
         if self.exports_all:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,20 +14,15 @@ from megatron_2bw.planner.bash.builtins import BUILTINS
 from megatron_2bw.planner.bash.conditions import holds
 from megatron_2bw.planner.bash.expand import document_of, fields, text_of
 from megatron_2bw.planner.bash.flow import Flow, Left, Status
-from megatron_2bw.planner.bash.scope import Scope, is_gone, settled, shown
+from megatron_2bw.planner.bash.folders import moved
+from megatron_2bw.planner.bash.scope import Scope, is_gone, is_known, settled, shown, unknown
 from megatron_2bw.planner.bash.shells import Call, sent, started
 from megatron_2bw.planner.bash.syntax import AndOr, Simple, parse
 from megatron_2bw.planner.bash.tokens import Token
 from megatron_2bw.planner.errors import PlanError
 
-_SUCCEEDING = {"echo", "cd", ":", "true", "trap", "ulimit", "mkdir", "shopt"}
+_SUCCEEDING = {"echo", ":", "true", "trap", "ulimit", "mkdir", "shopt"}
 """Taken to; what other commands do is not known."""
-_SELF = r"\$(?:0|BASH_SOURCE(?:\[0\])?)"
-_FOLDER = rf"\$\(dirname(?:--)?(?:{_SELF}|\$\((?:readlink-f|realpath){_SELF}\))\)"
-_BESIDE = re.compile(
-    rf"(?:{_FOLDER}|\$\(cd(?:--)?{_FOLDER}(?:&?>/dev/null)?(?:2>&1)?&&pwd(?:-P)?\)|\$\(pwd\)|`pwd`)/+(.+)"
-)
-"""A file in the folder of the script, or that it is called in, named without quotes, braces and blanks."""
 _LEAVING = {"exit", "return", "break", "continue"}
 
 
@@ -55,7 +49,8 @@ def commands(
     found: list[list[str]] = []
     body, paths, steps = parse(text), [()], 0
     while paths:
-        scope = Scope(values=dict(environment), exported=set(environment), positional=[*arguments], script=str(file))
+        variables = {"PWD": str(Path.cwd()), **environment}
+        scope = Scope(values=variables, exported=set(variables), positional=[*arguments], script=str(file))
         reading = _Reading(scope=scope, folder=file.parent, path=paths.pop(), steps=steps)
         with suppress(Left):
             reading.follow(body)
@@ -137,6 +132,8 @@ class _Reading(Flow):
             return None  # bash goes on, with a message.
         if name == "exec" and arguments:
             raise Left("exit", status=self.execute(arguments, files))
+        if name == "cd":
+            return self.enter(arguments[-1] if arguments else "-")
         if name == "eval":
             return self.follow(parse(" ".join(words[words.index(name) + 1 :])))  # With what is gone, for messages.
         if name in ("source", "."):
@@ -148,6 +145,11 @@ class _Reading(Flow):
         if name in _SUCCEEDING or name == "false":
             return name != "false"
         return self.program(words, files.get("<"))
+
+    def enter(self, folder: str) -> Status:
+        inside = moved(self.scope.here(), folder) if is_known(folder) else None
+        self.scope.values["PWD"] = unknown("$PWD") if inside is None else inside
+        return True
 
     def left(self, word: str, argument: str | None = None) -> Left:
         number = settled(argument or "")
@@ -200,12 +202,15 @@ class _Reading(Flow):
         """Text of a file that the script writes, or that is there."""
         if shown(name) in self.written:
             return self.written[shown(name)]
-        beside = _BESIDE.fullmatch(re.sub(r"[\s\"{}]", "", shown(name)))
-        known = beside[1] if beside else settled(name)
-        if not known or not (self.folder / known).is_file():
+        known, here = settled(name), self.scope.here()
+        if not known:
             return None
-        with suppress(OSError):  # Another machine may be allowed to read it: what it does is as unknown.
-            return (self.folder / known).read_text(encoding="utf-8", errors="replace")
+        inside = known.removeprefix(f"{here}/") if here else known
+        for folder in (self.folder, here or ""):  # Scripts are called in their own folder, or in another.
+            with suppress(OSError):  # Another machine may be allowed to read it: what it does is as unknown.
+                if (path := Path(folder, inside)).is_file():
+                    return path.read_text(encoding="utf-8", errors="replace")
+        return None
 
     def call(self, body: list[AndOr], arguments: list[str]) -> Status:
         """A function, or a file that is read as one."""
@@ -229,4 +234,10 @@ class _Reading(Flow):
         text = self.file(arguments[0]) if arguments else None
         if text is None:
             return True
-        return self.call(parse(text), arguments[1:] or self.scope.positional)
+        hidden: Hidden = {}
+        hide(self.scope, hidden, "BASH_SOURCE")
+        self.scope.values["BASH_SOURCE"] = arguments[0]
+        try:
+            return self.call(parse(text), arguments[1:] or self.scope.positional)
+        finally:
+            self.scope.restore(hidden)

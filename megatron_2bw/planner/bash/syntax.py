@@ -102,6 +102,17 @@ def parse(text: str) -> list[AndOr]:
     return found
 
 
+def sequence(text: str) -> list[Simple]:
+    """The simple commands that ``text`` is, where it has nothing but ``;`` and ``&&`` between them; none where not."""
+    try:
+        links = [link for statement in parse(text) for link in (("&&", statement.first), *statement.rest)]
+    except PlanError:
+        return []
+    commands = [command for _, pipeline in links for command in pipeline.commands]
+    is_sequence = len(commands) == len(links) and all(operator == "&&" for operator, _ in links)
+    return commands if is_sequence and all(isinstance(command, Simple) for command in commands) else []
+
+
 class _Parser:
     """A position in a list of tokens; each method raises PlanError where they are malformed."""
 
