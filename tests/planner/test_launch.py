@@ -15,7 +15,7 @@ import pytest
 
 from megatron_2bw.planner.bash.flow import Flow
 from megatron_2bw.planner.bash.scope import is_gone, is_known, settled, shown
-from megatron_2bw.planner.bash.script import commands
+from megatron_2bw.planner.bash.script import followed
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.flags import Configuration, read
 from megatron_2bw.planner.flags.launch import agreed, read_script
@@ -81,7 +81,7 @@ EXPECTED: dict[str, tuple[Model, Layout]] = {
 def configuration(file: Path, environment: dict[str, str] | None = None) -> Configuration:
     found = []
     for launch in read_script(file, environment=environment or {}):
-        options = Options.parse(launch.words, explain=shown, is_known=is_known)
+        options = Options.parse(launch.words, explain=shown, is_known=is_known, notes=launch.notes)
         found.append(read(options, gpus=launch.gpus, kind=launch.kind))
     return agreed(found, file=file)
 
@@ -154,6 +154,14 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
         (ALONE.replace("pretrain_gpt.py", "-m examples.gpt_inference"), "gpt_inference.py trains nothing"),
         ("echo hello", "no command with Megatron's flags, such as --num-layers"),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $MBS", "--micro-batch-size $MBS: nothing sets it"),
+        (
+            f"source env.sh; {ALONE} --micro-batch-size $MBS",
+            "line 1: source env.sh is not there; what it sets counts as not set, perhaps MBS",
+        ),
+        (
+            "source env.sh; $RUN",
+            "give another file; line 1: source env.sh is not there; what it sets counts as not set",
+        ),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),
         (
             f"for t in 1 2; do {ALONE} --micro-batch-size $t; done",
@@ -251,7 +259,7 @@ def test_what_only_running_the_script_would_tell_may_differ_where_it_costs_nothi
 def test_many_ways():
     """More than are followed one by one."""
     script = "".join(f"tool && A{i}=1; " for i in range(12)) + "train $A1 $A11"
-    found = commands(script, file=Path("run.sh"), environment={})
+    found = followed(script, file=Path("run.sh"), environment={}).commands
     trains = {tuple(map(shown, words)) for words in found if words[0] == "train"}
     assert trains == {("train", "1", "$A11"), ("train", "$A1", "$A11")}
 
@@ -298,7 +306,7 @@ def test_nothing_runs(tmp_path: Path):
         echo x > {trace}
         train --depth $DEPTH
     """
-    found = commands(script, file=tmp_path / "run.sh", environment={})
+    found = followed(script, file=tmp_path / "run.sh", environment={}).commands
     assert found[-1] == ["train", "--depth", "4"]
     assert not trace.exists()
 
@@ -331,7 +339,7 @@ def test_files_beside_the_script(before: str, file: str, tmp_path: Path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     script = f"{before}\nsource {file}\ntrain $TP $BASH_SOURCE"
-    found = commands(script, file=tmp_path / "run" / "run.sh", environment={"PWD": "/x"})
+    found = followed(script, file=tmp_path / "run" / "run.sh", environment={"PWD": "/x"}).commands
     assert found[-1] == ["train", "4", str(tmp_path / "run" / "run.sh")]
 
 
@@ -340,8 +348,42 @@ def test_files_beside_the_script(before: str, file: str, tmp_path: Path):
 )
 def test_files_that_are_not_beside_the_script(file: str, tmp_path: Path):
     (tmp_path / "common.sh").write_text("TP=4")
-    found = commands(f"source {file}\ntrain $TP", file=tmp_path / "run.sh", environment={"PWD": "/x"})
+    found = followed(f"source {file}\ntrain $TP", file=tmp_path / "run.sh", environment={"PWD": "/x"}).commands
     assert shown(found[-1][-1]) == "$TP"
+
+
+NOT_THERE = "is not there; what it sets counts as not set"
+
+
+@pytest.mark.parametrize(
+    ("script", "notes"),
+    [
+        ("source env.sh\n{} --micro-batch-size ${MBS:-1}", [f"line 1: source env.sh {NOT_THERE}, perhaps MBS"]),
+        ("\n. $CONF\n{} --micro-batch-size $((N + 1))", [f"line 2: source $CONF {NOT_THERE}, perhaps N"]),
+        (
+            "[ -f x ] && . ./x; [ -z $A ] && A=1; {} --micro-batch-size $A",
+            [f"line 1: source ./x {NOT_THERE}, perhaps A"],
+        ),
+        (
+            "for i in a b c d a; do source $i; done; {} --micro-batch-size 1 --seed $E $F $G $H",
+            [
+                "line 1: source a, line 1: source b, line 1: source c and 1 more are not there; what they set counts "
+                "as not set, perhaps E, F, G or others"
+            ],
+        ),
+        ("source more.sh\n{} --micro-batch-size ${C:-1}", [f"more.sh, line 2: source b.sh {NOT_THERE}, perhaps C"]),
+        ("bash more.sh\n{} --micro-batch-size ${C:-1}", [f"more.sh, line 2: source b.sh {NOT_THERE}, perhaps C"]),
+        ("\neval '. b.sh'\n{} --micro-batch-size ${C:-1}", [f"line 2: source b.sh {NOT_THERE}, perhaps C"]),
+        ("MBS=1; source env.sh\n{} --micro-batch-size $MBS", []),
+        ("A=${MBS:-1}; source env.sh\n{} --micro-batch-size $A", []),
+        ("source venv/bin/activate\n{} --micro-batch-size ${MBS:-1}", []),
+    ],
+)
+def test_files_that_are_not_there_are_noted(script: str, notes: list[str], tmp_path: Path):
+    (tmp_path / "more.sh").write_text("\nsource b.sh")
+    (file := tmp_path / "run.sh").write_text(script.replace("{}", ALONE))
+    (launch,) = read_script(file, environment={})
+    assert list(launch.notes) == notes
 
 
 SNIPPETS = {
@@ -434,7 +476,7 @@ def test_as_bash_does_it(name: str):
         timeout=30,
         env={"PATH": "/usr/bin:/bin"},
     )
-    found = commands(SNIPPETS[name], file=Path("run.sh"), environment={})
+    found = followed(SNIPPETS[name], file=Path("run.sh"), environment={}).commands
     shows = [words[words.index("show") + 1 :] for words in found if "show" in words]
     shows = [[settled(word) for word in words if not is_gone(word)] for words in shows]
     ours = ["".join(f"({word})" for word in words or [""]) for words in shows]
@@ -595,7 +637,7 @@ def test_any_script_is_read_as_bash_runs_it_or_refused(
         conditions.clear()
         text = written("script", random.Random(30 * seed + number))
         try:
-            found = trained(commands(text, file=Path("run.sh"), environment=world))
+            found = trained(followed(text, file=Path("run.sh"), environment=world).commands)
         except PlanError:
             continue
         ours = [[settled(word) for word in words if not is_gone(word)] for words in found]

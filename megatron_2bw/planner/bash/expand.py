@@ -187,7 +187,7 @@ def _expansion(part: str, scope: Scope) -> Value:
         return _output(part, scope)
     if part == "$":
         return part
-    value = scope.get(part[1:])
+    value = scope.seek(part[1:])
     if isinstance(value, list) and part[1:] not in ("@", "*"):
         value = value[0] if value else None
     return unset(part) if value is None else value
@@ -214,7 +214,7 @@ def _parameter(part: str, scope: Scope) -> Value | _Default:
     parameter = _PARAMETER.fullmatch(part[2:-1])
     if parameter is None or (parameter["name"] == "!" and parameter["change"]):
         return unknown(part)
-    value = _element(scope.get(parameter["name"]), parameter, scope)
+    value = _element(scope.seek(parameter["name"]), parameter, scope)
     if parameter["length"]:
         return count("" if value is None else value) or unknown(part)
     change = parameter["change"]

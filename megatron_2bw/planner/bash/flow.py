@@ -56,6 +56,8 @@ class Flow:
     """Under way."""
     depth: int = 0
     steps: int = 0
+    place: str = ""
+    """In the script, or a file that it reads."""
     path: tuple[int, ...] = ()
     """Which way to go on from, 0 or 1, per place where both ways end differently; the first beyond."""
     taken: list[int] = field(default_factory=list)
@@ -66,10 +68,11 @@ class Flow:
     def simple(self, command: Simple) -> Status:
         raise NotImplementedError
 
-    def step(self, line: int) -> None:
+    def step(self, place: str) -> None:
         self.steps += 1
+        self.place = place or self.place
         if self.steps > _LONGEST:
-            raise PlanError(f"line {line}: the script takes more than {_LONGEST} steps; give the flags themselves")
+            raise PlanError(f"{self.place}: the script takes more than {_LONGEST} steps; give the flags themselves")
 
     def follow(self, body: list[AndOr]) -> Status:
         """``body`` of a function or another file."""
@@ -99,7 +102,7 @@ class Flow:
         return status
 
     def pipeline(self, pipeline: Pipeline) -> Status:
-        self.step(pipeline.line)
+        self.step(pipeline.place)
         for command in pipeline.commands:
             run = partial(self.command, command)
             status = run() if len(pipeline.commands) == 1 else self.apart(run)
@@ -204,7 +207,7 @@ class Flow:
             while True:
                 before = self.scope.copy()
                 self.either(None, lambda: way() and None, lambda: None)
-                self.step(0)
+                self.step("")
                 if self.scope == before:
                     return None
         finally:
@@ -253,7 +256,7 @@ class Flow:
 
     def round(self, body: list[AndOr], *, name: str = "", value: str = "") -> bool:
         """Of a loop, with ``value`` for its variable ``name``; False where it leaves the loop."""
-        self.step(body[0].first.line if body else 0)
+        self.step(body[0].first.place if body else "")
         if name:
             self.scope.set(name, value)
         try:

@@ -104,6 +104,8 @@ class Scope:
     functions: dict[str, Any] = field(default_factory=dict)
     status: bool | None = True
     """Whether the last command succeeded; None where that is unknown."""
+    absent: dict[str, set[str]] = field(default_factory=dict, compare=False)
+    """Files to read that are not there, of all copies, and the variables behind each that nothing sets."""
 
     def get(self, name: str) -> Value | None:
         """Value of ``name``; None where nothing sets it."""
@@ -123,6 +125,13 @@ class Scope:
         """The folder that the script is in; None where it is unknown."""
         value = self.values.get("PWD")
         return value if isinstance(value, str) and is_known(value) else None
+
+    def seek(self, name: str) -> Value | None:
+        """The same, where the script asks for it: a file that is not there may set it."""
+        value = self.get(name)
+        for names in self.absent.values() if value is None and name.isidentifier() else ():
+            names.add(name)
+        return value
 
     def set(self, name: str, value: Value) -> None:
         self.values[name] = value
@@ -183,7 +192,7 @@ class Scope:
 
     def number(self, name: str) -> int | None:
         """Whole number in ``name``, 0 where it is not set, as in arithmetic."""
-        value = self.get(name)
+        value = self.seek(name)
         return self.compute("0" if value is None else value if isinstance(value, str) else "".join(value[:1]))
 
     def compute(self, expression: str) -> int | None:

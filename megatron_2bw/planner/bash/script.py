@@ -23,13 +23,23 @@ from megatron_2bw.planner.errors import PlanError
 
 _SUCCEEDING = {"echo", ":", "true", "trap", "ulimit", "mkdir", "shopt"}
 """Taken to; what other commands do is not known."""
+_OF_PROGRAMS = {"activate", ".bashrc", "conda.sh", "modules.sh", "set_env.sh"}
+"""Files that only let the shell find programs; no flags come from them."""
 _LEAVING = {"exit", "return", "break", "continue"}
 
 
-def commands(
-    text: str, *, file: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
-) -> list[list[str]]:
-    """The commands that the script ``text`` would run, each as its words, in order; those of other ways behind them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What following a script tells."""
+
+    commands: list[list[str]]
+    """That it would run, each as its words, in order; those of other ways behind them."""
+    absent: dict[str, set[str]]
+    """``source`` of files that are not there, with its line, and the variables behind it that nothing sets."""
+
+
+def followed(text: str, *, file: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> Followed:
+    """What the script ``text`` would do.
 
     Assignments, arrays, arithmetic, ``if``, ``case``, loops, functions, ``source``, ``eval`` and shells are followed;
     a command of ``srun bash -c '...'`` begins with the words of srun. The output of commands, whether they succeed and
@@ -43,18 +53,19 @@ def commands(
     ... ARGS=(--tensor-model-parallel-size $TP)  # a comment
     ... [ $TP -gt 1 ] && ARGS+=(--sequence-parallel)
     ... torchrun train.py "${ARGS[@]}"'''
-    >>> commands(script, file=Path("run.sh"), environment={})
+    >>> followed(script, file=Path("run.sh"), environment={}).commands
     [['torchrun', 'train.py', '--tensor-model-parallel-size', '4', '--sequence-parallel']]
     """
-    found: list[list[str]] = []
+    found = Followed(commands=[], absent={})
     body, paths, steps = parse(text), [()], 0
     while paths:
         variables = {"PWD": str(Path.cwd()), **environment}
         scope = Scope(values=variables, exported=set(variables), positional=[*arguments], script=str(file))
+        scope.absent = found.absent
         reading = _Reading(scope=scope, folder=file.parent, path=paths.pop(), steps=steps)
         with suppress(Left):
             reading.follow(body)
-        found += [words for words in reading.commands if not reading.path or words not in found]
+        found.commands.extend(words for words in reading.commands if not reading.path or words not in found.commands)
         paths += reading.others()
         steps = reading.steps
     return found
@@ -135,9 +146,10 @@ class _Reading(Flow):
         if name == "cd":
             return self.enter(arguments[-1] if arguments else "-")
         if name == "eval":
-            return self.follow(parse(" ".join(words[words.index(name) + 1 :])))  # With what is gone, for messages.
+            text = " ".join(words[words.index(name) + 1 :])  # With what is gone, for messages.
+            return self.follow(parse(text, where=None))
         if name in ("source", "."):
-            return self.source(arguments)
+            return self.source(arguments or words[1:])
         if name in BUILTINS:
             return BUILTINS[name](self.scope, arguments, files.get("<"))
         if name == "cat" and not arguments and "<" in files:
@@ -174,17 +186,19 @@ class _Reading(Flow):
             positional=call.arguments,
             script=call.name,
             functions={name: body for name, body in self.scope.functions.items() if name in self.scope.exported},
+            absent=self.scope.absent,
         )
+        where = f"{call.operands[0]}, line " if call.reads == "f" and call.operands else None
         before = self.launcher, self.hidden
         self.launcher, self.hidden = [*self.launcher, *call.launcher], []
         try:
-            return self.apart(lambda: self.shell(scope, text))
+            return self.apart(lambda: self.shell(scope, text, where))
         finally:
             self.launcher, self.hidden = before
 
-    def shell(self, scope: Scope, text: str) -> Status:
+    def shell(self, scope: Scope, text: str, where: str | None) -> Status:
         self.scope = scope
-        return self.follow(parse(text))
+        return self.follow(parse(text, where=where))
 
     def write(self, files: Mapping[str, str]) -> None:
         """Keep what goes to a file."""
@@ -231,13 +245,18 @@ class _Reading(Flow):
 
     def source(self, arguments: list[str]) -> Status:
         """Follow another file where there is one."""
-        text = self.file(arguments[0]) if arguments else None
+        if not arguments:
+            return True
+        name, text = shown(arguments[0]), self.file(arguments[0])
         if text is None:
+            if Path(name).name not in _OF_PROGRAMS:
+                short = name if len(name) < 80 else f"...{name[-70:]}"
+                self.scope.absent.setdefault(f"{self.place}: source {short}", set())
             return True
         hidden: Hidden = {}
         hide(self.scope, hidden, "BASH_SOURCE")
         self.scope.values["BASH_SOURCE"] = arguments[0]
         try:
-            return self.call(parse(text), arguments[1:] or self.scope.positional)
+            return self.call(parse(text, where=f"{name}, line "), arguments[1:] or self.scope.positional)
         finally:
             self.scope.restore(hidden)

@@ -25,7 +25,8 @@ class Simple(NamedTuple):
 class Pipeline(NamedTuple):
     commands: list[Command]
     negated: bool
-    line: int
+    place: str
+    """Where it begins, such as ``line 3``; empty in the text of another command."""
 
 
 class AndOr(NamedTuple):
@@ -89,13 +90,17 @@ class Conditional(NamedTuple):
 Command = Simple | If | While | For | ArithmeticFor | Case | Group | Function | Arithmetic | Conditional
 
 
-def parse(text: str) -> list[AndOr]:
+def parse(text: str, *, where: str | None = "line ") -> list[AndOr]:
     """The list of commands that ``text`` is.
+
+    Args:
+        text: of a script.
+        where: what to write before the number of a line; None where ``text`` has no lines that somebody would look up.
 
     Raises:
         PlanError: it is malformed.
     """
-    parser = _Parser(list(tokens(text)))
+    parser = _Parser(list(tokens(text)), where)
     found = parser.list()
     if token := parser.peek():
         raise parser.misplaced(token)
@@ -116,8 +121,8 @@ def sequence(text: str) -> list[Simple]:
 class _Parser:
     """A position in a list of tokens; each method raises PlanError where they are malformed."""
 
-    def __init__(self, of: list[Token]) -> None:
-        self.tokens, self.at = of, 0
+    def __init__(self, of: list[Token], where: str | None) -> None:
+        self.tokens, self.where, self.at = of, where, 0
 
     def peek(self) -> Token | None:
         return self.tokens[self.at] if self.at < len(self.tokens) else None
@@ -175,6 +180,7 @@ class _Parser:
 
     def pipeline(self) -> Pipeline:
         negated, line = False, self.next().line
+        place = "" if self.where is None else f"{self.where}{line}"
         self.at -= 1
         while self.follows("!", "time", operator=False):
             negated ^= self.next().text == "!"
@@ -183,7 +189,7 @@ class _Parser:
             self.at += 1
             self.skip_newlines()
             commands.append(self.command())
-        return Pipeline(commands, negated, line)
+        return Pipeline(commands, negated, place)
 
     def command(self) -> Command:
         token = self.next()
@@ -293,7 +299,7 @@ class _Parser:
 
 
 def _alone(command: Command) -> AndOr:
-    return AndOr(Pipeline([command], False, 0), [], False)
+    return AndOr(Pipeline([command], False, ""), [], False)
 
 
 _COMPOUND: dict[str, Callable[[_Parser], Command]] = {

@@ -114,7 +114,7 @@ def _configured(
             found.append(read(options, gpus=gpus, kind=kind, **how))
         except PlanError as error:
             raise of_script(error, args) from error
-        notes += found[-1].notes
+        notes += [*options.notes, *found[-1].notes]
         notes += note_of_strange(strange, notes)
         if found[-1].layout.precision is Precision.FP32 and cluster.profile is None:
             notes.append("no --bf16 or --fp16: priced in fp32, in which Megatron trains without them")

@@ -63,9 +63,10 @@ def given(args: argparse.Namespace, words: Sequence[str]) -> list[Given]:
         from megatron_2bw.planner.flags.launch import read_script
 
         launches = read_script(args.from_script, environment=os.environ, arguments=args.script_args)
+        how = {"explain": shown, "is_known": is_known}
         found = [
             Given(
-                Options.parse([*launch.words, *words], explain=shown, is_known=is_known),
+                Options.parse([*launch.words, *words], notes=launch.notes, **how),
                 launch.kind,
                 launch.gpus,
                 unknown(Options.parse([*behind_program(launch.words), *words]).values),
@@ -120,7 +121,7 @@ def planned(args: argparse.Namespace, words: Sequence[str]) -> tuple[Model, list
         try:
             priced = check_priced(options)
             found.append((read_model(options, kind=kind), _settings(options, gpus)))
-            notes += [*guessed_vocabulary(options, kind), *priced]
+            notes += [*options.notes, *guessed_vocabulary(options, kind), *priced]
         except PlanError as error:
             raise of_script(error, args) from error
         notes += note_of_strange(strange, notes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
 
 from megatron_2bw.planner.bash.scope import is_known, may_be_words, settled, shown
-from megatron_2bw.planner.bash.script import commands
+from megatron_2bw.planner.bash.script import followed
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.flags import SWITCHES, Configuration
 from megatron_2bw.planner.specs.model import Kind
@@ -52,6 +52,8 @@ class Launch:
     kind: Kind
     gpus: int | None
     """World size; None where the script does not tell."""
+    notes: tuple[str, ...] = ()
+    """On files that would set its variables and are not there."""
 
 
 def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[Launch]:
@@ -71,18 +73,18 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
         raise PlanError(f"--from-script {file}: {error.strerror}; give a bash script") from error
     slurm = _slurm(text)
     try:
-        found = commands(text, file=file, environment={**slurm, **environment}, arguments=arguments)
+        reading = followed(text, file=file, environment={**slurm, **environment}, arguments=arguments)
     except PlanError as error:
         raise PlanError(f"--from-script {file}: {error}") from error
     except RecursionError as error:
         raise PlanError(f"--from-script {file}: it is nested too deeply; give a simpler script") from error
-    described = dict.fromkeys(tuple(words) for words in found if len(_TELLING.intersection(words)) > 1)
+    described = dict.fromkeys(tuple(words) for words in reading.commands if len(_TELLING.intersection(words)) > 1)
     training = [words for words in described if _matching(_NO_TRAINING, words) is None]
     if described and not training:
         other = _matching(_NO_TRAINING, next(iter(described)))
         raise PlanError(f"--from-script {file}: {other} trains nothing; give the script that trains the model")
     if not training:
-        for words in found:
+        for words in reading.commands:
             if (hidden := _hidden_from_trainer(words)) and not _matching(_NO_TRAINING, words):
                 raise PlanError(f"--from-script {file}: {_may_be_flags(hidden)}")
         hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
@@ -90,6 +92,7 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
         hint += ", or the arguments and variables without which it exits" if _EXIT.search(text) else ""
         raise PlanError(
             f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"
+            + "".join(f"; {note}" for note in _absent(reading.absent))
         )
     for words in training:
         if other := _matching(_OTHERS, words):
@@ -99,7 +102,10 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
             )
         if hidden := _hidden(words):
             raise PlanError(f"--from-script {file}: {_may_be_flags(hidden)}")
-    return [Launch(words=words, kind=_kind(words), gpus=_gpus(words, slurm, environment)) for words in training]
+    notes = tuple(_absent({source: names for source, names in reading.absent.items() if names}))
+    return [
+        Launch(words=words, kind=_kind(words), gpus=_gpus(words, slurm, environment), notes=notes) for words in training
+    ]
 
 
 def agreed(configurations: Sequence[Configuration], *, file: Path) -> Configuration:
@@ -119,6 +125,17 @@ def agreed(configurations: Sequence[Configuration], *, file: Path) -> Configurat
                     "leave one, or give its flags"
                 )
     return first
+
+
+def _absent(absent: Mapping[str, set[str]]) -> Iterator[str]:
+    """A note on the files to read that are not there, where there are any."""
+    sources, names = list(absent), sorted(set().union(*absent.values()))
+    listed = f", perhaps {', '.join(names[:3])}{' or others' * (len(names) > 3)}" if names else ""
+    if len(sources) == 1:
+        yield f"{sources[0]} is not there; what it sets counts as not set{listed}"
+    elif sources:
+        more = f" and {len(sources) - 3} more" if len(sources) > 3 else ""
+        yield f"{', '.join(sources[:3])}{more} are not there; what they set counts as not set{listed}"
 
 
 def _matching(names: re.Pattern[str], words: Sequence[str]) -> str | None:

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.spelling import misspelled
@@ -21,9 +22,11 @@ class Options:
     """How to show a value in a message."""
     is_known: Callable[[str], bool] = field(default=lambda value: True)
     """False for a value that only running a script would tell."""
+    notes: tuple[str, ...] = ()
+    """On a script."""
 
     @classmethod
-    def parse(cls, words: Iterable[str], **more: Callable) -> Options:
+    def parse(cls, words: Iterable[str], **more: Any) -> Options:
         """Read ``--flag value ...`` and ``--flag=value``; words before the first flag are ignored.
 
         >>> Options.parse("torchrun x.py --bf16 --lr=1e-4 --split 9 1".split()).values
@@ -77,7 +80,7 @@ class Options:
                 raise PlanError(
                     f"{flag} {self.explain(word)}: nothing sets it, for commands are not run and arrays with keys not "
                     "read; set its variables in the environment, give the arguments of the script with --script-args, "
-                    "or write the value"
+                    f"or write the value{''.join(f'; {note}' for note in self.notes)}"
                 )
         return words
 
