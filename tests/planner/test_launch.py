@@ -284,6 +284,8 @@ def test_many_ways():
             "#SBATCH -N 2 --gpus-per-node=4\ntorchrun --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_ON_NODE",
             8,
         ),
+        ('#SBATCH -N 2 --ntasks-per-node 4\nif [ -z $SLURM_JOB_ID ]; then sbatch "$0"; exit; fi\nsrun {}', 8),
+        ('[ -n "$SLURM_JOBID" ] || exec sbatch -N 2 --ntasks-per-node 4 $0\nsrun {}', 8),
         ("NODES=($(hosts)); torchrun --nproc_per_node 8 --nnodes ${#NODES[@]}", None),
         ("set -- $(hosts); torchrun --nproc_per_node 8 --nnodes $#", None),
         ("", None),
@@ -294,6 +296,14 @@ def test_the_number_of_gpus(launcher: str, gpus: int | None, tmp_path: Path):
     file.write_text(launcher.format(TRAINING) if "{}" in launcher else f"{launcher} {TRAINING}")
     (launch,) = read_script(file, environment={})
     assert launch.gpus == gpus
+
+
+def test_a_job_begins_in_the_folder_that_it_is_submitted_from(tmp_path: Path):
+    (tmp_path / "env.sh").write_text("MBS=4")
+    (file := tmp_path / "run.sh").write_text(
+        f"#SBATCH -N 1\nsource $SLURM_SUBMIT_DIR/env.sh\n{ALONE} --micro-batch-size $MBS"
+    )
+    assert configuration(file, {"PWD": str(tmp_path)}).layout.microbatch == 4
 
 
 def test_nothing_runs(tmp_path: Path):

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 _SHELLS = {"bash", "sh", "zsh", "dash", "ksh"}
 _WITH_VALUE = {"--rcfile", "--init-file"}
+JOB = {"SLURM_JOB_ID": "1", "SLURM_JOBID": "1"}
+"""By which a script knows that Slurm runs it; which job it is matters to no price."""
 _SET = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -61,7 +63,7 @@ def sent(launcher: Sequence[str], variables: Mapping[str, str]) -> dict[str, str
     >>> sent("srun --export NONE".split(), {"C": "3", "SLURM_NNODES": "4"})
     {'SLURM_NNODES': '4'}
     """
-    found = dict(variables)
+    found = {**variables, **(JOB if launcher and Path(launcher[0]).name == "sbatch" else {})}
     exported = [
         part
         for word, following in zip(launcher, [*launcher[1:], ""], strict=False)

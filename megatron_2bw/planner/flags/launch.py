@@ -11,6 +11,7 @@ from textwrap import shorten
 
 from megatron_2bw.planner.bash.scope import is_known, may_be_words, settled, shown
 from megatron_2bw.planner.bash.script import followed
+from megatron_2bw.planner.bash.shells import JOB
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.flags import SWITCHES, Configuration
 from megatron_2bw.planner.specs.model import Kind
@@ -71,7 +72,7 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise PlanError(f"--from-script {file}: {error.strerror}; give a bash script") from error
-    slurm = _slurm(text)
+    slurm = _slurm(text, environment)
     try:
         reading = followed(text, file=file, environment={**slurm, **environment}, arguments=arguments)
     except PlanError as error:
@@ -174,11 +175,14 @@ def _may_be_flags(hidden: str) -> str:
     )
 
 
-def _slurm(text: str) -> dict[str, str]:
+def _slurm(text: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that Slurm would set, from the ``#SBATCH`` lines."""
     words = [word for line in re.findall(r"^#SBATCH\s+(.*)$", text, re.MULTILINE) for word in line.split()]
+    if not words:
+        return {}
     asked = _options(words)
-    variables = {name: asked[flag] for flag, name in _SLURM.items() if flag in asked}
+    variables = JOB | {"SLURM_SUBMIT_DIR": environment.get("PWD", "")}
+    variables |= {name: asked[flag] for flag, name in _SLURM.items() if flag in asked}
     if "SLURM_NNODES" in variables:
         variables["SLURM_JOB_NUM_NODES"] = variables["SLURM_NNODES"]
     nodes, per_node = (_count(variables.get(name)) for name in ("SLURM_NNODES", "SLURM_NTASKS_PER_NODE"))
