@@ -103,7 +103,8 @@ def test_arguments_of_the_script():
     (launch,) = read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["70b"])
     model = read(Options.parse(launch.words), gpus=launch.gpus).model
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (80, 8192, 28672)
-    with pytest.raises(PlanError, match="give another file, or the arguments and variables without which it exits"):
+    exits = r'before it exits at line 25 \(if "\$MODEL" is \*\); give the variables or arguments \(--script-args\)'
+    with pytest.raises(PlanError, match=exits):
         read_script(SCRIPTS / "conditions.sh", environment={}, arguments=["7x"])
 
 
@@ -158,6 +159,26 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
             f"source env.sh; {ALONE} --micro-batch-size $MBS",
             "line 1: source env.sh is not there; what it sets counts as not set, perhaps MBS",
         ),
+        ("\nif [ $# -lt 2 ]; then echo usage; exit 1; fi; train", "before it exits at line 2 (if [ $# -lt 2 ]); give"),
+        (
+            "[[ -n $A ]] || exit\ntrain",
+            "before it exits at line 1 (unless [[ -n $A ]]); give the variables or arguments",
+        ),
+        ("f() {\nexit 1\n}\n! ((N)) && f; train", "before it exits at line 2 (if ! ((N))); give the variables or"),
+        (
+            "source exits.sh; train",
+            "before it exits at exits.sh, line 2 (if [ -z $A ]); give the variables or arguments",
+        ),
+        ("(exit); true; if ! tool; then exit; fi; train; exit 0", "such as --num-layers; give another file"),
+        (
+            "A='--num-layers 2 --hidden-size 4'; B=(--lr 1); C=(--seq-length 8); train ${B[@]}",
+            "--num-layers (no command uses A and C, which hold some); give the script that sources this file",
+        ),
+        (
+            "A=(--num-layers 2); echo $A",
+            "(no command uses A, which holds some); give the script that sources this file",
+        ),
+        ("A='train --num-layers 2'; ssh host \"$A\"", "such as --num-layers; give another file"),
         (
             "source env.sh; $RUN",
             "give another file; line 1: source env.sh is not there; what it sets counts as not set",
@@ -227,6 +248,7 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
     ],
 )
 def test_what_cannot_be_read_gets_one_clear_message(script: str, message: str, tmp_path: Path):
+    (tmp_path / "exits.sh").write_text("\nif [ -z $A ]; then exit 1; fi")
     file = tmp_path / "run.sh"
     file.write_text(script)
     with pytest.raises(PlanError) as refusal:

@@ -26,6 +26,7 @@ from megatron_2bw.planner.bash.syntax import (
     Pipeline,
     Simple,
     While,
+    written,
 )
 from megatron_2bw.planner.bash.tokens import Token
 from megatron_2bw.planner.errors import PlanError
@@ -40,9 +41,11 @@ Status = bool | None
 class Left(Exception):
     """``exit``, ``return``, ``break`` or ``continue``."""
 
-    def __init__(self, word: str, *, status: Status = None, levels: int = 1) -> None:
+    def __init__(
+        self, word: str, *, status: Status = None, levels: int = 1, where: tuple[str, str] | None = None
+    ) -> None:
         super().__init__(word)
-        self.word, self.status, self.levels = word, status, levels
+        self.word, self.status, self.levels, self.where = word, status, levels, where
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +61,10 @@ class Flow:
     steps: int = 0
     place: str = ""
     """In the script, or a file that it reads."""
+    test: str = ""
+    """Why it came here, as the script writes it, where it is simple."""
+    exits: list[tuple[str, str]] = field(default_factory=list)
+    """Where it exits, and why."""
     path: tuple[int, ...] = ()
     """Which way to go on from, 0 or 1, per place where both ways end differently; the first beyond."""
     taken: list[int] = field(default_factory=list)
@@ -98,7 +105,8 @@ class Flow:
         status = self.pipeline(statement.first)
         for operator, pipeline in statement.rest:
             ways = partial(self.pipeline, pipeline), partial(bool, operator == "||")
-            status = self.either(status, *(ways if operator == "&&" else ways[::-1]))
+            test = written([AndOr(statement.first, [], False)]) if pipeline is statement.rest[0][1] else ""
+            status = self.either(status, *(ways if operator == "&&" else ways[::-1]), test)
         return status
 
     def pipeline(self, pipeline: Pipeline) -> Status:
@@ -114,7 +122,8 @@ class Flow:
             case Simple():
                 return self.simple(command)
             case If(condition, body, otherwise):
-                return self.either(self.list(condition), partial(self.list, body), partial(self.list, otherwise))
+                ways = partial(self.list, body), partial(self.list, otherwise)
+                return self.either(self.list(condition), *ways, written(condition))
             case While():
                 return self.while_(command)
             case For():
@@ -122,7 +131,7 @@ class Flow:
             case ArithmeticFor():
                 return self.counted(command)
             case Case(subject, clauses):
-                return self.case(settled(text_of(subject.text, self.scope)), clauses)
+                return self.case(settled(text_of(subject.text, self.scope)), clauses, subject.text)
             case Group(body, subshell):
                 return self.apart(partial(self.list, body)) if subshell else self.list(body)
             case Function(name, body):
@@ -140,14 +149,25 @@ class Flow:
         try:
             return run()
         except Left as left:
-            return left.status
+            return self.leave(left)
         finally:
             self.scope, self.early, self.loops = before
 
-    def either(self, status: Status, first: Callable[[], Status], second: Callable[[], Status]) -> Status:
-        """The first way where ``status`` says so, or the second; both where it is not known."""
+    def leave(self, left: Left) -> Status:
+        """End what runs apart, or the script."""
+        self.exits += [left.where] if left.where else []
+        return left.status
+
+    def either(
+        self, status: Status, first: Callable[[], Status], second: Callable[[], Status], test: str = ""
+    ) -> Status:
+        """The first way where ``status``, of ``test``, says so, or the second; both where it is not known."""
         if status is not None:
-            return first() if status else second()
+            before, self.test = self.test, f"{'if' if status else 'unless'} {test}" if test else self.test
+            try:
+                return first() if status else second()
+            finally:
+                self.test = before
         start, ends, leaving = self.scope, [], None
         for way in (first, second):
             self.scope = start.copy()
@@ -270,13 +290,14 @@ class Flow:
             return left.word == "continue"
         return True
 
-    def case(self, subject: str | None, clauses: list[tuple[list[Token], list[AndOr]]]) -> Status:
+    def case(self, subject: str | None, clauses: list[tuple[list[Token], list[AndOr]]], text: str) -> Status:
         if not clauses:
             return True
         (patterns, body), *rest = clauses
         answers = {matches(subject, pattern_of(token.text, self.scope)) for token in patterns}
         status = True if True in answers else None if None in answers else False
-        return self.either(status, partial(self.list, body), partial(self.case, subject, rest))
+        test = f"{text} is {'|'.join(token.text for token in patterns)}"
+        return self.either(status, partial(self.list, body), partial(self.case, subject, rest, text), test)
 
     def computed(self, expression: str) -> Status:
         """Whether ``(( expression ))`` is not 0."""

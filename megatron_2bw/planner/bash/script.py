@@ -15,7 +15,7 @@ from megatron_2bw.planner.bash.conditions import holds
 from megatron_2bw.planner.bash.expand import document_of, fields, text_of
 from megatron_2bw.planner.bash.flow import Flow, Left, Status
 from megatron_2bw.planner.bash.folders import moved
-from megatron_2bw.planner.bash.scope import Scope, is_gone, is_known, settled, shown, unknown
+from megatron_2bw.planner.bash.scope import Scope, Value, is_gone, is_known, settled, shown, unknown
 from megatron_2bw.planner.bash.shells import Call, sent, started
 from megatron_2bw.planner.bash.syntax import AndOr, Simple, parse
 from megatron_2bw.planner.bash.tokens import Token
@@ -36,6 +36,10 @@ class Followed:
     """That it would run, each as its words, in order; those of other ways behind them."""
     absent: dict[str, set[str]]
     """``source`` of files that are not there, with its line, and the variables behind it that nothing sets."""
+    exits: list[tuple[str, str]]
+    """Lines where it exits for a test, and that."""
+    values: dict[str, Value]
+    """Variables at the end."""
 
 
 def followed(text: str, *, file: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> Followed:
@@ -56,15 +60,19 @@ def followed(text: str, *, file: Path, environment: Mapping[str, str], arguments
     >>> followed(script, file=Path("run.sh"), environment={}).commands
     [['torchrun', 'train.py', '--tensor-model-parallel-size', '4', '--sequence-parallel']]
     """
-    found = Followed(commands=[], absent={})
+    found = Followed(commands=[], absent={}, exits=[], values={})
     body, paths, steps = parse(text), [()], 0
     while paths:
         variables = {"PWD": str(Path.cwd()), **environment}
         scope = Scope(values=variables, exported=set(variables), positional=[*arguments], script=str(file))
         scope.absent = found.absent
         reading = _Reading(scope=scope, folder=file.parent, path=paths.pop(), steps=steps)
-        with suppress(Left):
+        try:
             reading.follow(body)
+        except Left as left:
+            reading.leave(left)
+        found.exits.extend(reading.exits)
+        found.values.update(reading.scope.values)
         found.commands.extend(words for words in reading.commands if not reading.path or words not in found.commands)
         paths += reading.others()
         steps = reading.steps
@@ -169,7 +177,9 @@ class _Reading(Flow):
             if argument and not (number or "").isdecimal():
                 raise PlanError(f"{word} {shown(argument)}: only running the script would tell which loop; write it")
             return Left(word, levels=min(int(number or 1), self.loops))
-        return Left(word, status=self.scope.status if argument is None else number and not number.strip("0"))
+        where = (self.place, self.test) if word == "exit" and self.test else None
+        status = self.scope.status if argument is None else number and not number.strip("0")
+        return Left(word, status=status, where=where)
 
     def program(self, words: list[str], given: str | None) -> Status:
         """Keep a command, or follow the shell that it starts."""

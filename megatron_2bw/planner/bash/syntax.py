@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_2bw.planner.bash.scope import unknown
@@ -105,6 +105,21 @@ def parse(text: str, *, where: str | None = "line ") -> list[AndOr]:
     if token := parser.peek():
         raise parser.misplaced(token)
     return found
+
+
+def written(body: Sequence[AndOr]) -> str:
+    """The one command that ``body`` is, as a script writes it; empty where it is more, or one with others within it."""
+    if len(body) != 1 or body[0].rest or len(body[0].first.commands) != 1:
+        return ""
+    mark = "! " * body[0].first.negated
+    match body[0].first.commands[0]:
+        case Simple(words):
+            return mark + " ".join(token.text for token in words)
+        case Conditional(words):
+            return f"{mark}[[ {' '.join(token.text for token in words)} ]]"
+        case Arithmetic(expression):
+            return f"{mark}(({expression}))"
+    return ""
 
 
 def sequence(text: str) -> list[Simple]:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
 
-from megatron_2bw.planner.bash.scope import is_known, may_be_words, settled, shown
-from megatron_2bw.planner.bash.script import followed
+from megatron_2bw.planner.bash.scope import Value, is_known, may_be_words, settled, shown
+from megatron_2bw.planner.bash.script import Followed, followed
 from megatron_2bw.planner.bash.shells import JOB
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.flags import SWITCHES, Configuration
@@ -32,7 +32,6 @@ _NO_TRAINING = re.compile(
 """Scripts that take the model's flags and compute no gradients."""
 _QUOTED = re.compile(r"\s-[a-z]*c\s+'")
 """The beginning of what a shell is to expand."""
-_EXIT = re.compile(r"^\s*(?:[^#'\"]*[\s;])?exit\b", re.MULTILINE)
 _SLURM = {"--nodes": "SLURM_NNODES", "--ntasks-per-node": "SLURM_NTASKS_PER_NODE", "--ntasks": "SLURM_NTASKS"}
 _ALIASES = {
     "-N": "--nodes",
@@ -88,13 +87,8 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
         for words in reading.commands:
             if (hidden := _hidden_from_trainer(words)) and not _matching(_NO_TRAINING, words):
                 raise PlanError(f"--from-script {file}: {_may_be_flags(hidden)}")
-        hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
-        hint += ", or write the flags with hyphens" if "--num_layers" in text else ""
-        hint += ", or the arguments and variables without which it exits" if _EXIT.search(text) else ""
-        raise PlanError(
-            f"--from-script {file}: no command with Megatron's flags, such as --num-layers; give another file{hint}"
-            + "".join(f"; {note}" for note in _absent(reading.absent))
-        )
+        why = "; ".join([_why_none(text, reading, environment), *_absent(reading.absent)])
+        raise PlanError(f"--from-script {file}: no command with Megatron's flags, such as --num-layers{why}")
     for words in training:
         if other := _matching(_OTHERS, words):
             raise PlanError(
@@ -126,6 +120,28 @@ def agreed(configurations: Sequence[Configuration], *, file: Path) -> Configurat
                     "leave one, or give its flags"
                 )
     return first
+
+
+def _why_none(text: str, reading: Followed, environment: Mapping[str, str]) -> str:
+    """Why no command has Megatron's flags, and the remedy."""
+    if reading.exits:
+        place, test = reading.exits[-1]
+        return (
+            f", before it exits at {place} ({shorten(shown(test), 80)}); give the variables or arguments "
+            "(--script-args) with which it goes on"
+        )
+    hint = ", or export the variables that the quoted command uses" if _QUOTED.search(text) else ""
+    hint += ", or write the flags with hyphens" if "--num_layers" in text else ""
+    holding = [name for name in reading.values.keys() - environment.keys() if _tells(reading.values[name])]
+    if hint or not holding or any(map(_tells, reading.commands)):
+        return f"; give another file{hint}"
+    names, hold = " and ".join(sorted(holding)[:3]), "holds" if len(holding) == 1 else "hold"
+    return f" (no command uses {names}, which {hold} some); give the script that sources this file"
+
+
+def _tells(value: Value) -> bool:
+    """Whether a text or words have flags of a training command."""
+    return any(word in _TELLING for text in ([value] if isinstance(value, str) else value) for word in text.split())
 
 
 def _absent(absent: Mapping[str, set[str]]) -> Iterator[str]:
