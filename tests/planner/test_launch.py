@@ -185,6 +185,18 @@ ALONE = f"{TRAINING.replace('python', 'mpirun -np 1 python')} --vocab-size 9"
         ),
         (f"{TRAINING} --vocab-size 9 --micro-batch-size $(cores)", "--micro-batch-size $(cores): nothing sets it"),
         (
+            f"MBS=${{12}}; {ALONE} --micro-batch-size $MBS",
+            "--micro-batch-size ${12}: argument 12 of the script; give --script-args with at least 12 words, or "
+            "--micro-batch-size N behind the script",
+        ),
+        (
+            f"A=$(cores); B=$((A * 2)); C=$((B / 4)); {ALONE} --micro-batch-size $C",
+            "--micro-batch-size $((B / 4)) from A=$(cores): nothing sets it, for commands are not run; give "
+            "--micro-batch-size N behind the script",
+        ),
+        (f"A=`cores`; {ALONE} --micro-batch-size ${{A%x}}", "${A%x} from A=`cores`: nothing sets it, for commands are"),
+        (f"A=($(hosts)); {ALONE} --micro-batch-size ${{#A[@]}}", "${#A[@]} from A=$(hosts): nothing sets it, for"),
+        (
             f"for t in 1 2; do {ALONE} --micro-batch-size $t; done",
             "2 different training commands, microbatch 1 or 2; leave one",
         ),

@@ -20,6 +20,7 @@ from megatron_2bw.planner.bash.scope import (
     is_gone,
     is_known,
     settled,
+    shown,
     unknown,
     unset,
 )
@@ -33,6 +34,9 @@ _DEFAULT = re.compile(r"(?P<empty_too>:?)(?P<operator>[-=+?])(?P<word>.*)", re.D
 _SUBSTRING = re.compile(r":([^:?]+)(?::([^:?]+))?")
 _COMMENT = re.compile(r"\s*(?:#[^\n]*)?\s*")
 """A command that does nothing, which explains lines of a longer one."""
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_ROOT = re.compile(r" from [A-Za-z_]\w*=.*", re.DOTALL)
+"""Where what is unknown comes from."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "e": "\x1b"}
 
 
@@ -182,7 +186,7 @@ def _joined(part: str, value: Value, scope: Scope) -> Value:
 def _expansion(part: str, scope: Scope) -> Value:
     if (part.startswith("$((") and part.endswith("))")) or part.startswith("$["):
         number = compute(part[3:-2] if part.startswith("$((") else part[2:-1], scope)
-        return unknown(part) if number is None else str(number)
+        return _derived(part, scope) if number is None else str(number)
     if part.startswith("$("):
         return _output(part, scope)
     if part == "$":
@@ -191,6 +195,17 @@ def _expansion(part: str, scope: Scope) -> Value:
     if isinstance(value, list) and part[1:] not in ("@", "*"):
         value = value[0] if value else None
     return unset(part) if value is None else value
+
+
+def _derived(part: str, scope: Scope) -> str:
+    """A stand-in for what ``part`` makes of variables that are unknown; names the one at their root."""
+    for name in _NAME.findall(part):
+        value = scope.values.get(name, "")
+        text = value if isinstance(value, str) else " ".join(value)
+        if settled(text) is None:
+            found = _ROOT.search(shown(text))
+            return unknown(part + (found[0] if found else f" from {name}={shown(text)}"))
+    return unknown(part)
 
 
 def _output(part: str, scope: Scope) -> str:
@@ -216,7 +231,7 @@ def _parameter(part: str, scope: Scope) -> Value | _Default:
         return unknown(part)
     value = _element(scope.seek(parameter["name"]), parameter, scope)
     if parameter["length"]:
-        return count("" if value is None else value) or unknown(part)
+        return count("" if value is None else value) or _derived(part, scope)
     change = parameter["change"]
     if default := _DEFAULT.fullmatch(change):
         return _defaulted(value, default, parameter["name"], scope)
@@ -225,7 +240,7 @@ def _parameter(part: str, scope: Scope) -> Value | _Default:
     if not change:
         return value
     changed = _changed(value, change, scope) if isinstance(value, str) and is_known(value) else None
-    return unknown(part) if changed is None else changed
+    return _derived(part, scope) if changed is None else changed
 
 
 def _element(value: Value | None, parameter: re.Match[str], scope: Scope) -> Value | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,11 @@ from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.spelling import misspelled
+
+_ARGUMENT = re.compile(r"\$\{?([1-9]\d*)")
+"""Of a script."""
+_OUTPUT = re.compile(r"\$\((?!\()|`")
+"""Of a command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +83,22 @@ class Options:
         words = self.values[flag][:most]
         for word in words:
             if not self.is_known(word):
-                raise PlanError(
-                    f"{flag} {self.explain(word)}: nothing sets it, for commands are not run and arrays with keys not "
-                    "read; set its variables in the environment, give the arguments of the script with --script-args, "
-                    f"or write the value{''.join(f'; {note}' for note in self.notes)}"
-                )
+                raise PlanError(self._unknown(flag, self.explain(word)))
         return words
+
+    def _unknown(self, flag: str, text: str) -> str:
+        """That what the script has behind ``flag`` is unknown, and the remedy."""
+        override = f"{flag} N behind the script"
+        if number := _ARGUMENT.search(text):
+            least = f"--script-args with at least {number[1]} words"
+            return f"{flag} {text}: argument {number[1]} of the script; give {least}, or {override}"
+        if _OUTPUT.search(text):
+            return f"{flag} {text}: nothing sets it, for commands are not run; give {override}"
+        return (
+            f"{flag} {text}: nothing sets it, for commands are not run and arrays with keys not read; set its "
+            f"variables in the environment, give the arguments of the script with --script-args, or {override}"
+            + "".join(f"; {note}" for note in self.notes)
+        )
 
     def number(self, flag: str, default: int | None = None) -> int | None:
         """The whole number behind ``flag``.
