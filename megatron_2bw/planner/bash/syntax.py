@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_2bw.planner.bash.scope import unknown
@@ -90,8 +91,9 @@ class Conditional(NamedTuple):
 Command = Simple | If | While | For | ArithmeticFor | Case | Group | Function | Arithmetic | Conditional
 
 
+@lru_cache(maxsize=64)
 def parse(text: str, *, where: str | None = "line ") -> list[AndOr]:
-    """The list of commands that ``text`` is.
+    """The list of commands that ``text`` is; a file that a script reads in many ways is parsed once.
 
     Args:
         text: of a script.

@@ -54,10 +54,15 @@ class _Reader:
     at: int = 0
     documents: list[Document] = field(default_factory=list)
     """That begin after this line."""
+    _line: int = 1
+    _counted: int = 0
 
     @property
     def line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        """Of the present position; asked for from the beginning to the end."""
+        self._line += self.text.count("\n", self._counted, self.at)
+        self._counted = self.at
+        return self._line
 
     def starts(self, text: str) -> bool:
         return self.text.startswith(text, self.at)

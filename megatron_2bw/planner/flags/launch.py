@@ -27,9 +27,14 @@ _OTHERS = re.compile(r"pretrain_(?:hybrid|ict|mamba|retro|t5|vision|vlm)\w*\.py"
 _TRAINER = re.compile(r"pretrain_(?:gpt|bert)\w*\.py")
 _NO_TRAINING = re.compile(
     r"(?!(?:pre)?train|finetune)(?:\w*_)?"
-    r"(?:convert|eval|evaluat(?:e|ion)|export|generat(?:e|ion)|inference|preprocess|quantize)(?:_\w*)?\.py"
+    r"(?:convert|eval|evaluat(?:e|ion)|export|generat(?:e|ion)|hf2\w+|hf_to|inference|preprocess|quantize|to_hf)"
+    r"(?:_\w*)?\.py"
 )
 """Scripts that take the model's flags and compute no gradients."""
+_CONVERTING = re.compile(r"--target-(?:tensor|pipeline|expert)(?:-model)?-parallel-size")
+"""What only a change of a checkpoint's layout has."""
+_TUNING = re.compile(r"--task|--retro-\w.*")
+"""What only Megatron's scripts of other models' tasks have, all called main.py."""
 _QUOTED = re.compile(r"\s-[a-z]*c\s+'")
 """The beginning of what a shell is to expand."""
 _SLURM = {"--nodes": "SLURM_NNODES", "--ntasks-per-node": "SLURM_NTASKS_PER_NODE", "--ntasks": "SLURM_NTASKS"}
@@ -79,18 +84,18 @@ def read_script(file: Path, *, environment: Mapping[str, str], arguments: Sequen
     except RecursionError as error:
         raise PlanError(f"--from-script {file}: it is nested too deeply; give a simpler script") from error
     described = dict.fromkeys(tuple(words) for words in reading.commands if len(_TELLING.intersection(words)) > 1)
-    training = [words for words in described if _matching(_NO_TRAINING, words) is None]
+    training = [words for words in described if _idle(words) is None]
     if described and not training:
-        other = _matching(_NO_TRAINING, next(iter(described)))
+        other = _idle(next(iter(described)))
         raise PlanError(f"--from-script {file}: {other} trains nothing; give the script that trains the model")
     if not training:
         for words in reading.commands:
-            if (hidden := _hidden_from_trainer(words)) and not _matching(_NO_TRAINING, words):
+            if (hidden := _hidden_from_trainer(words)) and not _idle(words):
                 raise PlanError(f"--from-script {file}: {_may_be_flags(hidden)}")
         why = "; ".join([_why_none(text, reading, environment), *_absent(reading.absent)])
         raise PlanError(f"--from-script {file}: no command with Megatron's flags, such as --num-layers{why}")
     for words in training:
-        if other := _matching(_OTHERS, words):
+        if other := _matching(_OTHERS, words) or next(filter(_TUNING.fullmatch, words), None):
             raise PlanError(
                 f"--from-script {file}: {other}: the cost model covers GPT and BERT alone; give the flags of one as "
                 "large"
@@ -159,6 +164,11 @@ def _matching(names: re.Pattern[str], words: Sequence[str]) -> str | None:
     """The first file among ``words`` whose name is one of ``names``."""
     modules = {module: f"{module.rpartition('.')[2]}.py" for flag, module in pairwise(words) if flag == "-m"}
     return next(filter(names.fullmatch, (modules.get(word, Path(word).name) for word in words)), None)
+
+
+def _idle(words: Sequence[str]) -> str | None:
+    """The file that a command runs, or a flag of it, by which it computes no gradients."""
+    return _matching(_NO_TRAINING, words) or next(filter(_CONVERTING.fullmatch, words), None)
 
 
 def _kind(words: Sequence[str]) -> Kind:
