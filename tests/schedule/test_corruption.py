@@ -46,7 +46,7 @@ def test_what_is_always_wrong_is_always_refused(kind: str, draw: Callable[..., S
         assert any(f": {rule}: " in error.message for rule in Rule)
 
 
-@pytest.mark.parametrize("authored", [False, True], ids=["lowered", "authored"])
+@pytest.mark.parametrize("authored", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["lowered", "authored"])
 def test_a_changed_program_is_refused_exactly_when_it_computes_something_else(authored: bool):
     """The judge is the interpreter, which carries the Program out and knows no rule of the validator."""
     verdicts: Counter[tuple[str, bool]] = Counter()
