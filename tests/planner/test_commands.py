@@ -933,3 +933,20 @@ def test_flags_of_other_programs_are_named(capsys: pytest.CaptureFixture[str], t
         "note: no --vocab-size: priced with 32,000 tokens, those of Llama2Tokenizer as published; give yours",
         "note: --tp-size: not among Megatron's flags, so not priced",
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "left_out"),
+    [
+        ("--model mixtral-8x7b", ["--pipeline-schedule inter-layer", "--context-parallel-size", "--expert-tensor"]),
+        ("--model llama2-7b --pipeline-schedule 2bw --context-parallel-size 1,2", []),
+        ("--model llama3-8b", ["--pipeline-schedule inter-layer, pipedream, gems, chimera, mixpipe"]),
+        ("--model bert-2.2b", ["--pipeline-schedule inter-layer"]),
+    ],
+)
+def test_a_plan_says_what_it_did_not_try(more: str, left_out: list[str], capsys: pytest.CaptureFixture[str]):
+    command = f"plan {more} --cluster dgx-h100 --gpus 16 --global-batch-size 64"
+    found = json.loads(run(capsys, f"{command} --json")[1])["not_tried"]
+    assert len(found) == len(left_out)
+    assert all(map(str.startswith, found, left_out))
+    assert ("Not tried unless asked for: " in run(capsys, command)[1]) == bool(left_out)

@@ -232,9 +232,9 @@ def _print(args: argparse.Namespace, plan: Plan, space: Space, notes: Sequence[s
         if said:  # Not where the flags are pasted, but where who pastes them reads.
             print("\n".join(["megatron-2bw:", *said]), file=sys.stderr)
     elif args.json:
-        print(json.dumps({**plan_json(plan, args.top), "notes": notes}, indent=2))
+        print(json.dumps({**plan_json(plan, args.top, space), "notes": notes}, indent=2))
     else:
-        print("\n".join(plan_lines(plan, args.top, notes)))
+        print("\n".join(plan_lines(plan, args.top, space, notes)))
 
 
 def _searched(args: argparse.Namespace, model: Model, cluster: Cluster, space: Space, keep: int) -> Plan:

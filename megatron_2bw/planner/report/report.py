@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from megatron_2bw.planner.cost.costs import PRICED, SCHEDULES
 from megatron_2bw.planner.flags.flags import in_flags, layout_flags
 from megatron_2bw.planner.flags.model_flags import model_flags
 from megatron_2bw.planner.memory import memory
@@ -22,7 +23,8 @@ from megatron_2bw.planner.search.finder import Choice, first_of_kinds, parts_of
 from megatron_2bw.planner.search.search import Plan
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout
-from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.specs.model import Kind, Model
+from megatron_2bw.planner.specs.space import LEAST_TOKENS, Space
 from megatron_2bw.planner.table import billions, gib, seconds, table, wrapped
 from megatron_2bw.schedule.timeline import percent
 
@@ -49,7 +51,7 @@ def sentences(plan: Plan) -> list[str]:
     return [*_narrow(plan), *advice(plan)]
 
 
-def plan_lines(plan: Plan, top: int, notes: Sequence[str] = ()) -> Iterator[str]:
+def plan_lines(plan: Plan, top: int, space: Space, notes: Sequence[str] = ()) -> Iterator[str]:
     """The best layouts, what they mean, what is out, and the flags of the best."""
     yield from _heading(plan.model, plan.cluster, plan.global_batch)
     yield ""
@@ -64,6 +66,8 @@ def plan_lines(plan: Plan, top: int, notes: Sequence[str] = ()) -> Iterator[str]
     yield from (f"note: {note}" for note in notes)
     yield ""
     yield from _rejected(plan)
+    if left_out := untried(plan.model, space):
+        yield f"Not tried unless asked for: {'; '.join(left_out)}."
     yield ""
     yield from launch_lines(plan.model, plan.best.layout, plan.cluster, planned_flags(plan, plan.best))
 
@@ -141,6 +145,20 @@ def _rejected(plan: Plan) -> Iterator[str]:
         yield f"  {rejection.count:,} x {rejection.rule}: {in_flags(rejection.reason)} ({rejection.example})"
 
 
+def untried(model: Model, space: Space) -> list[str]:
+    """What a search in ``space`` leaves out, though it has a price, unless it is asked for."""
+    others = f"--pipeline-schedule {', '.join(name for name in PRICED if name not in SCHEDULES)}"
+    has_short = model.kind is Kind.GPT and model.seq_length < 2 * LEAST_TOKENS
+    short = f"--context-parallel-size above 1 for sequences of less than {2 * LEAST_TOKENS:,} tokens"
+    splits = "--expert-tensor-parallel-size other than 1 and --tensor-model-parallel-size"
+    left_out = {
+        others: space.schedules is None,
+        short: space.contexts is None and has_short,
+        splits: space.expert_tensors is None and model.num_experts > 0,
+    }
+    return [what for what, is_left_out in left_out.items() if is_left_out]
+
+
 def launch_lines(model: Model, layout: Layout, cluster: Cluster, flags: Sequence[str]) -> Iterator[str]:
     """What to put around and behind the training script: ``flags``."""
     yield f"flags of {name(layout)}; data, tokenizer, optimizer and what no price depends on, such as"
@@ -203,7 +221,7 @@ def _rejection_json(rejection: Rejection) -> dict[str, Any]:
     return {name: getattr(rejection, name) for name in ("step", "rule", "reason", "example", "count")}
 
 
-def plan_json(plan: Plan, top: int) -> dict[str, Any]:
+def plan_json(plan: Plan, top: int, space: Space) -> dict[str, Any]:
     """All that ``plan_lines`` says."""
     return {
         "model": _json_of(plan.model),
@@ -217,6 +235,7 @@ def plan_json(plan: Plan, top: int) -> dict[str, Any]:
         "advice": sentences(plan),
         "rejected": [_rejection_json(rejection) for rejection in plan.rejected],
         "layouts": plan.layouts,
+        "not_tried": untried(plan.model, space),
     }
 
 
