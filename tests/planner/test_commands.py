@@ -768,12 +768,14 @@ def test_what_the_estimate_leaves_out_of_late_receives_and_of_layers_of_torch_in
         ESTIMATE.replace(" --bf16", ""),
     )
     for command, note in {
-        f"{two_bw} --pipeline-receives late": "receives that are posted early",
+        two_bw: "note: priced with --pipeline-receives early; late, the default on GPUs, a microbatch takes two",
         f"{in_fp32} --transformer-impl local": "which are in TF32",
     }.items():
         assert note in words_of(run(capsys, command)[1])
     for command in (f"{ESTIMATE} --transformer-impl local", in_fp32):
         assert "TF32" not in run(capsys, command)[1]
+    for command in (f"{two_bw} --pipeline-receives early", ESTIMATE):
+        assert "early; late" not in words_of(run(capsys, command)[1])
 
 
 def test_gamma_may_be_0(capsys: pytest.CaptureFixture[str]):

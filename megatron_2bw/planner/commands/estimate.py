@@ -91,6 +91,7 @@ def _configured(
     from megatron_2bw.planner.flags.model_flags import model_flags
     from megatron_2bw.planner.flags.names import unknown
     from megatron_2bw.planner.flags.options import Options
+    from megatron_2bw.planner.rules import MEGATRON
     from megatron_2bw.planner.specs.inputs import sized
     from megatron_2bw.planner.specs.layout import Precision
     from megatron_2bw.planner.specs.model import Kind
@@ -116,6 +117,12 @@ def _configured(
             raise of_script(error, args) from error
         notes += [*options.notes, *found[-1].notes]
         notes += note_of_strange(strange, notes)
+        is_ours = found[-1].layout.schedule != MEGATRON and found[-1].layout.pipeline > 1
+        if is_ours and options.text("--pipeline-receives") != "early":
+            notes.append(
+                "priced with --pipeline-receives early; late, the default on GPUs, a microbatch takes two transfers "
+                "more at most"
+            )
         if found[-1].layout.precision is Precision.FP32 and cluster.profile is None:
             notes.append("no --bf16 or --fp16: priced in fp32, in which Megatron trains without them")
     unread = Options.parse(words).values.keys() - SPELLED - ignored(args)

@@ -163,10 +163,6 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         "priced, from Ampere on, with products of Transformer Engine, which are in TF32; torch's take several times as "
         "long",
     ),
-    "--pipeline-receives": (
-        lambda options, flag: options.text(flag) == "late",
-        "transfers are priced with receives that are posted early",
-    ),
     "--muon-scalar-optimizer": (
         lambda options, flag: options.text(flag, "adam") != "adam",
         "priced with Adam for what is no matrix",
@@ -240,7 +236,7 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
 CHECKED = frozenset(
     {
         *(*_REFUSED, *_NOTED, "--overlap-param-gather", "--clip-grad"),
-        *("--mrope-section", "--rotary-interleaved"),
+        *("--mrope-section", "--rotary-interleaved", "--pipeline-receives"),
     }
 )
 """Flags that are looked at here."""
