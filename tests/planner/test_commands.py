@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -880,14 +881,16 @@ def test_a_plan_for_a_launch_script(capsys: pytest.CaptureFixture[str], tmp_path
     assert found["notes"] == [
         "no --vocab-size: priced with 32,000 tokens, those of Llama2Tokenizer as published; give yours",
         "--msamp: not among Megatron's flags, so not priced",
-        f"take {', '.join(sorted(stale))} out of the script, as the plan has another layout",
+        f"take {', '.join(sorted(stale))} out of the script: the plan has another layout",
     ]
     changed = f"{command} --fp16 --global-batch-size 64 --gpus 16 --vocab-size 50000 --optimizer adam"
     found = json.loads(run(capsys, f"{changed} --ignore msamp --json")[1])
     assert (found["global_batch"], found["cluster"]["nodes"], found["model"]["vocab_size"]) == (64, 2, 50000)
     assert found["choices"][0]["layout"]["precision"] == "fp16"
     assert found["choices"][0]["layout"]["optimizer"] == "adam"
-    assert [note for note in found["notes"] if not note.startswith("take ")] == []
+    out, silent = found["notes"]
+    assert {"--bf16", "--num-layers-per-virtual-pipeline-stage"} <= set(re.split("[ ,]+", out))
+    assert silent.startswith("--optimizer: planned without;")
     assert "note: --msamp" in run(capsys, f"{command} --flags-only")[2]
     assert "note: --msamp" in run(capsys, command)[1]
 
@@ -897,12 +900,17 @@ def test_a_plan_for_a_launch_script(capsys: pytest.CaptureFixture[str], tmp_path
     [
         (("--global-batch-size 512", ""), "", "--global-batch-size is missing: the number of microbatches depends"),
         (("--seq-length 4096", ""), "", "--seq-length is missing: the costs depend on it"),
+        (("--msamp", "--num-key-value-heads 8"), "", "give --group-query-attention --num-query-groups in its place"),
+        (("--msamp", "--swiglu 8"), "", "--swiglu 8: it takes no value"),
+        (("", ""), "--global-batch-size 0", "--global-batch-size 0: give a whole number of at least 1"),
+        (("", ""), "--recompute-activations", "--recompute-activations is neither an option of this command nor"),
+        (("", ""), "--optimizer sgd --use-precision-aware-optimizer", "is a distributed Adam; leave it out"),
         (("--bf16", "--bf16 --lora-r 4 --deepspeed"), "", "; to price the rest, give --ignore deepspeed,lora-r"),
         (("--msamp", "--position-embedding-type alibi"), "", "(a flag behind --from-script FILE wins over the"),
         (
             ("--lr 1e-4", f"; {LAUNCH} --optimizer adam"),
             "",
-            "2 different training commands; leave one, or give its flags",
+            "2 different training commands, optimizer sgd or adam; leave one, or give its flags",
         ),
         (
             ("--msamp", "--fp8-format hybrid"),
@@ -952,3 +960,49 @@ def test_a_plan_says_what_it_did_not_try(more: str, left_out: list[str], capsys:
     assert len(found) == len(left_out)
     assert all(map(str.startswith, found, left_out))
     assert ("Not tried unless asked for: " in run(capsys, command)[1]) == bool(left_out)
+
+
+LEAN = LAUNCH.replace("--num-layers-per-virtual-pipeline-stage 2 --sequence-parallel ", "").replace("--msamp ", "")
+
+
+@pytest.mark.parametrize(
+    ("behind", "more", "notes"),
+    [
+        ("", "", []),
+        ("--moe-token-dispatcher-type flex", "", []),
+        (f"; {LEAN} --global-batch-size 256", "--global-batch-size 64", []),
+        ("--sequence-parallel --bf16", "--tensor-model-parallel-size 1", ["take --sequence-parallel out"]),
+        ("--step-batch-size-schedule '0:256 1B:512'", "", ["take --step-batch-size-schedule out of the"]),
+        ("--microbatch-group-size-per-virtual-pipeline-stage 16", "", ["take --microbatch-group-size"]),
+        ("--defer-embedding-wgrad-compute", "--pipeline-schedule 2bw", ["take --defer-embedding-wgrad-compute out"]),
+        ("", "--fp16", ["take --bf16 out of the script"]),
+        ("--use-flash-attn", "--attention-backend unfused", ["--use-flash-attn: planned without; take that out of"]),
+        ("--no-bias-swiglu-fusion", "", ["--no-bias-swiglu-fusion: planned without; take that out of the script"]),
+        ("--yaml-cfg x --tensor-model-parallel-size 3", "--ignore yaml-cfg", []),
+    ],
+    ids=str,
+)
+def test_what_of_a_launch_script_does_not_go_with_its_plan(
+    behind: str, more: str, notes: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    script = tmp_path / "run.sh"
+    script.write_text(f"{LEAN} {behind}")
+    code, out, err = run(capsys, f"plan --from-script {script} --cluster dgx-h100 {more} --json")
+    assert code == 0, err
+    guess, *found = json.loads(out)["notes"]
+    assert guess.startswith("no --vocab-size")
+    assert len(found) == len(notes)
+    assert all(map(str.startswith, found, notes)), found
+
+
+@pytest.mark.parametrize("more", ["", "--explain 2bw:d2,t1", "--cost-model paper", "--flags-only", "--json"])
+def test_no_form_of_a_plan_hides_what_was_assumed(more: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    script = tmp_path / "run.sh"
+    script.write_text(LAUNCH.replace("--bf16", "").replace("--nproc-per-node 8", "-m"))
+    code, out, err = run(capsys, f"plan --from-script {script} --cluster dgx-a100 {more}")
+    assert code == 0, err
+    said = words_of(out + err)
+    assert "the script does not say how many GPUs" in said
+    assert "tokens, those of Llama2Tokenizer" in said
+    assert "--msamp: not among Megatron's flags" in said
+    assert ("priced in fp32" in said) == ("paper" not in more)

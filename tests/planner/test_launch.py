@@ -701,3 +701,28 @@ def agree(ours: list[list[str | None]], theirs: list[list[str]], *, both_ways: b
     if both_ways or len(ours) != len(theirs):
         return not is_known or (both_ways and all(words in ours for words in theirs))
     return all(our == their for our, their in zip(ours, theirs, strict=True) if None not in our)
+
+
+def test_a_file_is_looked_for_where_the_script_has_gone(tmp_path: Path):
+    """Not beside the script, where there is one of that name, too; relative or absolute."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "env.sh").write_text("MBS=4")
+    (tmp_path / "scripts" / "env.sh").write_text("MBS=1")
+    file = tmp_path / "scripts" / "run.sh"
+    for going, name, microbatch in (
+        ('cd "$(dirname "$0")/.."', "./env.sh", 4),
+        ('cd "$(dirname "$0")/.."', "$PWD/env.sh", 4),
+        ("true", "./env.sh", 1),
+        ("true", "$PWD/env.sh", 1),
+    ):
+        file.write_text(f"{going}; source {name}; {ALONE} --micro-batch-size $MBS")
+        assert configuration(file).layout.microbatch == microbatch, (going, name)
+
+
+@pytest.mark.parametrize("ends", ["(if [ -z $NO_SUCH ]; then exit; fi)", "bash -c 'exit' | cat", "bash exits.sh"])
+def test_a_script_goes_on_where_another_shell_exits(ends: str, tmp_path: Path):
+    (tmp_path / "exits.sh").write_text("if [ -z $A ]; then exit 1; fi")
+    script = tmp_path / "run.sh"
+    script.write_text(f"{ends}\npython report.py")
+    with pytest.raises(PlanError, match="such as --num-layers; give another file"):
+        configuration(script)

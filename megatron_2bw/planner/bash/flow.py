@@ -63,8 +63,6 @@ class Flow:
     """In the script, or a file that it reads."""
     test: str = ""
     """Why it came here, as the script writes it, where it is simple."""
-    exits: list[tuple[str, str]] = field(default_factory=list)
-    """Where it exits, and why."""
     path: tuple[int, ...] = ()
     """Which way to go on from, 0 or 1, per place where both ways end differently; the first beyond."""
     taken: list[int] = field(default_factory=list)
@@ -149,14 +147,9 @@ class Flow:
         try:
             return run()
         except Left as left:
-            return self.leave(left)
+            return left.status
         finally:
             self.scope, self.early, self.loops = before
-
-    def leave(self, left: Left) -> Status:
-        """End what runs apart, or the script."""
-        self.exits += [left.where] if left.where else []
-        return left.status
 
     def either(
         self, status: Status, first: Callable[[], Status], second: Callable[[], Status], test: str = ""

@@ -122,7 +122,7 @@ class Scope:
         return self.script if name == "BASH_SOURCE" else unknown(f"${name}") if name in _OF_BASH | {"?"} else None
 
     def here(self) -> str | None:
-        """The folder that the script is in; None where it is unknown."""
+        """The folder that commands run in; None where it is unknown."""
         value = self.values.get("PWD")
         return value if isinstance(value, str) and is_known(value) else None
 

@@ -63,15 +63,14 @@ def followed(text: str, *, file: Path, environment: Mapping[str, str], arguments
     found = Followed(commands=[], absent={}, exits=[], values={})
     body, paths, steps = parse(text), [()], 0
     while paths:
-        variables = {"PWD": str(Path.cwd()), **environment}
+        variables = {**environment, "PWD": str(Path.cwd())}
         scope = Scope(values=variables, exported=set(variables), positional=[*arguments], script=str(file))
         scope.absent = found.absent
-        reading = _Reading(scope=scope, folder=file.parent, path=paths.pop(), steps=steps)
+        reading = _Reading(scope=scope, folder=file.parent, began=variables["PWD"], path=paths.pop(), steps=steps)
         try:
             reading.follow(body)
         except Left as left:
-            reading.leave(left)
-        found.exits.extend(reading.exits)
+            found.exits.extend([left.where] if left.where else [])
         found.values.update(reading.scope.values)
         found.commands.extend(words for words in reading.commands if not reading.path or words not in found.commands)
         paths += reading.others()
@@ -84,6 +83,9 @@ class _Reading(Flow):
     """What simple commands do."""
 
     folder: Path
+    """That of the script."""
+    began: str
+    """The folder in which it is called."""
     commands: list[list[str]] = field(default_factory=list)
     launcher: list[str] = field(default_factory=list)
     """Words that started this shell."""
@@ -230,7 +232,9 @@ class _Reading(Flow):
         if not known:
             return None
         inside = known.removeprefix(f"{here}/") if here else known
-        for folder in (self.folder, here or ""):  # Scripts are called in their own folder, or in another.
+        # Scripts are called in their own folder, or in another, and go to a third.
+        folders = (self.folder, here or "") if here in (None, self.began) else (here, self.folder)
+        for folder in folders:
             with suppress(OSError):  # Another machine may be allowed to read it: what it does is as unknown.
                 if (path := Path(folder, inside)).is_file():
                     return path.read_text(encoding="utf-8", errors="replace")

@@ -85,9 +85,23 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
     Raises:
         PlanError: by both, or there are other words.
     """
-    from megatron_2bw.planner.flags.model_flags import MODEL_FLAGS, MODEL_SWITCHES, SEVERAL, read_model
+    from megatron_2bw.planner.flags.model_flags import read_model
     from megatron_2bw.planner.flags.options import Options
     from megatron_2bw.planner.specs.model import Kind
+
+    check_words(words)
+    options = Options.parse(words)
+    return named_model(args, options) or read_model(options, kind=Kind(args.model_kind or "gpt"))
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Whether ``words`` that are no options of a command are Megatron's flags of a model.
+
+    Raises:
+        PlanError: some are not.
+    """
+    from megatron_2bw.planner.flags.model_flags import MODEL_FLAGS, MODEL_SWITCHES, SEVERAL
+    from megatron_2bw.planner.flags.options import Options
 
     options = Options.parse(words)
     loose = [word for word in words[:1] if not word.startswith("--")]
@@ -98,7 +112,6 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
         raise PlanError(
             f"{strange[0]} is neither an option of this command nor a flag that describes a model; leave it out"
         )
-    return named_model(args, options) or read_model(options, kind=Kind(args.model_kind or "gpt"))
 
 
 def named_model(args: argparse.Namespace, options: Options) -> Model | None:

@@ -16,7 +16,7 @@ from megatron_2bw.planner.commands.arguments import (
     described_cluster,
     named_model,
 )
-from megatron_2bw.planner.commands.launched import add_script, given, ignored, note_of_strange, of_script
+from megatron_2bw.planner.commands.launched import IN_FP32, add_script, given, ignored, note_of_strange, of_script
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _configured(
                 "more at most"
             )
         if found[-1].layout.precision is Precision.FP32 and cluster.profile is None:
-            notes.append("no --bf16 or --fp16: priced in fp32, in which Megatron trains without them")
+            notes.append(IN_FP32)
     unread = Options.parse(words).values.keys() - SPELLED - ignored(args)
     if unread := sorted(unread.difference(unknown(unread))):
         notes.append(f"{', '.join(unread)}: no price depends on it")

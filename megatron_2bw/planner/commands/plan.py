@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from megatron_2bw.planner.commands.arguments import (
     described_model,
     listed,
 )
-from megatron_2bw.planner.commands.launched import add_script, planned
+from megatron_2bw.planner.commands.launched import add_script, changes, of_script, planned
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import (
     BACKEND,
@@ -155,21 +155,24 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron_2bw.planner.report.report import planned_flags
     from megatron_2bw.planner.specs.inputs import sized
 
     _check(args)
-    if args.from_script is None:
-        model, notes, decided = described_model(args, words), [], set()
-    else:
-        model, notes, decided = planned(args, words)
+    script = None if args.from_script is None else planned(args, words)
+    model = described_model(args, words) if script is None else script.model
+    notes = [] if script is None else script.notes
     if args.global_batch_size is None:
         raise PlanError("--global-batch-size is missing: the number of microbatches depends on it; give it")
     node = described_cluster(args)
     cluster = sized(node, nodes=args.nodes, gpus=args.gpus)
     check_size(args, node, cluster.gpus)
     if args.cost_model != "default":
-        return _plan_of_paper(args, model, cluster)
-    space = _space(args, model)
+        return _plan_of_paper(args, model, cluster, notes)
+    try:
+        space = _space(args, model)
+    except PlanError as error:
+        raise of_script(error, args) from error
     if cluster.profile is not None:
         space = cluster.profile.limited(space)
     keep = max(args.top, args.verify_top or 0, 100 if args.plot else 10)
@@ -188,7 +191,9 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_2bw.planner.report.plot import plot
 
         args.plot.write_text(plot(plan), encoding="utf-8")
-    _print(args, plan, space, notes, decided)
+    if script is not None:
+        notes = [*notes, *changes(script, plan, planned_flags(plan, plan.best))]
+    _print(args, plan, space, notes)
     return 0
 
 
@@ -216,19 +221,17 @@ def _check(args: argparse.Namespace) -> None:
             raise PlanError(f"--explain says why in words, {flag} prints the plan; leave one out")
 
 
-def _print(args: argparse.Namespace, plan: Plan, space: Space, notes: Sequence[str], decided: Set[str]) -> None:
-    """In the form that was asked for; with ``notes``, and which flags a script's ``decided`` are not to stay."""
-    from megatron_2bw.planner.report.report import paragraph, plan_json, plan_lines, planned_flags, sentences
+def _print(args: argparse.Namespace, plan: Plan, space: Space, notes: Sequence[str]) -> None:
+    """In the form that was asked for."""
+    from megatron_2bw.planner.report.report import noted, paragraph, plan_json, plan_lines, planned_flags, sentences
 
-    if stale := sorted(decided.difference(planned_flags(plan, plan.best))):
-        notes = [*notes, f"take {', '.join(stale)} out of the script, as the plan has another layout"]
     if args.explain is not None:
         from megatron_2bw.planner.report.explain import explain
 
-        print("\n".join(explain(plan, space, args.explain)))
+        print("\n".join([*explain(plan, space, args.explain), *noted(notes)]))
     elif args.flags_only:
         print(*planned_flags(plan, plan.best))
-        said = [*paragraph(sentences(plan)), *(f"note: {note}" for note in notes)]
+        said = [*paragraph(sentences(plan)), *noted(notes)]
         if said:  # Not where the flags are pasted, but where who pastes them reads.
             print("\n".join(["megatron-2bw:", *said]), file=sys.stderr)
     elif args.json:
@@ -278,8 +281,9 @@ def _number(text: str) -> float:
         raise PlanError(f"sample_efficiency {text}: give a number above 0, such as 0.9, or auto") from error
 
 
-def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> int:
+def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster, notes: Sequence[str]) -> int:
     from megatron_2bw.planner.report.papers import paper_flags, paper_json, paper_lines
+    from megatron_2bw.planner.report.report import noted
 
     given = {
         "--sample-efficiency": args.sample_efficiency,
@@ -313,10 +317,12 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster) -> 
         print(*flags)
         if gpus < cluster.gpus:
             print(f"megatron-2bw: these flags are for {gpus} of the {cluster.gpus} GPUs", file=sys.stderr)
+        for line in noted(notes):
+            print(f"megatron-2bw: {line}", file=sys.stderr)
     elif args.json:
-        print(json.dumps(paper_json(*problem, args.top), indent=2))
+        print(json.dumps({**paper_json(*problem, args.top), "notes": list(notes)}, indent=2))
     else:
-        print("\n".join(paper_lines(*problem, args.top)))
+        print("\n".join([*paper_lines(*problem, args.top), *noted(notes)]))
     return 0
 
 

@@ -12,6 +12,7 @@ from megatron_2bw.planner.flags.accepted import (
     BACKEND,
     DIST_MUON,
     FLEX,
+    GROUP,
     GROUPED,
     MAIN_GRADIENTS,
     MODULES,
@@ -126,7 +127,7 @@ DECIDED = frozenset(
         *_LAYOUT_SWITCHES,
         *COUNTED,
         *"--pipeline-schedule --num-layers-per-virtual-pipeline-stage --recompute-granularity".split(),
-        *("--recompute-method", "--recompute-activations", MODULES, _MOE_LAYER, PIPELINE_LAYOUT),
+        *("--recompute-method", "--recompute-activations", MODULES, _MOE_LAYER, PIPELINE_LAYOUT, GROUP, STEPS),
     }
 )
 """Flags that say how a model and its batches are split, which a plan decides."""
@@ -185,13 +186,7 @@ def read(
     """
     from megatron_2bw.planner.flags.refusals import refusal  # A search prints flags and reads none.
 
-    check_accepted(options)
-    _check_counts(options)
-    priced, doubts = check_priced(options), tuple(_misspelled(options))
-    guesses: list[str] = []
-    if model is None:
-        model, guesses = read_model(options, kind=kind), guessed_vocabulary(options, kind)
-    notes = (*guesses, *priced, *doubts, *_without_effect(options, model))
+    model, notes = described(options, kind=kind, model=model)
     layout = _layout(options, model, gpus, node=node, gpu=gpu, fused=fused)
     if options.text("--mixpipe-k", "0") == AUTO and has_choice(layout):
         if gpu is None:
@@ -203,9 +198,24 @@ def read(
         used["modules"] = layout.modules_again
         refused = refused or gpu_problem(gpu, layout.precision, **used)
     if refused:
-        # What is misspelled may be why.
+        doubts = tuple(_misspelled(options))  # What is misspelled may be why.
         raise PlanError("; ".join(map(str, (refused, *doubts))) if doubts else refused)
     return Configuration(model=model, layout=layout, notes=notes)
+
+
+def described(options: Options, *, kind: Kind, model: Model | None = None) -> tuple[Model, tuple[str, ...]]:
+    """The Model that flags describe, or ``model``, and notes on what a price leaves out.
+
+    Raises:
+        PlanError: as ``read``, but for what depends on the Layout.
+    """
+    check_accepted(options)
+    _check_counts(options)
+    notes = [*check_priced(options), *_misspelled(options)]
+    if model is None:
+        model = read_model(options, kind=kind)
+        notes = [*guessed_vocabulary(options, kind), *notes]
+    return model, (*notes, *_without_effect(options, model))
 
 
 def _check_counts(options: Options) -> None:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 from megatron_2bw.planner.bash.scope import Value, is_known, may_be_words, settled, shown
 from megatron_2bw.planner.bash.script import Followed, followed
 from megatron_2bw.planner.bash.shells import JOB
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.flags import SWITCHES, Configuration
-from megatron_2bw.planner.specs.model import Kind
+from megatron_2bw.planner.specs.layout import Layout
+from megatron_2bw.planner.specs.model import Kind, Model
 
 _TELLING = frozenset({"--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length", "--num-attention-heads"})
 """Flags that a training command has."""
@@ -114,17 +116,29 @@ def agreed(configurations: Sequence[Configuration], *, file: Path) -> Configurat
     Raises:
         PlanError: they differ in more.
     """
-    first, *others = configurations
-    for part in ("model", "layout"):
-        for field in fields(getattr(first, part)):
-            values = dict.fromkeys(getattr(getattr(one, part), field.name) for one in (first, *others))
-            if len(values) > 1:
-                listed = " or ".join(str(getattr(value, "value", value)) for value in values)
-                raise PlanError(
-                    f"--from-script {file}: {len(configurations)} different training commands, {field.name} {listed}; "
-                    "leave one, or give its flags"
-                )
-    return first
+    check_agreed([{**values_of(one.model), **values_of(one.layout)} for one in configurations], file=file)
+    return configurations[0]
+
+
+def values_of(described: Model | Layout) -> dict[str, Any]:
+    """By field."""
+    return {field.name: getattr(described, field.name) for field in fields(described)}
+
+
+def check_agreed(found: Sequence[Mapping[str, Any]], *, file: Path) -> None:
+    """Whether the training commands of the script ``file`` have the same values.
+
+    Raises:
+        PlanError: one has others.
+    """
+    for name in found[0]:
+        values = dict.fromkeys(one[name] for one in found)
+        if len(values) > 1:
+            listed = " or ".join(str(getattr(value, "value", value)) for value in values)
+            raise PlanError(
+                f"--from-script {file}: {len(found)} different training commands, {name} {listed}; leave one, or give "
+                "its flags"
+            )
 
 
 def _why_none(text: str, reading: Followed, environment: Mapping[str, str]) -> str:

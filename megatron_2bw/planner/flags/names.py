@@ -233,8 +233,8 @@ def unknown(flags: Iterable[str]) -> list[str]:
 def behind_program(words: Sequence[str]) -> list[str]:
     """The words of a command behind the file or the module that it runs: the flags before are of a launcher.
 
-    >>> behind_program("torchrun --nnodes 2 pretrain_gpt.py --bf16".split())
-    ['--bf16']
+    >>> behind_program(("torchrun", "--nnodes", "2", "-m", "megatron.pretrain", "--bf16", "--hook", "hook.py"))
+    ['--bf16', '--hook', 'hook.py']
     """
-    programs = (index for index, word in enumerate(words) if word.endswith(".py") or words[index - 1 : index] == ["-m"])
-    return list(words[max(programs, default=-1) + 1 :])
+    programs = (index for index, word in enumerate(words) if word.endswith(".py") or words[index - 1] == "-m")
+    return list(words[next(programs, len(words)) + 1 :])

@@ -63,7 +63,7 @@ def plan_lines(plan: Plan, top: int, space: Space, notes: Sequence[str] = ()) ->
     if said := sentences(plan):
         yield ""
         yield from paragraph(said)
-    yield from (f"note: {note}" for note in notes)
+    yield from noted(notes)
     yield ""
     yield from _rejected(plan)
     if left_out := untried(plan.model, space):
@@ -75,6 +75,11 @@ def plan_lines(plan: Plan, top: int, space: Space, notes: Sequence[str] = ()) ->
 def paragraph(said: Sequence[str]) -> list[str]:
     """Sentences in lines; a flag is not cut at its hyphens."""
     return textwrap.wrap(" ".join(said), 110, break_on_hyphens=False)
+
+
+def noted(notes: Sequence[str]) -> list[str]:
+    """A line for each."""
+    return [f"note: {note}" for note in notes]
 
 
 def _narrow(plan: Plan) -> Iterator[str]:
@@ -257,7 +262,7 @@ def estimate_lines(model: Model, cluster: Cluster, choice: Choice, notes: Sequen
     yield from _memory_table(memory.stages(model, layout))
     yield ""
     yield _verdict(choice, cluster)
-    yield from (f"note: {note}" for note in notes)
+    yield from noted(notes)
 
 
 def _memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:
