@@ -274,7 +274,7 @@ def test_rules_are_counted_with_an_example():
     plan = search(MODEL, cluster(6, 3), 24)
     rules = {rejection.rule: rejection for rejection in plan.rejected}
     odd = "stages have equally many layers, but for the ends"
-    assert "pipeline 6 x chunks 1 does not divide num_layers 8" in rules[odd].reason
+    assert "pipeline 6 does not divide num_layers 8" in rules[odd].reason
     assert "tensor 3 does not divide num_attention_heads 16" in " ".join(r.reason for r in plan.rejected)
     assert "GiB of 3 on its fullest stage" in rules["memory"].reason
     assert all(rejection.count >= 1 and rejection.example for rejection in plan.rejected)
@@ -367,7 +367,7 @@ def test_a_batch_that_does_not_split_is_replaced_by_one_that_has_a_layout():
             4,
             8,
             Space(pipelines=(4,)),
-            "pipeline 4 x chunks 1 does not divide num_layers 3; use pipeline 2",
+            "pipeline 4 does not divide num_layers 3; use pipeline 2",
         ),
         (
             dataclasses.replace(MODEL, hidden_size=1000, num_attention_heads=10, num_query_groups=10, kv_channels=100),
