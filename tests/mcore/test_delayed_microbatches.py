@@ -27,6 +27,7 @@ EXACT = {
     "PP3, more in flight": replace(
         CASE,
         stages=3,
+        layers=4,
         microbatches=6,
         delayed=4,
         flags=("--pipeline-extra-in-flight", "1", "--pipeline-model-parallel-layout", "Et|tt|tL"),
