@@ -152,16 +152,20 @@ def test_a_schedule_in_tokens_counts_by_the_length_that_megatron_validated() -> 
         calculator.unset_num_microbatches_calculator()
 
 
-def test_a_size_that_is_back_at_the_end_is_not_missed() -> None:
-    args = SimpleNamespace(
+def growing(steps: str, **more: int) -> SimpleNamespace:
+    """Megatron's arguments of one replica whose batches have these sizes."""
+    return SimpleNamespace(
         data_parallel_size=1,
         micro_batch_size=2,
-        seq_length=1,
-        train_iters=100,
         global_batch_size=None,
         decrease_batch_size_if_needed=False,
-        step_batch_size_schedule="0:4 40:8 80:4",
+        step_batch_size_schedule=steps,
+        **more,
     )
+
+
+def test_a_size_that_is_back_at_the_end_is_not_missed() -> None:
+    args = growing("0:4 40:8 80:4", seq_length=1, train_iters=100)
     phases = BatchSizes.of_arguments(args).phases(0, 0)
     assert [next(phases).first_sample, next(phases).first_sample] == [0, 40]
     with pytest.raises(ValueError, match="makes batches smaller after 80 samples"):
@@ -169,14 +173,5 @@ def test_a_size_that_is_back_at_the_end_is_not_missed() -> None:
 
 
 def test_the_last_batch_may_have_fewer_samples_left_than_it_takes() -> None:
-    args = SimpleNamespace(
-        data_parallel_size=1,
-        micro_batch_size=2,
-        seq_length=40,
-        train_iters=0,
-        train_samples=17,
-        global_batch_size=None,
-        decrease_batch_size_if_needed=False,
-        step_batch_size_schedule="0:8 640:16",
-    )
+    args = growing("0:8 640:16", seq_length=40, train_iters=0, train_samples=17)
     assert [phase.first_sample for phase in BatchSizes.of_arguments(args).phases(0, 0)] == [0, 16]

@@ -16,7 +16,15 @@ from megatron_2bw.planner.commands.arguments import (
     described_cluster,
     named_model,
 )
-from megatron_2bw.planner.commands.launched import IN_FP32, add_script, given, ignored, note_of_strange, of_script
+from megatron_2bw.planner.commands.launched import (
+    IN_FP32,
+    add_script,
+    given,
+    ignored,
+    note_of_strange,
+    of_script,
+    reading_on,
+)
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
@@ -99,7 +107,6 @@ def _configured(
     if args.model and args.from_script:
         raise PlanError(f"--model {args.model} and --from-script both describe the model; give one of them")
 
-    fused = None if cluster.profile is None else cluster.profile.setting.fused_attention
     is_sized = args.nodes is not None or args.gpus is not None
     asked = sized(cluster, nodes=args.nodes, gpus=args.gpus).gpus
     model = named_model(args, Options.parse(words))
@@ -110,9 +117,8 @@ def _configured(
             notes.append(f"the script does not say how many GPUs it uses: priced on the cluster's {asked}; give --gpus")
         gpus = asked if is_sized or gpus is None else gpus
         kind = Kind(args.model_kind) if args.model_kind else kind
-        how = {"node": cluster.gpus_per_node, "gpu": cluster.gpu, "fused": fused, "model": model}
         try:
-            found.append(read(options, gpus=gpus, kind=kind, **how))
+            found.append(read(options, gpus=gpus, kind=kind, **reading_on(cluster, model)))
         except PlanError as error:
             raise of_script(error, args) from error
         notes += [*options.notes, *found[-1].notes]

@@ -6,14 +6,15 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_2bw.planner.commands.arguments import shell_words
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.flags.options import Options
-    from megatron_2bw.planner.specs.model import Kind
+    from megatron_2bw.planner.specs.cluster import Cluster
+    from megatron_2bw.planner.specs.model import Kind, Model
 
 IN_FP32 = "no --bf16 or --fp16: priced in fp32, in which Megatron trains without them"
 
@@ -61,7 +62,8 @@ def given(args: argparse.Namespace, words: Sequence[str]) -> list[Given]:
     if args.from_script is None and args.script_args:
         raise PlanError("--script-args are arguments of --from-script FILE; give that, too, or leave them out")
     if args.from_script is None:
-        found = [Given(Options.parse(words), Kind.GPT, None, unknown(Options.parse(words).values))]
+        options = Options.parse(words)
+        found = [Given(options, Kind.GPT, None, unknown(options.values))]
     else:
         from megatron_2bw.planner.bash.scope import is_known, shown
         from megatron_2bw.planner.flags.launch import read_script
@@ -85,6 +87,12 @@ def given(args: argparse.Namespace, words: Sequence[str]) -> list[Given]:
         )
         for one in found
     ]
+
+
+def reading_on(cluster: Cluster, model: Model | None) -> dict[str, Any]:
+    """How `flags.flags.read` reads flags for ``cluster``; ``model`` in place of the one that they describe."""
+    fused = None if cluster.profile is None else cluster.profile.setting.fused_attention
+    return {"node": cluster.gpus_per_node, "gpu": cluster.gpu, "fused": fused, "model": model}
 
 
 def of_script(error: PlanError, args: argparse.Namespace) -> PlanError:

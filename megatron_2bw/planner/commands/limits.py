@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.planner.commands.arguments import add_kernels, listed
+from megatron_2bw.planner.commands.arguments import add_kernels, attribute, listed
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import (
     BACKEND,
@@ -170,7 +170,7 @@ def space_of(args: argparse.Namespace, model: Model) -> Space:
 
 
 def _stored_in(args: argparse.Namespace) -> dict[str, str | None]:
-    return {flag: getattr(args, flag[2:].replace("-", "_")) for flag in STORED_IN}
+    return {flag: getattr(args, attribute(flag)) for flag in STORED_IN}
 
 
 def _adam_state(args: argparse.Namespace) -> AdamState | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.planner.commands.arguments import check_words
-from megatron_2bw.planner.commands.launched import IN_FP32, given, note_of_strange, of_script
+from megatron_2bw.planner.commands.arguments import attribute, check_words
+from megatron_2bw.planner.commands.launched import IN_FP32, given, note_of_strange, of_script, reading_on
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _settings(args: argparse.Namespace, options: Options, model: Model, gpus: in
         settings |= {
             "optimizer": optimizer_of(options.text("--optimizer", "adam")),
             "use_precision_aware_optimizer": PRECISION_AWARE in options,
-            **{flag[2:].replace("-", "_"): options.text(flag) if flag in options else None for flag in STORED_IN},
+            **{attribute(flag): options.text(flag) if flag in options else None for flag in STORED_IN},
             "moe_token_dispatcher_type": FLEX if is_flexible else None,
             "moe_flex_dispatcher_backend": options.text(BACKEND) if is_flexible and BACKEND in options else None,
         }
@@ -142,9 +142,7 @@ def _read(script: Script, plan: Plan, values: dict[str, list[str]]) -> set[str] 
     from megatron_2bw.planner.flags.flags import read
     from megatron_2bw.planner.flags.launch import values_of
 
-    cluster, best = plan.cluster, plan.best.layout
-    fused = None if cluster.profile is None else cluster.profile.setting.fused_attention
-    how = {"node": cluster.gpus_per_node, "gpu": cluster.gpu, "fused": fused, "model": script.model}
+    best, how = plan.best.layout, reading_on(plan.cluster, script.model)
     try:
         found = read(replace(script.options, values=values), gpus=best.gpus, kind=script.kind, **how)
     except PlanError as error:

@@ -227,7 +227,7 @@ def unknown(flags: Iterable[str]) -> list[str]:
     >>> unknown(["--num-layers", "--fp8-hybrid", "--no-bias-gelu-fusion", "--delay-lead"])
     ['--fp8-hybrid']
     """
-    return [flag for flag in flags if flag not in MEGATRONS | OURS]
+    return [flag for flag in flags if flag not in MEGATRONS and flag not in OURS]
 
 
 def behind_program(words: Sequence[str]) -> list[str]:
