@@ -86,6 +86,8 @@ class System:
             precision=Precision.FP16,
             fused_attention=False,
             keeps_main_gradients=True,
+            # PipeDream's runtime receives in threads of their own, ahead of use.
+            early_receives=self.name != TENSOR and self.pipeline > 1,
         )
 
     def _batch_s(self, layout: Layout, flushes: int) -> float:

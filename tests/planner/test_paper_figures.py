@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 from itertools import pairwise
@@ -31,9 +32,12 @@ GIB = 2**30
 WIDTH_1024 = MODELS["gpt-355m"]
 
 
+TABLE = functools.cache(lambda name: TABLES[name]())
+
+
 def column(table: str, name: str, **where: object) -> list:
     """One column of a table, of the rows in which other columns have the values given."""
-    it = TABLES[table]()
+    it = TABLE(table)
     rows = [dict(zip(it.columns, row, strict=True)) for row in it.rows]
     return [row[name] for row in rows if all(row[key] == value for key, value in where.items())]
 
@@ -181,7 +185,7 @@ def test_where_gpipe_runs_out_of_memory(model: Model, most: int):
 
 def test_memory_by_system():
     """Section 5.3: 2BW above the flush by one version of |W|, the flush above inter-layer, GPipe growing with B."""
-    rows = [dict(zip(TABLES["figure-7"]().columns, row, strict=True)) for row in TABLES["figure-7"]().rows]
+    rows = [dict(zip(TABLE("figure-7").columns, row, strict=True)) for row in TABLE("figure-7").rows]
     for row, model in zip(rows, [GPT_2_2B] * 3 + [BERT_2_2B] * 3, strict=True):
         assert row["inter-layer"] < row["1f1b-flush"] < row["2bw"]
         assert row["2bw"] - row["1f1b-flush"] == pytest.approx(18 * model.parameters / 8 / GIB)
@@ -205,8 +209,8 @@ def test_what_these_formulas_miss():
 
 
 def test_tables_can_be_read():
-    for name, make in TABLES.items():
-        table = make()
+    for name in TABLES:
+        table = TABLE(name)
         assert str(table).count("\n") == len(table.rows) + 3, name
         assert all(len(row) == len(table.columns) for row in table.rows)
     assert str(TABLES["figure-12"]()).splitlines()[-1].split("|")[-1].strip() == "-"

@@ -99,10 +99,10 @@ def _configured(
     from megatron_2bw.planner.flags.model_flags import model_flags
     from megatron_2bw.planner.flags.names import unknown
     from megatron_2bw.planner.flags.options import Options
-    from megatron_2bw.planner.rules import MEGATRON
     from megatron_2bw.planner.specs.inputs import sized
     from megatron_2bw.planner.specs.layout import Precision
     from megatron_2bw.planner.specs.model import Kind
+    from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
     if args.model and args.from_script:
         raise PlanError(f"--model {args.model} and --from-script both describe the model; give one of them")
@@ -123,11 +123,9 @@ def _configured(
             raise of_script(error, args) from error
         notes += [*options.notes, *found[-1].notes]
         notes += note_of_strange(strange, notes)
-        is_ours = found[-1].layout.schedule != MEGATRON and found[-1].layout.pipeline > 1
-        if is_ours and options.text("--pipeline-receives") != "early":
+        if found[-1].layout.schedule in BIDIRECTIONAL and not found[-1].layout.early_receives:
             notes.append(
-                "priced with --pipeline-receives early; late, the default on GPUs, a microbatch takes two transfers "
-                "more at most"
+                "priced with --pipeline-receives early; late, the default on GPUs, a batch takes a little more"
             )
         if found[-1].layout.precision is Precision.FP32 and cluster.profile is None:
             notes.append(IN_FP32)

@@ -13,6 +13,7 @@ from megatron_2bw.planner.flags.accepted import (
     MODULES,
     PIPELINE_LAYOUT,
     PRECISION_AWARE,
+    RECEIVES,
     STORED_IN,
     check_in_fp32,
 )
@@ -83,6 +84,11 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(PRECISION_AWARE, action="store_true", help=of_engine)
     for (flag, precisions), kept in zip(STORED_IN.items(), ("main weights", "first", "second moment"), strict=True):
         limits.add_argument(flag, choices=precisions, help=f"{kept} (default: fp32)")
+    limits.add_argument(
+        RECEIVES,
+        choices=("late", "early"),
+        help="early: transfers have more time; see the README for when ranks hang (default: late)",
+    )
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
 
@@ -102,6 +108,7 @@ def limits_given(args: argparse.Namespace) -> dict[str, Any]:
         MODULES: args.recompute_modules,
         "--moe-token-dispatcher-type": args.moe_token_dispatcher_type,
         BACKEND: args.moe_flex_dispatcher_backend,
+        RECEIVES: args.pipeline_receives,
         "--allow-fewer-microbatches": args.allow_fewer_microbatches or None,
     }
 
@@ -159,8 +166,14 @@ def space_of(args: argparse.Namespace, model: Model) -> Space:
         limits["optimizer"] = first
     if (state := _adam_state(args)) is not None:
         limits["adam_state"] = state
+    is_early = args.pipeline_receives == "early"
+    if is_early and model.num_experts:
+        from megatron_2bw.planner.rules import WITH_EXPERTS
+
+        raise PlanError(f"{RECEIVES} early: {WITH_EXPERTS}; leave it out")
     return Space(
         **limits,
+        early_receives=is_early,
         precision=layout.Precision(args.precision) if args.precision else None,
         fp8=layout.Fp8(args.fp8_recipe or "none"),
         dispatcher=_dispatcher(args, model, limits),

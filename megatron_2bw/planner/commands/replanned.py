@@ -70,7 +70,7 @@ def planned(args: argparse.Namespace, words: Sequence[str]) -> Script:
 
 def _settings(args: argparse.Namespace, options: Options, model: Model, gpus: int | None) -> dict[str, Any]:
     """Of ``plan``'s arguments: what is given, or else what a script says that a search leaves as it is."""
-    from megatron_2bw.planner.flags.accepted import BACKEND, FLEX, PRECISION_AWARE, STORED_IN
+    from megatron_2bw.planner.flags.accepted import BACKEND, FLEX, PRECISION_AWARE, RECEIVES, STORED_IN
     from megatron_2bw.planner.flags.flags import fp8_of, fuses, global_batch_of
     from megatron_2bw.planner.flags.unpriced import optimizer_of
     from megatron_2bw.planner.specs.layout import Fp8
@@ -85,6 +85,7 @@ def _settings(args: argparse.Namespace, options: Options, model: Model, gpus: in
             "optimizer": optimizer_of(options.text("--optimizer", "adam")),
             "use_precision_aware_optimizer": PRECISION_AWARE in options,
             **{attribute(flag): options.text(flag) if flag in options else None for flag in STORED_IN},
+            "pipeline_receives": options.text(RECEIVES) if RECEIVES in options else None,
             "moe_token_dispatcher_type": FLEX if is_flexible else None,
             "moe_flex_dispatcher_backend": options.text(BACKEND) if is_flexible and BACKEND in options else None,
         }

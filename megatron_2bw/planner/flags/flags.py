@@ -18,6 +18,7 @@ from megatron_2bw.planner.flags.accepted import (
     MODULES,
     PIPELINE_LAYOUT,
     PRECISION_AWARE,
+    RECEIVES,
     STEPS,
     STORED_IN,
     check_accepted,
@@ -117,7 +118,7 @@ _AT_MOST_ONE = frozenset(
         *DROPOUT,
         *"--global-batch-size --pipeline-schedule --transformer-impl --attention-backend --fp8-format".split(),
         *"--recompute-granularity --recompute-method --fp8-recipe --normalization --moe-layer-freq".split(),
-        *("--position-embedding-type", STEPS),
+        *("--position-embedding-type", STEPS, RECEIVES),
     }
 )
 """Flags with one value or none."""
@@ -139,7 +140,7 @@ SPELLED = frozenset(
         *CHECKED,
         *"--global-batch-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage --transformer-impl".split(),
         *"--recompute-granularity --recompute-method --attention-backend --cross-entropy-fusion-impl".split(),
-        *(MODULES, _MOE_LAYER, MAIN_GRADIENTS, *STORED_IN),
+        *(MODULES, _MOE_LAYER, MAIN_GRADIENTS, *STORED_IN, RECEIVES),
         *f"--merge-file --vocab-file --fp8-format --fp8-recipe {PIPELINE_LAYOUT}".split(),
         # Megatron's own, which look like others.
         *"--encoder-num-layers --decoder-seq-length --eval-global-batch-size --tp-comm-overlap-cfg".split(),
@@ -284,6 +285,7 @@ def _layout(
     switches["gradients_in_bf16"] &= precision is Precision.BF16
     return Layout(
         schedule=schedule_name(options.text("--pipeline-schedule", MEGATRON)),
+        early_receives=options.choice(RECEIVES, ("late", "early"), "late") == "early",
         data=data,
         pipeline_layout=_pipeline_layout(options, model, numbers["pipeline"] * numbers.get("chunks", 1)),
         global_batch=global_batch_of(options, numbers["microbatch"] * data),
@@ -499,6 +501,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         f"--optimizer {layout.optimizer}": layout.optimizer is not Optimizer.ADAM,
         f"--{layout.precision}": layout.precision is not Precision.FP32,
         "--attention-backend unfused": not layout.fused_attention,
+        f"{RECEIVES} early": layout.early_receives,
         "--no-bias-swiglu-fusion": not layout.fused_swiglu,
         "--clip-grad 0": layout.schedule == "pipedream",
     }

@@ -236,7 +236,7 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
 CHECKED = frozenset(
     {
         *(*_REFUSED, *_NOTED, "--overlap-param-gather", "--clip-grad"),
-        *("--mrope-section", "--rotary-interleaved", "--pipeline-receives"),
+        *("--mrope-section", "--rotary-interleaved"),
     }
 )
 """Flags that are looked at here."""

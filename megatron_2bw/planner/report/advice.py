@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
+from megatron_2bw.planner.cost.costs import iteration
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import needs_megatron_0_19
+from megatron_2bw.planner.rules import MEGATRON, needs_megatron_0_19
 from megatron_2bw.planner.search.efficiency import EXACT
 from megatron_2bw.planner.search.finder import Choice
 from megatron_2bw.planner.search.search import Plan
@@ -14,6 +16,10 @@ from megatron_2bw.schedule.timeline import percent
 
 MANY = 8
 """Microbatches per stage from which a flush costs little: at m = 8d it idles (d-1)/m < 1/8 longer than it works."""
+NARROW = 4096
+"""Hidden size up to which Transformer Engine's norms need no GPU for themselves: see ``megatron_2bw/README.md``."""
+WORTH_A_FLAG = 0.01
+"""Of the time of a batch."""
 
 
 def advice(plan: Plan) -> Iterator[str]:
@@ -24,6 +30,7 @@ def advice(plan: Plan) -> Iterator[str]:
             f"{name(plan.best.layout)} needs megatron-core 0.19: 0.18 sums the gradients of experts that are not split "
             "like other weights over the wrong ranks."
         )
+    yield from _receives(plan)
     delayed, flushed = plan.best_of(delayed=True), plan.best_of(delayed=False)
     if delayed is None:
         return
@@ -56,6 +63,22 @@ def advice(plan: Plan) -> Iterator[str]:
             f"m >= {MANY}d: all that 2bw saves of a flush on the same stages is its bubble, {times}(d-1)/m = "
             f"{percent(bound)} of the time. "
             f"Prefer {name(flushed.layout)}, whose gradients are exact, unless that gain is worth a delay."
+        )
+
+
+def _receives(plan: Plan) -> Iterator[str]:
+    """What earlier ones would save, where that is something and nothing forbids them."""
+    layout, model = plan.best.layout, plan.model
+    has_choice = layout.schedule != MEGATRON and not layout.early_receives
+    if not has_choice or model.num_experts or model.hidden_size > NARROW:
+        return
+    early_s = iteration(model, replace(layout, early_receives=True), plan.cluster).time_s
+    saved = 1 - early_s / plan.best.iteration.time_s
+    if saved >= WORTH_A_FLAG:
+        yield (
+            f"Its receives are late, the default on GPUs, and so {percent(saved)} of its time are transfers that "
+            "--pipeline-receives early hides. Its norms are narrow enough for it; read what else waits for a GPU "
+            "(megatron_2bw/README.md) before you choose it."
         )
 
 

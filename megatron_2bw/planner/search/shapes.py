@@ -221,6 +221,7 @@ class Shapes:
         defaults |= {name: getattr(space, name) for name in FIXED}
         defaults["dispatcher"] = space.dispatcher if shape.expert > 1 else Dispatcher.ALLTOALL
         defaults["gradients_in_fp32"] = space.adam_state is not None and space.precision is Precision.FP16
+        defaults["early_receives"] = space.early_receives and shape.pipeline > 1 and more.get("schedule") != MEGATRON
         return Layout(**{"global_batch": self.global_batch, **defaults, **more})
 
     def size_problem(self, pipeline: int, tensor: int, context: int, data: int) -> Problem | None:

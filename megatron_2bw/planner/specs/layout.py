@@ -228,6 +228,8 @@ class Layout:
     """``--mixpipe-gamma``: so many more are let in later."""
     gradient_buffers: int = 2
     """Of 2bw: ``--pipeline-gradient-buffers``."""
+    early_receives: bool = False
+    """``--pipeline-receives early``, where GPUs train with a schedule of ours; on CPUs, all are."""
     first_stage_layers: int = 0
     """``--decoder-first-pipeline-num-layers``; 0: as many as the other stages."""
     last_stage_layers: int = 0

@@ -95,6 +95,8 @@ class Space:
     """Of the precision-aware optimizer, which is a distributed one."""
     fused_attention: bool | None = None
     """None: where the GPU has such kernels in that precision."""
+    early_receives: bool = False
+    """Of our schedules."""
     tight: bool = False
     """Let 2bw run with its least m, d-1, in place of d."""
 
