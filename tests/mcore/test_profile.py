@@ -66,7 +66,7 @@ def _measured(case: Case, rank: int, port: int, folder: Path, *, words: list[str
 def test_measured_resumed_planned_and_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """First by ranks that are forked, which is sooner, then as users do."""
+    """Measured by ranks that are forked, which is sooner; run as users do."""
 
     def forked(words: list[str], *, ranks: int, what: str) -> list[str]:
         ended = launch(partial(_measured, words=words), Case(schedule=None, stages=ranks), tmp_path)
@@ -77,15 +77,14 @@ def test_measured_resumed_planned_and_run(
     with monkeypatch.context() as patched:
         patched.setattr(profiling, "lines_of", forked)
         assert measure(path, "none") == 0
-    first = Profile.load(path)
+        first = Profile.load(path)
+        capfd.readouterr()
+        assert measure(path, "full") == 0
+    printed = capfd.readouterr()
     (plain,) = first.blocks
     assert (plain.tensor, plain.microbatch, plain.recompute) == (1, 1, Recompute.NONE)
     assert min(plain.layer_forward_s, plain.layer_backward_s, first.update(1).time_s, *first.link()) > 0
     assert len(first.all_reduces) == 2
-
-    capfd.readouterr()
-    assert measure(path, "full") == 0
-    printed = capfd.readouterr()
     assert "1/1" in printed.err, "one measurement is new"
     assert "t1 b1 full" in printed.out
     resumed = Profile.load(path)
