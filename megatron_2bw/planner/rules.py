@@ -17,6 +17,7 @@ from megatron_2bw.planner.specs.layout import (
     Fp8,
     Layout,
     Precision,
+    Receives,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
@@ -225,8 +226,8 @@ def schedule_problem(layout: Layout) -> Problem | None:
         return Problem(f"chunks {layout.chunks}: {layout.schedule} does not interleave", f"use schedule {MEGATRON}")
     if layout.chunks > 1 and layout.pipeline < 2:
         return Problem(f"chunks {layout.chunks} need pipeline of at least 2", "use chunks 1")
-    if layout.early_receives and not (ours and layout.pipeline > 1):
-        return Problem(f"early_receives True: {layout.schedule} has one order of receives", "use False")
+    if layout.receives is not Receives.DEFAULT and not ours:
+        return Problem(f"receives {layout.receives}: {layout.schedule} has one order of receives", "use default")
     if layout.extra_in_flight and layout.schedule not in TWO_BW:
         return Problem(
             f"extra_in_flight {layout.extra_in_flight}: {layout.schedule} keeps a fixed number of activations", "use 0"
@@ -262,7 +263,7 @@ def count_problem(field: str, count: int) -> Problem | None:
     return None if nearest(count) == count else Problem(f"{field} {count}: {rule}", f"use {nearest(count)}")
 
 
-WITH_EXPERTS = "which kernels experts run depends on the data, and one that is loaded late waits for receives"
+CHANGING_KERNELS = "which kernels run depends on the data, and one that is loaded late waits for receives"
 """Why no receive may be early."""
 _COUNTS: dict[str, tuple[Callable[[int], int], str]] = {
     "extra_in_flight": (
@@ -323,8 +324,8 @@ def model_problem(model: Model, layout: Layout) -> Problem | None:
     """Why the schedule cannot train this model like that: see ``planner.flag_table.refused``."""
     if refused := fp8_size_problem(model, layout):
         return refused
-    if layout.early_receives and model.num_experts:
-        return Problem(f"early_receives True: {WITH_EXPERTS}", "use False")
+    if layout.receives is Receives.EARLY and model.num_experts:
+        return Problem(f"receives early: {CHANGING_KERNELS}", "use late")
     if layout.schedule in BIDIRECTIONAL and model.num_experts:
         return Problem(
             f"num_experts {model.num_experts}: {layout.schedule} trains no experts", "use schedule 1f1b-flush"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron_2bw.planner.cost import costs
 from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.specs.cluster import Cluster
-from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute
+from megatron_2bw.planner.specs.layout import Layout, Precision, Receives, Recompute
 from megatron_2bw.planner.specs.model import Model
 
 INTER_LAYER, TENSOR = "inter-layer", "tensor"
@@ -87,7 +87,7 @@ class System:
             fused_attention=False,
             keeps_main_gradients=True,
             # PipeDream's runtime receives in threads of their own, ahead of use.
-            early_receives=self.name != TENSOR and self.pipeline > 1,
+            receives=Receives.DEFAULT if self.name == TENSOR else Receives.EARLY,
         )
 
     def _batch_s(self, layout: Layout, flushes: int) -> float:

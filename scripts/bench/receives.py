@@ -30,7 +30,7 @@ from megatron_2bw.schedule.simulate import steady_state
 
 SIZES = ((2, 4), (4, 4), (4, 8), (8, 8), (8, 16))
 SHARES = (Fraction(1, 100), Fraction(3, 100), Fraction(10, 100))
-SCHEDULES = (("2bw", 0), ("2bw", 1), ("1f1b-flush", 0))
+SCHEDULES = (("2bw", 0), ("2bw", 1), ("1f1b-flush", 0), ("gems", 0), ("chimera", 0), ("mixpipe", 0))
 """With so many more activations in flight."""
 SLOWER = Fraction(115, 100)
 

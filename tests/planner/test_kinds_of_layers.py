@@ -22,7 +22,7 @@ from megatron_2bw.planner.rows.rows import predicted
 from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.inputs import sized
-from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Recompute, RecomputeMethod
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Receives, Recompute, RecomputeMethod
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.models import MODELS
 from megatron_2bw.planner.specs.patterns import dense_first
@@ -234,7 +234,7 @@ def test_equals_the_simulator(schedule: str, m: int, width: int, link_gb_s: floa
     slow = replace(DGX, intra_node_gb_s=link_gb_s)
     for mtp, vocabulary in ((0, 1024), (0, 129280), (1, 129280)):
         model = replace(MIXED, dense_ffn_hidden_size=width, mtp_num_layers=mtp, vocab_size=vocabulary)
-        one = layout(schedule=schedule, global_batch=m, early_receives=True)
+        one = layout(schedule=schedule, global_batch=m, receives=Receives.EARLY)
         pipeline = costs.times_of(model, one, slow).pipeline
         assert batch.batch_s(one, pipeline) == pytest.approx(batch.simulated_s(one, pipeline), rel=1e-9)
         assert costs.least_s(model, one, slow) <= batch.batch_s(one, pipeline) * (1 + 1e-12)

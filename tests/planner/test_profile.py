@@ -21,7 +21,7 @@ from megatron_2bw.planner.search.finder import price
 from megatron_2bw.planner.search.search import search
 from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import CLUSTERS
-from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Precision, Recompute
+from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Precision, Receives, Recompute
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.space import Space
 
@@ -96,7 +96,7 @@ def test_a_rank_that_waits_leaves_its_processor_to_others(
 ):
     """Four ranks on two processors: one microbatch is alone on its way, many keep both processors busy."""
     shared = replace(profile, processors=2)
-    chosen = layout(schedule=schedule, pipeline=4, global_batch=microbatches, early_receives=True)
+    chosen = layout(schedule=schedule, pipeline=4, global_batch=microbatches, receives=Receives.EARLY)
     alone, found = (costs.iteration(MODEL, chosen, one.cluster()) for one in (profile, shared))
     work_s = (1 - alone.bubble_ratio) * alone.time_s
     links_s = 2 * microbatches * 0.75 * costs.times_of(MODEL, chosen, profile.cluster()).pipeline.send_s
@@ -121,7 +121,7 @@ def test_a_microbatch_crosses_every_boundary_twice(profile: Profile, schedule: s
 
 @pytest.mark.parametrize("schedule", ["gpipe", "2bw"])
 def test_the_slowest_stage_has_one_processor_at_most(profile: Profile, schedule: str):
-    uneven = layout(schedule=schedule, pipeline=4, global_batch=64, last_stage_layers=5, early_receives=True)
+    uneven = layout(schedule=schedule, pipeline=4, global_batch=64, last_stage_layers=5, receives=Receives.EARLY)
     times_s = [
         costs.iteration(MODEL, uneven, replace(profile, processors=processors).cluster()).time_s
         for processors in (1, 2, 3, 4)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_2bw.planner.cost.costs import unpriced_receives
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags import flags as flags_module
 from megatron_2bw.planner.flags.options import Options
@@ -188,7 +189,7 @@ def test_arguments_of_megatron_mean_what_its_flags_do(more: dict[str, Any]) -> N
     words = [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
     read = flags_module.read(Options.parse(words), gpus=8, gpu=cluster.gpu)
     expected = prediction_json(read.model, price(read.model, read.layout, sized(cluster, gpus=8)))
-    expected["notes"] = list(read.notes)
+    expected["notes"] = [*read.notes, *unpriced_receives(read.layout)]
     assert predicted({**row, "cluster": "dgx-h100", "gpus": 8}) == expected
 
 

@@ -94,6 +94,7 @@ def _configured(
     args: argparse.Namespace, words: Sequence[str], cluster: Cluster
 ) -> tuple[Configuration, tuple[str, ...]]:
     """What the flags of the script, those of the command line behind them, describe; and notes."""
+    from megatron_2bw.planner.cost.costs import unpriced_receives
     from megatron_2bw.planner.flags.flags import SPELLED, read
     from megatron_2bw.planner.flags.launch import agreed
     from megatron_2bw.planner.flags.model_flags import model_flags
@@ -102,7 +103,6 @@ def _configured(
     from megatron_2bw.planner.specs.inputs import sized
     from megatron_2bw.planner.specs.layout import Precision
     from megatron_2bw.planner.specs.model import Kind
-    from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
     if args.model and args.from_script:
         raise PlanError(f"--model {args.model} and --from-script both describe the model; give one of them")
@@ -123,10 +123,7 @@ def _configured(
             raise of_script(error, args) from error
         notes += [*options.notes, *found[-1].notes]
         notes += note_of_strange(strange, notes)
-        if found[-1].layout.schedule in BIDIRECTIONAL and not found[-1].layout.early_receives:
-            notes.append(
-                "priced with --pipeline-receives early; late, the default on GPUs, a batch takes a little more"
-            )
+        notes += unpriced_receives(found[-1].layout)
         if found[-1].layout.precision is Precision.FP32 and cluster.profile is None:
             notes.append(IN_FP32)
     unread = Options.parse(words).values.keys() - SPELLED - ignored(args)

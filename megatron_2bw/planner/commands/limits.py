@@ -87,7 +87,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         RECEIVES,
         choices=("late", "early"),
-        help="early: transfers have more time; see the README for when ranks hang (default: late)",
+        help="early: transfers have more time; see the README for when ranks hang (default: late on GPUs)",
     )
     limits.add_argument("--allow-fewer-microbatches", action="store_true", help="let 2bw run with d-1 (default: d)")
 
@@ -166,14 +166,15 @@ def space_of(args: argparse.Namespace, model: Model) -> Space:
         limits["optimizer"] = first
     if (state := _adam_state(args)) is not None:
         limits["adam_state"] = state
-    is_early = args.pipeline_receives == "early"
-    if is_early and model.num_experts:
-        from megatron_2bw.planner.rules import WITH_EXPERTS
+    if args.pipeline_receives and set(limits.get("schedules", SCHEDULES)) == {"megatron"}:
+        raise PlanError(f"{RECEIVES}: Megatron's own schedule has one order of receives; leave it out")
+    if args.pipeline_receives == "early" and model.num_experts:
+        from megatron_2bw.planner.rules import CHANGING_KERNELS
 
-        raise PlanError(f"{RECEIVES} early: {WITH_EXPERTS}; leave it out")
+        raise PlanError(f"{RECEIVES} early: {CHANGING_KERNELS}; leave it out")
     return Space(
         **limits,
-        early_receives=is_early,
+        receives=layout.Receives(args.pipeline_receives or "default"),
         precision=layout.Precision(args.precision) if args.precision else None,
         fp8=layout.Fp8(args.fp8_recipe or "none"),
         dispatcher=_dispatcher(args, model, limits),

@@ -34,8 +34,10 @@ def planned(args: argparse.Namespace, words: Sequence[str]) -> Script:
     Raises:
         PlanError: training commands that differ, or flags that cannot be priced.
     """
+    from megatron_2bw.planner.flags.accepted import RECEIVES
     from megatron_2bw.planner.flags.flags import DECIDED, described
     from megatron_2bw.planner.flags.launch import check_agreed, values_of
+    from megatron_2bw.planner.rules import CHANGING_KERNELS
     from megatron_2bw.planner.specs.model import Kind
 
     if args.model:
@@ -54,6 +56,12 @@ def planned(args: argparse.Namespace, words: Sequence[str]) -> Script:
         notes = [*options.notes, *priced]
         notes += note_of_strange(strange, notes)
         scripts.append(Script(model=model, kind=kind, options=options, notes=notes))
+    if settings[0].get("pipeline_receives") == "early":
+        for flag in ("--sft", "--dataloader-inter-document-masking"):
+            if any(flag in script.options for script in scripts):
+                raise PlanError(
+                    f"{RECEIVES} early beside {flag} of the script: {CHANGING_KERNELS}; give {RECEIVES} late"
+                )
     check_agreed(
         [values_of(script.model) | of_script for script, of_script in zip(scripts, settings, strict=True)],
         file=args.from_script,

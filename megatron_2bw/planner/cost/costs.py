@@ -19,13 +19,12 @@ from megatron_2bw.planner.cost.speeds import Speed, machine_of
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.pipeline import batch, periods
 from megatron_2bw.planner.pipeline.periods import Pipeline, Stage
-from megatron_2bw.planner.pipeline.receives import with_late_receives
 from megatron_2bw.planner.pipeline.stages import Contents, chunks_in_order, contents_of, layers_of_stages
 from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.specs.cluster import Cluster
-from megatron_2bw.planner.specs.layout import Layout, Optimizer, RecomputeMethod
+from megatron_2bw.planner.specs.layout import Layout, Optimizer, Receives, RecomputeMethod
 from megatron_2bw.planner.specs.model import Model
-from megatron_2bw.schedule.registry import BIDIRECTIONAL
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, MEGATRON
 
 SCHEDULES = ("2bw", "1f1b-flush", "gpipe", "megatron")
 """Those that a search tries by itself."""
@@ -33,8 +32,13 @@ PRICED = (*SCHEDULES, "inter-layer", "pipedream", "gems", "chimera", "mixpipe")
 """The others are for comparing, and are tried when asked for."""
 _WAITING = ("megatron", "1f1b-flush", "2bw", "gpipe", "inter-layer", "pipedream")
 """Those whose ranks wait for what they receive, unless it is received early. Megatron exchanges tensors with a
-neighbour between computations (``send_forward_recv_backward`` in ``megatron/core/pipeline_parallel/schedules.py``), in
-its interleaved schedule beside them. In both directions, receives are posted alike early and late, or nearly so."""
+neighbour between computations (``send_forward_recv_backward`` in ``megatron/core/pipeline_parallel/schedules.py``);
+interleaved, it receives beside them. From 0.18 on it then waits for what forwards send, which is not priced."""
+PRICED_EARLY = (
+    "priced with --pipeline-receives early: late, the default on GPUs, a batch takes up to 1.3% more where a transfer "
+    "takes 3% of a microbatch's forward and backward"
+)
+"""Of pipelines in both directions."""
 _FILLING = ("1f1b-flush", "gpipe", "megatron", "inter-layer")
 """Those that begin every batch with an empty pipeline, in one direction."""
 
@@ -93,7 +97,7 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
     """
     times = times_of(model, layout, cluster, speed)
     pipeline, work_s = times.pipeline, times.work_s(layout)
-    time_s = batch.shared_s(layout, _as_received(layout, pipeline, cluster), cluster, work_s)
+    time_s = batch.shared_s(layout, as_received(model, layout, cluster, pipeline), cluster, work_s)
     parts = parts_of_batch(model, layout, pipeline, times.works, time_s, shared=batch.processor_share(cluster) < 1)
     bar = error_bar(cluster, model, layout, launching=parts[LAUNCHING] / time_s)
     return Iteration(
@@ -111,17 +115,25 @@ def iteration(model: Model, layout: Layout, cluster: Cluster, speed: Speed | Non
 def least_s(model: Model, layout: Layout, cluster: Cluster) -> float:
     """What a batch takes at least: the prediction itself, or less where that takes longer to find."""
     times = times_of(model, layout, cluster)
-    pipeline = _as_received(layout, times.pipeline, cluster)
+    pipeline = as_received(model, layout, cluster, times.pipeline)
     if batch.processor_share(cluster) < 1:
         return batch.shared_s(layout, pipeline, cluster, times.work_s(layout))
     return batch.least_s(layout, pipeline)
 
 
-def _as_received(layout: Layout, pipeline: Pipeline, cluster: Cluster) -> Pipeline:
-    """With what it takes that receives are late, if they are."""
-    on_gpus = cluster.profile is None or not cluster.profile.processors
-    is_late = on_gpus and layout.chunks == 1 and layout.schedule in _WAITING and not layout.early_receives
-    return with_late_receives(pipeline, layout.extra_in_flight) if is_late else pipeline
+def as_received(model: Model, layout: Layout, cluster: Cluster, pipeline: Pipeline) -> Pipeline:
+    """``pipeline``, whose ranks wait for what they receive, or do not."""
+    is_late = layout.receives is Receives.LATE
+    if layout.receives is Receives.DEFAULT:
+        has_gpus = cluster.profile is None or not cluster.profile.processors
+        is_late = has_gpus or (model.num_experts > 0 and layout.schedule != MEGATRON)
+    can_wait = layout.schedule in _WAITING and layout.chunks == 1 and layout.pipeline > 1
+    return replace(pipeline, late_receives=True) if is_late and can_wait else pipeline
+
+
+def unpriced_receives(layout: Layout) -> tuple[str, ...]:
+    """A note, where late receives are not priced."""
+    return (PRICED_EARLY,) if layout.schedule in BIDIRECTIONAL and layout.receives is not Receives.EARLY else ()
 
 
 def work_s(model: Model, layout: Layout, cluster: Cluster) -> float:

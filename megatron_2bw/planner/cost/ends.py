@@ -51,7 +51,7 @@ def counted_ends(layers: int, mtp: int, stages: int) -> Iterator[tuple[int, str]
             yield chunks, layout_text(each - 1, each, each - 1 - mtp, mtp=mtp, stages=stages * chunks)
 
 
-def balanced_ends(model: Model, layout: Layout, machine: Machine) -> tuple[int, int]:
+def balanced_ends(model: Model, layout: Layout, machine: Machine, waits_s: float = 0.0) -> tuple[int, int]:
     """Layers of the first and of the last stage with which the slowest stage is fastest.
 
     Among several, those that leave the others fewest, then those whose slower end is fastest. (0, 0): equal stages are
@@ -61,6 +61,7 @@ def balanced_ends(model: Model, layout: Layout, machine: Machine) -> tuple[int, 
         model: whose layers are spread.
         layout: of at least 2 stages; how many layers these have does not count.
         machine: what it runs on.
+        waits_s: for what a stage between the ends receives from its second neighbour.
 
     >>> from megatron_2bw.planner.specs.cluster import CLUSTERS
     >>> from megatron_2bw.planner.specs.layout import Recompute
@@ -84,15 +85,16 @@ def balanced_ends(model: Model, layout: Layout, machine: Machine) -> tuple[int, 
     more_first = time_s(Contents(dense, dense=dense, embedding=True)) / layer_s - dense
     more_last = time_s(Contents(0, mtp=model.mtp_num_layers, loss=True)) / layer_s
     stages = layout.pipeline
+    waits = waits_s / layer_s if stages > 2 else 0.0
     equal, left = divmod(model.num_layers, stages)
-    best = (inf if left else equal + max(more_first, more_last), 0, 0.0, 0, 0)
+    best = (inf if left else equal + max(waits, more_first, more_last), 0, 0.0, 0, 0)
     least = max(dense, 1)  # Of the first stage.
     for each in range(1, model.num_layers) if stages > 2 else (0,):
         left = model.num_layers - each * (stages - 2)
-        if left <= least or each >= best[0]:
+        if left <= least or each + waits >= best[0]:
             break
         balance = int((left + more_last - more_first) // 2)
         for first in {min(max(balance + more, least), left - 1) for more in (0, 1)}:
             slower = max(first + more_first, left - first + more_last)
-            best = min(best, (max(each, slower), each, slower, first, left - first))
+            best = min(best, (max(each + waits, slower), each, slower, first, left - first))
     return best[3:]

@@ -48,6 +48,7 @@ from megatron_2bw.planner.specs.layout import (
     Layout,
     Optimizer,
     Precision,
+    Receives,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
@@ -285,7 +286,7 @@ def _layout(
     switches["gradients_in_bf16"] &= precision is Precision.BF16
     return Layout(
         schedule=schedule_name(options.text("--pipeline-schedule", MEGATRON)),
-        early_receives=options.choice(RECEIVES, ("late", "early"), "late") == "early",
+        receives=_receives(options),
         data=data,
         pipeline_layout=_pipeline_layout(options, model, numbers["pipeline"] * numbers.get("chunks", 1)),
         global_batch=global_batch_of(options, numbers["microbatch"] * data),
@@ -305,6 +306,10 @@ def _layout(
         **switches,
         **numbers,
     )
+
+
+def _receives(options: Options) -> Receives:
+    return Receives(options.choice(RECEIVES, ("late", "early"), "late")) if RECEIVES in options else Receives.DEFAULT
 
 
 def _adam_state(options: Options) -> AdamState:
@@ -501,7 +506,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         f"--optimizer {layout.optimizer}": layout.optimizer is not Optimizer.ADAM,
         f"--{layout.precision}": layout.precision is not Precision.FP32,
         "--attention-backend unfused": not layout.fused_attention,
-        f"{RECEIVES} early": layout.early_receives,
+        f"{RECEIVES} {layout.receives}": layout.receives is not Receives.DEFAULT,
         "--no-bias-swiglu-fusion": not layout.fused_swiglu,
         "--clip-grad 0": layout.schedule == "pipedream",
     }

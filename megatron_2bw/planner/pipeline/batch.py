@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_2bw.planner.errors import PlanError
@@ -10,6 +11,7 @@ from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s, least_bot
 from megatron_2bw.planner.pipeline.followed import interleaved_s, uneven_one_f_one_b_s
 from megatron_2bw.planner.pipeline.periods import Pipeline
 from megatron_2bw.planner.pipeline.programs import programs_of
+from megatron_2bw.planner.pipeline.receives import with_late_receives
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.schedule.clock import SLOTS, passes
@@ -86,13 +88,14 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run, as ``simulated_s`` would find.
 
     By closed form; where none is exact, microbatches are followed, of 2bw until it is known to 1e-4 where that takes
-    long. PipeDream has neither and is simulated.
+    long. PipeDream has neither and is simulated. With late receives it may be longer by a transfer.
     """
+    pipeline = _as_received(layout, pipeline)
     if layout.chunks > 1:
         return interleaved_s(pipeline)
     if layout.schedule == "2bw":
         delay = _delay(layout)
-        is_closed = periods.two_bw_is_exact(pipeline, delay)
+        is_closed = not pipeline.late_receives and periods.two_bw_is_exact(pipeline, delay)
         return (periods.two_bw_s if is_closed else endless.two_bw_s)(pipeline, delay)
     if layout.schedule == "gpipe":
         return periods.gpipe_s(pipeline)
@@ -110,6 +113,7 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
 
 def least_s(layout: Layout, pipeline: Pipeline) -> float:
     """What ``batch_s`` is at least: the same, or less where that follows or simulates."""
+    pipeline = _as_received(layout, pipeline)
     if layout.chunks > 1:
         return periods.least_interleaved_s(pipeline)
     if layout.schedule == "2bw":
@@ -123,9 +127,14 @@ def least_s(layout: Layout, pipeline: Pipeline) -> float:
 
 def is_bound_quicker(layout: Layout) -> bool:
     """Whether ``least_s`` is usually much quicker to find than ``batch_s``, as far as flags tell."""
-    if layout.schedule == "2bw" and layout.distributed_optimizer:
+    if layout.schedule == "2bw" and (layout.distributed_optimizer or layout.extra_in_flight):
         return True
     return layout.schedule == "mixpipe" or layout.chunks > 1 or bool(layout.pipeline_layout)
+
+
+def _as_received(layout: Layout, pipeline: Pipeline) -> Pipeline:
+    """With transfers as work, where ranks wait for them; with more in flight not all do."""
+    return pipeline if layout.extra_in_flight or not pipeline.late_receives else with_late_receives(pipeline)
 
 
 def _delay(layout: Layout) -> periods.Delay:
@@ -139,7 +148,8 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
         PlanError: Megatron's interleaved schedule, which the executor does not run.
     """
     # A search does not need the simulator, and a tenth of a second to load it is long.
-    from megatron_2bw.schedule.lowering import with_gradient_copy
+    from megatron_2bw.schedule.engine import Model
+    from megatron_2bw.schedule.lowering import lower, with_gradient_copy
     from megatron_2bw.schedule.simulate import simulate, steady_state
 
     if layout.chunks > 1:
@@ -155,11 +165,14 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
         gradients_s=pipeline.gradients_s,
         norm_s=pipeline.norm_s,
     )
+    if programs.name == "2bw":
+        programs = with_gradient_copy(programs, gradient_copy(layout))
+    if pipeline.late_receives:
+        late = replace(lower(programs), late_receives=True)
+        return float(steady_state(late, durations, model=Model.POSTED).period_s)
     if not any(programs.delay):  # A flush leaves nothing to the next batch.
         return float(simulate(programs, durations, 1).makespan_s)
-    if programs.name == "pipedream":
-        return float(steady_state(programs, durations).period_s)
-    return float(steady_state(with_gradient_copy(programs, gradient_copy(layout)), durations).period_s)
+    return float(steady_state(programs, durations).period_s)
 
 
 def gradient_copy(layout: Layout) -> GradientCopy:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from megatron_2bw.planner.pipeline import periods
 from megatron_2bw.planner.pipeline.followed import shift_of
 from megatron_2bw.planner.pipeline.periods import ROUNDING, Delay, Pipeline, Stage
+from megatron_2bw.planner.pipeline.receives import LateReceives
 from megatron_2bw.schedule.program import GradientCopy
 
 _MOST_BATCHES = 200
@@ -83,6 +84,8 @@ class _Stage:
     """Arrival of what its last backward needed."""
     sum_s: float = 0
     """End of the sum of its gradients over replicas, of the last finished batch."""
+    receives: LateReceives | None = None
+    """When it posts them, where transfers wait for that."""
 
     @classmethod
     def of(cls, work: Stage, send_s: float, ahead: int, delayed: int, microbatches: int, copy: GradientCopy) -> _Stage:
@@ -99,21 +102,29 @@ class _Stage:
             reduces_late=lag == microbatches and not early,
         )
 
-    def forward(self, following: _Stage | None) -> None:
+    def forward(self, following: _Stage | None, step: int = 0) -> None:
         """Run one, and send its output to the stage ``following``."""
-        end_s = self.end_s
+        end_s, receives = self.end_s, self.receives
+        if receives is not None:
+            receives.before_forward(step, end_s)
         if self.inputs_s:
             arrival_s = self.inputs_s.popleft()
+            if receives is not None:
+                arrival_s = receives.arrival_s(arrival_s)
             end_s = arrival_s if arrival_s > end_s else end_s
         self.end_s = end_s = end_s + self.forward_s
-        if following is not None:
+        if following is not None and following.receives is not None:
+            following.inputs_s.append(end_s)
+        elif following is not None:
             self.output_s = (end_s if end_s > self.output_s else self.output_s) + self.send_s
             following.inputs_s.append(self.output_s)
 
-    def backward(self, following: _Stage | None) -> None:
+    def backward(self, following: _Stage | None, step: int) -> None:
         """Run one, of what ``following`` has just sent."""
         if following is not None:
             free_s, sent_s = self.gradient_s, following.end_s
+            if self.receives is not None:
+                sent_s = max(sent_s, self.receives.gradient_posted_s(step))
             self.gradient_s = arrival_s = (sent_s if sent_s > free_s else free_s) + self.send_s
             if arrival_s > self.end_s:
                 self.end_s = arrival_s
@@ -141,6 +152,14 @@ class _Run:
             _Stage.of(work, send_s, per_boundary * (p.stages - 1 - stage), delayed, m, delay.copy)
             for stage, (work, send_s) in enumerate(zip(p.in_order, (*p.links_s, 0), strict=True))
         ]
+        for stage, before_s in zip(stages, (None, *p.links_s), strict=True):
+            if p.late_receives:
+                stage.receives = LateReceives(
+                    extra_in_flight=delay.extra_in_flight,
+                    update_step=delayed - stage.ahead,
+                    has_copy=delay.copy is not GradientCopy.NONE,
+                    transfer_s=before_s,
+                )
         for stage, following in zip(stages, [*stages[1:], None], strict=True):
             for _ in range(stage.ahead):
                 stage.forward(following)
@@ -150,7 +169,10 @@ class _Run:
         """Run the steps of a batch, but for those in which all becomes equally much later than in steps before."""
         m, step, steps = self.pipeline.microbatches, 0, list[list[float]]()
         # Where more happens than forwards and backwards.
-        events = sorted({0, m - 1, m, *(stage.update_step for stage in self.stages)})
+        special = {0, m - 1, *(stage.update_step for stage in self.stages)}
+        for stage in self.stages:
+            special.update(stage.receives.special_steps() if stage.receives is not None else ())
+        events = [*sorted(step for step in special if 0 <= step < m), m]
         while step < m:
             self._step(step)
             if step in events:
@@ -174,8 +196,10 @@ class _Run:
         times_s: list[float] = []
         for stage in self.stages:
             times_s += (stage.end_s, *stage.inputs_s)
+            if stage.receives is not None:
+                times_s += stage.receives.moving_s()
         for stage in self.stages[:-1]:
-            times_s += (stage.output_s, stage.gradient_s)
+            times_s += (stage.output_s, stage.gradient_s) if stage.receives is None else (stage.gradient_s,)
         return times_s
 
     def reduced_s(self) -> list[float]:
@@ -189,6 +213,8 @@ class _Run:
             stage.output_s += shift_s
             stage.gradient_s += shift_s
             stage.inputs_s = deque(arrival_s + shift_s for arrival_s in stage.inputs_s)
+            if stage.receives is not None:
+                stage.receives.shift(shift_s)
 
     def _step(self, step: int) -> None:
         is_last, following = step == self.pipeline.microbatches - 1, None
@@ -198,13 +224,17 @@ class _Run:
                 self._update(stage)
                 if stage.reduces_late:
                     self._reduce(stage)
-            stage.forward(following)
+            stage.forward(following, step)
+            if stage.receives is not None and not (step == 0 and stage.updates_early):
+                stage.receives.before_backward(step, stage.end_s)
             if step == 0:
                 if stage.updates_early:
                     self._update(stage)
+                    if stage.receives is not None:
+                        stage.receives.before_backward(step, stage.end_s)
                 if stage.awaits_sum:
                     stage.end_s = max(stage.end_s, stage.sum_s)
-            stage.backward(following)
+            stage.backward(following, step)
             if is_last and not stage.reduces_late:
                 self._reduce(stage)
             following = stage
@@ -217,4 +247,6 @@ class _Run:
             self.norm_s = max(stage.sum_s for stage in self.stages) + self.pipeline.norm_s
 
     def _update(self, stage: _Stage) -> None:
+        if stage.receives is not None:
+            stage.receives.before_norm(stage.end_s)
         stage.end_s = max(stage.end_s, self.norm_s) + self.pipeline.update_s

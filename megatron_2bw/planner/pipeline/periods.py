@@ -52,6 +52,9 @@ class Pipeline:
     These are then simulated or followed, and ``middle`` is the slowest stage between the ends."""
     sends_s: tuple[float, ...] = ()
     """Of these, from each to the next, where transfers differ."""
+    late_receives: bool = False
+    """Whether no transfer begins before its receive is posted, when by the schedule its tensor is sent. What prices a
+    ``batch`` knows of it; the closed forms here do not."""
 
     def turn_s(self, first: int, last: int) -> float:
         """Forwards from stage ``first`` up to ``last`` and backwards down again."""

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from megatron_2bw.planner.cost.costs import iteration
+from megatron_2bw.planner.cost.costs import PRICED_EARLY, iteration
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import MEGATRON, needs_megatron_0_19
 from megatron_2bw.planner.search.efficiency import EXACT
 from megatron_2bw.planner.search.finder import Choice
 from megatron_2bw.planner.search.search import Plan
+from megatron_2bw.planner.specs.layout import Receives
+from megatron_2bw.schedule.registry import BIDIRECTIONAL
 from megatron_2bw.schedule.timeline import percent
 
 MANY = 8
@@ -67,18 +69,27 @@ def advice(plan: Plan) -> Iterator[str]:
 
 
 def _receives(plan: Plan) -> Iterator[str]:
-    """What earlier ones would save, where that is something and nothing forbids them."""
+    """What earlier ones would save, where that is something and nothing forbids them; and what speaks against them."""
     layout, model = plan.best.layout, plan.model
-    has_choice = layout.schedule != MEGATRON and not layout.early_receives
+    if layout.receives is Receives.EARLY and model.hidden_size > NARROW:
+        yield (
+            f"With a hidden size of {model.hidden_size:,}, norms of Transformer Engine may wait for the whole GPU, and "
+            "with --pipeline-receives early for each other (megatron_2bw/README.md): leave it out unless you know "
+            "better."
+        )
+    if layout.receives is Receives.DEFAULT and layout.schedule in BIDIRECTIONAL:
+        yield f"It is {PRICED_EARLY}."
+    has_choice = layout.schedule != MEGATRON and layout.receives is Receives.DEFAULT
     if not has_choice or model.num_experts or model.hidden_size > NARROW:
         return
-    early_s = iteration(model, replace(layout, early_receives=True), plan.cluster).time_s
+    early_s = iteration(model, replace(layout, receives=Receives.EARLY), plan.cluster).time_s
     saved = 1 - early_s / plan.best.iteration.time_s
     if saved >= WORTH_A_FLAG:
         yield (
             f"Its receives are late, the default on GPUs, and so {percent(saved)} of its time are transfers that "
-            "--pipeline-receives early hides. Its norms are narrow enough for it; read what else waits for a GPU "
-            "(megatron_2bw/README.md) before you choose it."
+            "--pipeline-receives early hides, with which another layout may be better still: plan again with it. The "
+            "norms are narrow enough for it; read what else waits for a GPU (megatron_2bw/README.md) before you choose "
+            "it, and leave it out beside --sft and --dataloader-inter-document-masking."
         )
 
 

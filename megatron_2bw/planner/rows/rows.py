@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from megatron_2bw.planner.cost.costs import unpriced_receives
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import GROUPED, STEPS
 from megatron_2bw.planner.flags.flags import layout_flags, read, replicas
@@ -147,7 +148,7 @@ def predicted(
         _compare(key, getattr(run.model, key), getattr(model, key))
     layout = dataclasses.replace(run.layout, **{name: getattr(layout, name) for name in _NOT_IN_FLAGS})
     choice = price(run.model, layout, sized(base, gpus=layout.gpus))
-    return {**prediction_json(run.model, choice), "notes": [*notes, *run.notes]}
+    return {**prediction_json(run.model, choice), "notes": [*notes, *run.notes, *unpriced_receives(layout)]}
 
 
 def _model(ours: dict[str, Any], options: Options) -> Model:

@@ -10,6 +10,7 @@ from itertools import chain, product
 from megatron_2bw.planner.cost.ends import balanced_ends, shorter_ends
 from megatron_2bw.planner.cost.sizes import Split
 from megatron_2bw.planner.cost.speeds import machine_of
+from megatron_2bw.planner.cost.updates import send_s
 from megatron_2bw.planner.errors import Problem
 from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
@@ -101,7 +102,12 @@ class Shapes:
                 self.layout(shape, usual_fields | {"microbatch": microbatch, "recompute": recompute})
                 for recompute in (Recompute.NONE, Recompute.FULL)
             ]
-            ends = {balanced_ends(self.model, one, machine) for one in layouts if not self.not_profiled(one)} | {usual}
+            ends = {
+                balanced_ends(self.model, one, machine, waits_s)
+                for one in layouts
+                if not self.not_profiled(one)
+                for waits_s in {0.0, send_s(self.model, one, machine)}
+            } | {usual}
             # The first stage holds most activations: with as few layers as the last it may have to recompute none.
             ends |= {(last, first) for first, last in ends if last < first}
             for pair in ends - {(0, 0), usual}:
@@ -221,7 +227,8 @@ class Shapes:
         defaults |= {name: getattr(space, name) for name in FIXED}
         defaults["dispatcher"] = space.dispatcher if shape.expert > 1 else Dispatcher.ALLTOALL
         defaults["gradients_in_fp32"] = space.adam_state is not None and space.precision is Precision.FP16
-        defaults["early_receives"] = space.early_receives and shape.pipeline > 1 and more.get("schedule") != MEGATRON
+        if more.get("schedule") != MEGATRON:
+            defaults["receives"] = space.receives
         return Layout(**{"global_batch": self.global_batch, **defaults, **more})
 
     def size_problem(self, pipeline: int, tensor: int, context: int, data: int) -> Problem | None:

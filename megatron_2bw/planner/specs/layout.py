@@ -120,6 +120,14 @@ class Optimizer(StrEnum):
         return self in (Optimizer.LION, Optimizer.MUON)
 
 
+class Receives(StrEnum):
+    """When receives are posted; DEFAULT: late on GPUs and of experts, otherwise early."""
+
+    DEFAULT = "default"
+    LATE = "late"
+    EARLY = "early"
+
+
 WITHOUT_OVERLAP = BIDIRECTIONAL | DELAYED
 """Schedules that switch ``--overlap-grad-reduce`` and ``--overlap-param-gather`` off."""
 _COUNTS = {
@@ -228,8 +236,8 @@ class Layout:
     """``--mixpipe-gamma``: so many more are let in later."""
     gradient_buffers: int = 2
     """Of 2bw: ``--pipeline-gradient-buffers``."""
-    early_receives: bool = False
-    """``--pipeline-receives early``, where GPUs train with a schedule of ours; on CPUs, all are."""
+    receives: Receives = Receives.DEFAULT
+    """Of a schedule of ours: ``--pipeline-receives``."""
     first_stage_layers: int = 0
     """``--decoder-first-pipeline-num-layers``; 0: as many as the other stages."""
     last_stage_layers: int = 0

@@ -13,6 +13,7 @@ from megatron_2bw.planner.specs.layout import (
     Fp8,
     Optimizer,
     Precision,
+    Receives,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
@@ -80,7 +81,8 @@ class Space:
     extra_in_flight: tuple[int, ...] | None = None
     """Of 2bw."""
     delayed_microbatches: tuple[int, ...] | None = None
-    """Of 2bw. None: all, or as few as hide an update where the progress with some of them is asked for."""
+    """Of 2bw. None: all, or as few as hide an update where the progress with some of them is asked for; with late
+    receives another number may take a few transfers less."""
     mixpipe_k: tuple[int, ...] | None = None
     mixpipe_gamma: tuple[int, ...] | None = None
     gradient_buffers: tuple[int, ...] | None = None
@@ -95,7 +97,7 @@ class Space:
     """Of the precision-aware optimizer, which is a distributed one."""
     fused_attention: bool | None = None
     """None: where the GPU has such kernels in that precision."""
-    early_receives: bool = False
+    receives: Receives = Receives.DEFAULT
     """Of our schedules."""
     tight: bool = False
     """Let 2bw run with its least m, d-1, in place of d."""
