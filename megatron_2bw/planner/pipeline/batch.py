@@ -117,12 +117,20 @@ def least_s(layout: Layout, pipeline: Pipeline) -> float:
     if layout.chunks > 1:
         return periods.least_interleaved_s(pipeline)
     if layout.schedule == "2bw":
-        return periods.two_bw_s(pipeline, _delay(layout))
+        return max(periods.two_bw_s(pipeline, _delay(layout)), _least_waiting_s(pipeline))
     if layout.schedule in ("1f1b-flush", "megatron"):
         return (periods.least_uneven_s if pipeline.each else periods.one_f_one_b_s)(pipeline)
     if layout.schedule in ("chimera", "mixpipe"):
         return least_both_ways_s(pipeline, in_flight=layout.mixpipe_k + layout.mixpipe_gamma)
     return batch_s(layout, pipeline)
+
+
+def _least_waiting_s(pipeline: Pipeline) -> float:
+    """A stage between others waits for one of two transfers per microbatch at least, where receives are late."""
+    p = pipeline
+    if not p.late_receives or p.stages < 3:
+        return 0.0
+    return p.microbatches * (p.middle.pair_s + p.send_s) + p.update_s
 
 
 def is_bound_quicker(layout: Layout) -> bool:
