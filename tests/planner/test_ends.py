@@ -217,3 +217,13 @@ def test_all_layers_of_the_largest_chunk_can_be_computed_again():
 def test_a_layout_that_does_not_suit(text: str, message: str):
     with pytest.raises(PlanError, match=re.escape(message)):
         search(MODEL, cluster(2, 80), 8, Space(pipeline_layout=(text,), pipelines=(2,)))
+
+
+def test_stages_that_receive_twice_have_fewer_layers():
+    """Late, a stage between the ends waits for two transfers per microbatch, an end for one."""
+    machine = machine_of(CLUSTERS["p3.16xlarge"])
+    model = dataclasses.replace(MODELS["gpt-1.3b"], vocab_size=1000)
+    layout = Layout(schedule="2bw", pipeline=4, data=1, microbatch=8, global_batch=32, fused_attention=False)
+    layer_s = costs.times_of(model, layout, CLUSTERS["p3.16xlarge"]).pipeline.middle.pair_s / 6
+    ends = [sum(balanced_ends(model, layout, machine, waits * layer_s)) for waits in (0, 1.9, 3.9)]
+    assert ends == [0, 14, 16]

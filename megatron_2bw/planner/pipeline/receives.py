@@ -14,7 +14,7 @@ def with_late_receives(pipeline: Pipeline) -> Pipeline:
 
     Without more activations in flight than a stage needs, tensors are sent when they are needed: the order of
     ``schedule.as_sent`` posts a receive right before the forward or backward that uses it, but for one per batch at
-    most, around the update. So a batch is no shorter than this, and longer by one transfer at most, see the tests.
+    most, around the update. So what this takes is exact, or too long by a transfer per batch.
 
     Args:
         pipeline: of stages in one direction, none of which has several chunks.
