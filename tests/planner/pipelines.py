@@ -61,3 +61,20 @@ def uneven(
         yield Pipeline(
             stages=stages, microbatches=microbatches, first=first, middle=middle, last=last, send_s=send_s, **more
         )
+
+
+def of_each(
+    each: Sequence[Stage], sends_s: tuple[int | Fraction, ...], microbatches: int, **more: int | bool
+) -> Pipeline:
+    """Of stages and links that may all differ."""
+    return Pipeline(
+        stages=len(each),
+        microbatches=microbatches,
+        first=each[0],
+        middle=max(each[1:-1], key=lambda stage: stage.pair_s, default=each[-1]),
+        last=each[-1],
+        send_s=min(sends_s),
+        each=tuple(each),
+        sends_s=sends_s,
+        **more,
+    )

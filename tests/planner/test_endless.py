@@ -16,7 +16,7 @@ from megatron_2bw.schedule.program import GradientCopy
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import steady_state
 
-from .pipelines import EVEN, SLOW_SENDS, durations, pipelines, uneven
+from .pipelines import EVEN, SLOW_SENDS, durations, of_each, pipelines, uneven
 
 REDUCTIONS = [(0, 0), (1, 1), (8, 8), (1, 8), (8, 1)]
 """Of gradients and of the norm: from less than a forward to more than a batch."""
@@ -112,17 +112,7 @@ def test_stages_and_links_that_all_differ(copy: GradientCopy, seed: int):
         each = tuple(Stage(rng.randint(1, 9), rng.randint(1, 16)) for _ in range(stages))
         sends_s = tuple(Fraction(rng.randint(0, 40), 4) for _ in each[1:])
         more = {"update_s": rng.randint(0, 30), "gradients_s": rng.randint(0, 40), "norm_s": rng.randint(0, 9)}
-        p = Pipeline(
-            stages=stages,
-            microbatches=microbatches,
-            first=each[0],
-            middle=max(each[1:-1], key=lambda stage: stage.pair_s, default=each[-1]),
-            last=each[-1],
-            send_s=min(sends_s),
-            each=each,
-            sends_s=sends_s,
-            **more,
-        )
+        p = of_each(each, sends_s, microbatches, **more)
         delayed = rng.choice((None, rng.randint(ahead, microbatches)))
         check(p, extra_in_flight=extra, delayed=delayed, copy=copy)
 

@@ -20,6 +20,7 @@ from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.layout import Layout, Receives
 from megatron_2bw.planner.specs.model import Model
 from tests.cli import run
+from tests.planner.pipelines import of_each
 
 SMALL = Model(num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=50257)
 
@@ -50,23 +51,8 @@ def drawn(schedule: str, extra: int, seed: int, cases: int):
             extra_in_flight=extra,
             **of_2bw,
         )
-        yield (
-            layout,
-            Pipeline(
-                stages=stages,
-                microbatches=count,
-                first=each[0],
-                middle=max(each[1:-1], key=lambda stage: stage.pair_s, default=each[-1]),
-                last=each[-1],
-                each=tuple(each),
-                send_s=min(sends_s),
-                sends_s=sends_s,
-                late_receives=True,
-                update_s=rng.choice((0, 3, 7)),
-                gradients_s=rng.choice((0, 4)),
-                norm_s=rng.choice((0, 1)),
-            ),
-        )
+        more = {"update_s": rng.choice((0, 3, 7)), "gradients_s": rng.choice((0, 4)), "norm_s": rng.choice((0, 1))}
+        yield layout, of_each(each, sends_s, count, late_receives=True, **more)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "inter-layer"])

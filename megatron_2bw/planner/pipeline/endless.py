@@ -225,15 +225,12 @@ class _Run:
                 if stage.reduces_late:
                     self._reduce(stage)
             stage.forward(following, step)
-            if stage.receives is not None and not (step == 0 and stage.updates_early):
+            if step == 0 and stage.updates_early:
+                self._update(stage)
+            if stage.receives is not None:
                 stage.receives.before_backward(step, stage.end_s)
-            if step == 0:
-                if stage.updates_early:
-                    self._update(stage)
-                    if stage.receives is not None:
-                        stage.receives.before_backward(step, stage.end_s)
-                if stage.awaits_sum:
-                    stage.end_s = max(stage.end_s, stage.sum_s)
+            if step == 0 and stage.awaits_sum:
+                stage.end_s = max(stage.end_s, stage.sum_s)
             stage.backward(following, step)
             if is_last and not stage.reduces_late:
                 self._reduce(stage)

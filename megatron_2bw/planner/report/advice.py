@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from megatron_2bw.planner.cost.costs import PRICED_EARLY, iteration
+from megatron_2bw.planner.cost.costs import iteration, unpriced_receives
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import MEGATRON, needs_megatron_0_19
 from megatron_2bw.planner.search.efficiency import EXACT
 from megatron_2bw.planner.search.finder import Choice
 from megatron_2bw.planner.search.search import Plan
 from megatron_2bw.planner.specs.layout import Receives
-from megatron_2bw.schedule.registry import BIDIRECTIONAL
 from megatron_2bw.schedule.timeline import percent
 
 MANY = 8
@@ -77,8 +76,7 @@ def _receives(plan: Plan) -> Iterator[str]:
             "with --pipeline-receives early for each other (megatron_2bw/README.md): leave it out unless you know "
             "better."
         )
-    if layout.receives is Receives.DEFAULT and layout.schedule in BIDIRECTIONAL:
-        yield f"It is {PRICED_EARLY}."
+    yield from (f"It is {note}." for note in unpriced_receives(layout))
     has_choice = layout.schedule != MEGATRON and layout.receives is Receives.DEFAULT
     if not has_choice or model.num_experts or model.hidden_size > NARROW:
         return
