@@ -14,8 +14,14 @@ from megatron_2bw.planner.specs.model import Model
 
 DATA = Path(__file__).parent / "data"
 
-OLD_MEGATRON = {"precision": Precision.FP16, "fused_attention": False, "split_transfers": True}
-"""Megatron-LM before Core, and Megatron-DeepSpeed: fp16, scores stored, transfers split over tensor-parallel ranks."""
+OLD_MEGATRON = {
+    "precision": Precision.FP16,
+    "fused_attention": False,
+    "split_transfers": True,
+    "overlap_transfers": False,
+}
+"""Megatron-LM before Core, and Megatron-DeepSpeed: fp16, scores stored, transfers split over tensor-parallel ranks and
+not beside computations."""
 LIKE_LLAMA = {"swiglu": True, "bias": False, "rmsnorm": True, "learned_positions": False, "dropout": False}
 LLAMA = "Llama2-7B"
 SELENE_GBIT_S = 1600
@@ -300,6 +306,10 @@ def _goldens(folder: Path) -> list[dict[str, str]]:
     return [row for row in rows if row["vocab-size"] and int(row["hidden-size"] or 0) >= 2304]
 
 
+_RECORDED_EARLIER = {("gpt3_7b_tp1_pp4_memory_speed", "A100"), ("mixtral_8x7b_tp1pp4ep8vpp8_release", "H100")}
+"""Than Megatron waited for what forwards of chunks send, by the dates of the files (260cba71, April 2026)."""
+
+
 def _golden(row: dict[str, str], gpus: int = 8) -> Row:
     """A test case of Megatron's, by default on one node; the last stage logs."""
     stages, layers = int(row["pipeline-model-parallel-size"]), int(row["num-layers"])
@@ -322,6 +332,7 @@ def _golden(row: dict[str, str], gpus: int = 8) -> Row:
         microbatch=int(row["micro-batch-size"]),
         global_batch=int(row["global-batch-size"]),
         chunks=layers // stages // per_chunk,
+        waits_for_sends=(row["test_case"], row["device"]) not in _RECORDED_EARLIER,
         distributed_optimizer=True,
         overlap_gradients=row["overlap-grad-reduce"] == "True",
         overlap_parameters=row["overlap-param-gather"] == "True",

@@ -66,6 +66,7 @@ def many_experts(folder: Path = DATA) -> Iterator[Row]:
             microbatch=int(row["mbs"]),
             global_batch=int(row["gbs"]),
             chunks=int(row["vp"]),
+            waits_for_sends=False,
             pipeline_layout=row["pipeline_layout"],
             sequence_parallel=tensor > 1,
             distributed_optimizer=True,

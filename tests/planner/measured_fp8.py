@@ -137,6 +137,7 @@ def row_of(name: str, model: Model, row: dict[str, str], node: Cluster, recipe: 
         microbatch=int(row["mbs"]),
         global_batch=int(row["gbs"]),
         chunks=chunks,
+        waits_for_sends=False,
         sequence_parallel=tensor > 1,
         distributed_optimizer=True,
         overlap_gradients=True,

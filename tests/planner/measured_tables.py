@@ -74,6 +74,7 @@ def h100s() -> Iterator[Row]:
             "distributed_optimizer": True,
             "overlap_gradients": True,
             "overlap_parameters": True,
+            "waits_for_sends": False,
             "overlap_tensor": sizes["tensor"] > 1,
         }
         cluster = replace(CLUSTERS["dgx-h100"], nodes=gpus // 8)

@@ -64,11 +64,11 @@ def uneven(
 
 
 def of_each(
-    each: Sequence[Stage], sends_s: tuple[int | Fraction, ...], microbatches: int, **more: int | bool
+    each: Sequence[Stage], sends_s: tuple[int | Fraction, ...], microbatches: int, chunks: int = 1, **more: int | bool
 ) -> Pipeline:
-    """Of stages and links that may all differ."""
+    """Of stages, or chunks of them, and links that may all differ."""
     return Pipeline(
-        stages=len(each),
+        stages=len(each) // chunks,
         microbatches=microbatches,
         first=each[0],
         middle=max(each[1:-1], key=lambda stage: stage.pair_s, default=each[-1]),

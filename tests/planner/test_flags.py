@@ -79,6 +79,9 @@ LAYOUTS = {
         schedule="gpipe", pipeline=2, data=2, global_batch=8, precision=Precision.FP16, gradients_in_fp32=True
     ),
     "interleaved": Layout(schedule="megatron", pipeline=2, data=1, global_batch=8, chunks=4),
+    "interleaved, no overlap": Layout(
+        schedule="megatron", pipeline=4, data=1, global_batch=8, chunks=2, overlap_transfers=False
+    ),
     "uneven": Layout(
         schedule="megatron", pipeline=3, data=1, global_batch=3, first_stage_layers=4, last_stage_layers=4
     ),
@@ -347,6 +350,7 @@ def test_values_that_megatron_would_not_take(more: str, message: str):
         ("--fp16 --accumulate-allreduce-grads-in-fp32", "gradients_in_fp32", True),
         ("--bf16 --accumulate-allreduce-grads-in-fp32", "gradients_in_fp32", False),
         ("--no-bias-swiglu-fusion", "fused_swiglu", True),
+        ("--no-overlap-p2p-communication", "overlap_transfers", True),
         ("--no-bias-swiglu-fusion --swiglu", "fused_swiglu", False),
         ("--global-batch-size 16 --global-batch-size=32", "global_batch", 32),
         ("--optimizer lion", "optimizer", Optimizer.LION),

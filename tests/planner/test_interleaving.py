@@ -1,4 +1,4 @@
-"""Megatron's interleaved schedule with chunks that differ: its order, its time and what it keeps."""
+"""Chunks and stages that differ: what Megatron's interleaved schedule keeps and takes at least, what others take."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.memory.activations import of_layer
 from megatron_2bw.planner.pipeline import interleaving, periods
 from megatron_2bw.planner.pipeline.batch import batch_s, simulated_s
-from megatron_2bw.planner.pipeline.followed import interleaved_s, uneven_one_f_one_b_s
-from megatron_2bw.planner.pipeline.periods import Delay, Pipeline, Stage, gpipe_s, inter_layer_s, two_bw_s
+from megatron_2bw.planner.pipeline.followed import uneven_one_f_one_b_s
+from megatron_2bw.planner.pipeline.megatron import interleaved_s
+from megatron_2bw.planner.pipeline.periods import Delay, Stage, gpipe_s, inter_layer_s, two_bw_s
 from megatron_2bw.planner.pipeline.stages import chunks_in_flight
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.layout import Layout
@@ -23,16 +24,10 @@ from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.registry import build
 from megatron_2bw.schedule.simulate import simulate
 
-from .interleaved import interleaved
+from .pipelines import of_each
 
 SIZES = [(2, 2, 2), (2, 6, 3), (3, 6, 2), (4, 8, 2), (4, 16, 3)]
 """Ranks, microbatches, chunks."""
-
-
-def pipeline(each: tuple[Stage, ...], stages: int, microbatches: int, **more) -> Pipeline:
-    return Pipeline(
-        stages=stages, microbatches=microbatches, first=each[0], middle=each[1], last=each[-1], each=each, **more
-    )
 
 
 def drawn(rng: random.Random, count: int) -> tuple[Stage, ...]:
@@ -44,57 +39,12 @@ def layout(**changes) -> Layout:
     return Layout(**({"schedule": "megatron", "data": 1} | changes))
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), SIZES)
-def test_the_order_is_megatrons(ranks: int, microbatches: int, chunks: int, monkeypatch: pytest.MonkeyPatch):
-    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    table = schedules.get_schedule_table(microbatches, chunks, ranks)
-    for name in ("get_pipeline_model_parallel_world_size", "get_virtual_pipeline_model_parallel_world_size"):
-        monkeypatch.setattr(schedules.parallel_state, name, lambda: ranks)
-    for rank in range(ranks):
-        monkeypatch.setattr(schedules.parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
-        _, _, warmup, _ = schedules.get_pp_rank_microbatches(microbatches, chunks, ranks)
-        steps = list(interleaving.order(rank, ranks=ranks, microbatches=microbatches, chunks=chunks))
-        assert [(index, chunk) for forward, chunk, index in steps if forward] == table
-        assert [(index, chunks - 1 - chunk) for forward, chunk, index in steps if not forward] == table
-        ways = "".join("BF"[forward] for forward, *_ in steps)
-        assert ways == "F" * warmup + "FB" * (len(table) - warmup) + "B" * warmup
-
-
-@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), SIZES)
-@pytest.mark.parametrize("send_s", [0, Fraction(1, 4), 3])
-def test_the_time_is_the_simulators(ranks: int, microbatches: int, chunks: int, send_s: Fraction):
-    """With the last transfer three times as long; what follows the last backward adds up."""
-    rng = random.Random(ranks * microbatches)
-    for _ in range(5):
-        each = drawn(rng, ranks * chunks)
-        sends_s = (send_s,) * (len(each) - 2) + (3 * send_s,)
-        p = pipeline(each, ranks, microbatches, send_s=send_s, sends_s=sends_s, update_s=2, gradients_s=1, norm_s=1)
-        planned = layout(pipeline=ranks, global_batch=microbatches, chunks=chunks)
-        forwards_s, backwards_s = zip(*each, strict=True)
-        durations = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=sends_s)
-        simulated_s = simulate(interleaved(ranks, microbatches, chunks), durations, 1).makespan_s
-        assert batch_s(planned, p) == simulated_s + 4
-
-
 def test_chunks_alike_have_the_papers_formula():
     """Free transfers leave ``(m + (d-1)/v)*(F+B)``: Narayanan et al., arXiv 2104.04473, section 2.2.2."""
     for ranks, microbatches, chunks in SIZES:
-        p = pipeline((Stage(1, 2),) * (ranks * chunks), ranks, microbatches)
-        assert interleaved_s(p) == (microbatches + Fraction(ranks - 1, chunks)) * chunks * 3
-
-
-@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (3, 2), (4, 3)])
-@pytest.mark.parametrize("send_s", [0, Fraction(1, 4), 1, 3, 8])
-def test_chunks_alike_but_for_embedding_and_loss(ranks: int, chunks: int, send_s: Fraction):
-    """As a search prices them, with so many microbatches that they repeat; up to transfers that nothing hides."""
-    for first, last in (((0, 0), (0, 0)), ((1, 1), (3, 3)), ((0, 2), (5, 0)), ((2, 0), (0, 1))):
         each = [Stage(1, 2)] * (ranks * chunks)
-        each[0], each[-1] = Stage(1 + first[0], 2 + first[1]), Stage(1 + last[0], 2 + last[1])
-        for microbatches in (ranks, 12 * ranks):
-            p = pipeline(tuple(each), ranks, microbatches, send_s=send_s)
-            forwards_s, backwards_s = zip(*each, strict=True)
-            durations = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=send_s)
-            assert interleaved_s(p) == simulate(interleaved(ranks, microbatches, chunks), durations, 1).makespan_s
+        p = of_each(each, (0,) * (len(each) - 1), microbatches, chunks)
+        assert interleaved_s(p) == (microbatches + Fraction(ranks - 1, chunks)) * chunks * 3
 
 
 @pytest.mark.parametrize("name", ["1f1b-flush", "gpipe", "inter-layer"])
@@ -105,7 +55,7 @@ def test_transfers_that_differ(name: str):
     for stages, microbatches in itertools.product((2, 3, 4, 6), (1, 3, 8, 60)):
         each = drawn(rng, stages)
         sends_s = tuple(Fraction(rng.randint(0, 12), 4) for _ in range(stages - 1))
-        p = pipeline(each, stages, microbatches, sends_s=sends_s, update_s=2, norm_s=1)
+        p = of_each(each, sends_s, microbatches, update_s=2, norm_s=1)
         forwards_s, backwards_s = zip(*each, strict=True)
         durations = Durations(forward_s=forwards_s, backward_s=backwards_s, send_s=sends_s, update_s=2, norm_s=1)
         program = build(name, stages=stages, microbatches=microbatches)
@@ -142,9 +92,9 @@ def test_no_batch_of_chunks_is_faster_than_its_least(seed: int):
     stages, chunks, groups = rng.randint(2, 5), rng.randint(2, 4), rng.randint(1, 6)
     each = tuple(Stage(rng.uniform(1, 3), rng.uniform(2, 5)) for _ in range(stages * chunks))
     sends_s = tuple(rng.uniform(0, 1) for _ in each[1:])
-    uneven = pipeline(each, stages, groups * stages, sends_s=sends_s, update_s=2, norm_s=1)
+    uneven = of_each(each, sends_s, groups * stages, chunks, update_s=2, norm_s=1)
     assert periods.least_interleaved_s(uneven) <= interleaved_s(uneven) + 1e-9
-    even = pipeline((Stage(1, 2),) * len(each), stages, groups * stages)
+    even = of_each([Stage(1, 2)] * len(each), (0,) * len(sends_s), groups * stages, chunks)
     assert periods.least_interleaved_s(even) == interleaved_s(even)
 
 
@@ -173,6 +123,6 @@ def test_2bw_with_stages_that_differ_is_followed():
     """Its closed form knows turns over equal stages alone, and is a sixth too short here."""
     each = (Stage(5, 0), Stage(5, 8), Stage(5, 8), Stage(0, 0), Stage(5, 0))
     planned = layout(schedule="2bw", pipeline=5, global_batch=9)
-    p = pipeline(each, 5, 9, send_s=3.0, update_s=2.0, norm_s=1.0)
+    p = of_each(each, (3.0,) * 4, 9, update_s=2.0, norm_s=1.0)
     assert batch_s(planned, p) == simulated_s(planned, p)
     assert two_bw_s(p, Delay()) == 119 < simulated_s(planned, p) == 145

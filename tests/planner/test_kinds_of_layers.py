@@ -484,13 +484,14 @@ def test_a_plan_of_deepseek_v3():
         assert choice.layout.recompute_method is RecomputeMethod.BLOCK or choice.layout.recompute_layers == 1
 
 
-@pytest.mark.parametrize(("index", "time", "kept", "most"), [(0, 0.06, 0.06, 0.08), (1, 0.07, 0.09, 0.02)])
+@pytest.mark.parametrize(("index", "time", "kept", "most"), [(0, 0.06, 0.06, 0.08), (1, 0.071, 0.09, 0.02)])
 def test_megatrons_own_deepseek(index: int, time: float, kept: float, most: float):
     """Nothing was fitted on them.
 
-    The second was 4% long while the gradients of both embeddings, 256,000 rows each, had no price, and is 7% long with
-    them. Twice as many GPUs would have left another number of bytes between batches, and half as many could not have
-    shared the experts of the second.
+    The second was 4% long while the gradients of both embeddings, 256,000 rows each, had no price, 6.6% with them, and
+    is 7.1% long with the waits for what its chunks send; its loss is priced without the kernels that it fuses. Twice
+    as many GPUs would have left another number of bytes between batches, and half as many could not have shared the
+    experts of the second.
     """
     row, measured_bytes = measured_deepseek.times()[index], measured_deepseek.lasting_bytes()[index]
     assert problem(row.model, row.layout) is None

@@ -120,6 +120,15 @@ def test_whole_numbers_of_a_column_with_gaps() -> None:
     assert predicted({**ROW, **row}) == predicted({**ROW, "chunks": 4})
 
 
+def test_how_chunks_are_exchanged() -> None:
+    """As by Megatron today, before it waited for what forwards send, and without overlap."""
+    row = {**ROW, "pipeline": 4, "chunks": 2}
+    today, earlier, alone = (
+        predicted({**row, **more})["time_s"] for more in ({}, {"waits_for_sends": False}, {"overlap_p2p_comm": False})
+    )
+    assert earlier < today < alone
+
+
 def test_experts_in_megatrons_names() -> None:
     sizes = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 50257}
     row = {**ROW, **sizes, "bias": False, "sequence_parallel": True}
@@ -149,6 +158,8 @@ FLAGS = {
     [
         {},
         {"num_layers_per_virtual_pipeline_stage": 1},
+        {"num_layers_per_virtual_pipeline_stage": 1, "overlap_p2p_comm": True},
+        {"overlap_p2p_comm": False},
         {"attention_backend": "unfused"},
         {"attention_backend": "auto", "use_flash_attn": True},
         {"transformer_impl": "local"},

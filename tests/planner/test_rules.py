@@ -41,6 +41,14 @@ def test_only_experts_that_are_split_alone_need_a_newer_megatron():
     assert needs_megatron_0_19(replace(one, schedule="megatron")), "it is Megatron's fault"
 
 
+def test_chunks_whose_transfers_do_not_overlap_need_three_ranks():
+    """``validate_args``: two would send to each other both ways at once."""
+    two = layout(pipeline=2, chunks=2)
+    assert problem(MODEL, two) is None
+    assert problem(MODEL, replace(two, overlap_transfers=False)).reason == "chunks 2 need pipeline of at least 3"
+    assert problem(MODEL, replace(two, overlap_transfers=False, pipeline=4)) is None
+
+
 def test_the_number_of_ranks_that_is_named_can_share_the_sequence():
     odd, one = replace(MODEL, seq_length=1000), layout(context=8)
     named = int(context_problem(odd, one).remedy.split()[-1])

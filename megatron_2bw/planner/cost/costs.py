@@ -24,16 +24,14 @@ from megatron_2bw.planner.pipeline.weights import weights_of
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout, Optimizer, Receives, RecomputeMethod
 from megatron_2bw.planner.specs.model import Model
-from megatron_2bw.schedule.registry import BIDIRECTIONAL, MEGATRON
+from megatron_2bw.schedule.registry import BIDIRECTIONAL
 
 SCHEDULES = ("2bw", "1f1b-flush", "gpipe", "megatron")
 """Those that a search tries by itself."""
 PRICED = (*SCHEDULES, "inter-layer", "pipedream", "gems", "chimera", "mixpipe")
 """The others are for comparing, and are tried when asked for."""
-_WAITING = ("megatron", "1f1b-flush", "2bw", "gpipe", "inter-layer", "pipedream")
-"""Those whose ranks wait for what they receive, unless it is received early. Megatron exchanges tensors with a
-neighbour between computations (``send_forward_recv_backward`` in ``megatron/core/pipeline_parallel/schedules.py``);
-interleaved, it receives beside them. From 0.18 on it then waits for what forwards send, which is not priced."""
+_WAITING = ("1f1b-flush", "2bw", "gpipe", "inter-layer", "pipedream")
+"""Those of ours whose ranks wait for what they receive, unless it is received early."""
 PRICED_EARLY = (
     "priced with --pipeline-receives early: late, the default on GPUs, a batch takes up to 1.3% more where a transfer "
     "takes 3% of a microbatch's forward and backward"
@@ -126,8 +124,8 @@ def as_received(model: Model, layout: Layout, cluster: Cluster, pipeline: Pipeli
     is_late = layout.receives is Receives.LATE
     if layout.receives is Receives.DEFAULT:
         has_gpus = cluster.profile is None or not cluster.profile.processors
-        is_late = has_gpus or (model.num_experts > 0 and layout.schedule != MEGATRON)
-    can_wait = layout.schedule in _WAITING and layout.chunks == 1 and layout.pipeline > 1
+        is_late = has_gpus or model.num_experts > 0
+    can_wait = layout.schedule in _WAITING and layout.pipeline > 1
     return replace(pipeline, late_receives=True) if is_late and can_wait else pipeline
 
 

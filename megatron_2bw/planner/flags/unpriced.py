@@ -215,10 +215,6 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     ),
     "--window-size": (_given, "priced with attention over whole sequences"),
     "--fp16-lm-cross-entropy": (_given, "priced with logits in fp32"),
-    "--no-overlap-p2p-communication": (
-        lambda options, flag: flag in options and interleaves(options),
-        "priced with transfers beside computation",
-    ),
     "--delay-wgrad-compute": (_given, "priced without that overlap"),
     **dict.fromkeys(
         ("--recompute-activation-function", "--recompute-in-advance"), (_given, "priced without that recomputation")

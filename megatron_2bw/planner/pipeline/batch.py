@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.pipeline import endless, periods
+from megatron_2bw.planner.pipeline import endless, megatron, periods
 from megatron_2bw.planner.pipeline.both_ways import chimera_s, gems_s, least_both_ways_s, ordered_s
-from megatron_2bw.planner.pipeline.followed import interleaved_s, uneven_one_f_one_b_s
+from megatron_2bw.planner.pipeline.followed import uneven_one_f_one_b_s
 from megatron_2bw.planner.pipeline.periods import Pipeline
 from megatron_2bw.planner.pipeline.programs import programs_of
 from megatron_2bw.planner.pipeline.receives import with_late_receives
@@ -17,7 +17,7 @@ from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.schedule.clock import SLOTS, passes
 from megatron_2bw.schedule.durations import Durations
 from megatron_2bw.schedule.program import GradientCopy
-from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED
+from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, MEGATRON
 
 if TYPE_CHECKING:
     from megatron_2bw.schedule.program import Schedule
@@ -88,11 +88,12 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run, as ``simulated_s`` would find.
 
     By closed form; where none is exact, microbatches are followed, of 2bw until it is known to 1e-4 where that takes
-    long. PipeDream has neither and is simulated. With late receives it may be longer by a transfer.
+    long. PipeDream has neither and is simulated. With late receives it may be longer by a transfer. Megatron's own
+    schedules, which no simulator knows, take what their functions would.
     """
-    pipeline = _as_received(layout, pipeline)
-    if layout.chunks > 1:
-        return interleaved_s(pipeline)
+    if layout.schedule == MEGATRON:
+        return _megatron_s(layout, pipeline)
+    pipeline = _with_waits(layout, pipeline)
     if layout.schedule == "2bw":
         delay = _delay(layout)
         is_closed = not pipeline.late_receives and periods.two_bw_is_exact(pipeline, delay)
@@ -111,11 +112,21 @@ def batch_s(layout: Layout, pipeline: Pipeline) -> float:
     return (periods.one_f_one_b_s if is_closed else uneven_one_f_one_b_s)(pipeline)
 
 
+def _megatron_s(layout: Layout, pipeline: Pipeline) -> float:
+    """The same of Megatron's own schedules, whose ranks wait for one another's transfers."""
+    if layout.chunks > 1:
+        return megatron.interleaved_s(pipeline, overlaps=layout.overlap_transfers, waits=layout.waits_for_sends)
+    received = with_late_receives(pipeline)
+    is_closed = periods.one_f_one_b_is_exact(received)
+    return periods.one_f_one_b_s(received) if is_closed else megatron.one_f_one_b_s(pipeline)
+
+
 def least_s(layout: Layout, pipeline: Pipeline) -> float:
     """What ``batch_s`` is at least: the same, or less where that follows or simulates."""
-    pipeline = _as_received(layout, pipeline)
     if layout.chunks > 1:
-        return periods.least_interleaved_s(pipeline)
+        waits = layout.waits_for_sends or not layout.overlap_transfers
+        return periods.least_interleaved_s(pipeline, waits=waits)
+    pipeline = with_late_receives(pipeline) if layout.schedule == MEGATRON else _with_waits(layout, pipeline)
     if layout.schedule == "2bw":
         return max(periods.two_bw_s(pipeline, _delay(layout)), _least_waiting_s(pipeline))
     if layout.schedule in ("1f1b-flush", "megatron"):
@@ -140,7 +151,7 @@ def is_bound_quicker(layout: Layout) -> bool:
     return layout.schedule == "mixpipe" or layout.chunks > 1 or bool(layout.pipeline_layout)
 
 
-def _as_received(layout: Layout, pipeline: Pipeline) -> Pipeline:
+def _with_waits(layout: Layout, pipeline: Pipeline) -> Pipeline:
     """With transfers as work, where ranks wait for them; with more in flight not all do."""
     return pipeline if layout.extra_in_flight or not pipeline.late_receives else with_late_receives(pipeline)
 
@@ -153,15 +164,15 @@ def simulated_s(layout: Layout, pipeline: Pipeline) -> float:
     """Seconds per batch in an endless run of the Programs that the executor runs.
 
     Raises:
-        PlanError: Megatron's interleaved schedule, which the executor does not run.
+        PlanError: Megatron's own schedule, which the executor does not run.
     """
     # A search does not need the simulator, and a tenth of a second to load it is long.
     from megatron_2bw.schedule.engine import Model
     from megatron_2bw.schedule.lowering import lower, with_gradient_copy
     from megatron_2bw.schedule.simulate import simulate, steady_state
 
-    if layout.chunks > 1:
-        raise PlanError(f"chunks {layout.chunks}: the executor has no interleaved schedule; use 1")
+    if layout.schedule == MEGATRON:
+        raise PlanError(f"schedule {MEGATRON}: the executor runs schedules of its own; use 1f1b-flush")
     programs = programs_of(layout)
     stages = pipeline.in_order
     durations = Durations(

@@ -1,15 +1,12 @@
 """Seconds per batch of 1F1B with a flush whatever its stages are, by following the microbatches.
 
-What happens in a step depends on the step before, or on the ones since the same chunks took turns. So once everything
-is equally much later than then, that repeats, and the rest is not followed.
+What happens in a step depends on the step before. So once everything is equally much later than some steps before,
+that repeats, and the rest is not followed.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron_2bw.planner.pipeline.periods import ROUNDING, Pipeline, Stage, flush_s
 
@@ -74,76 +71,3 @@ def _first_forwards_s(p: Pipeline, stages: list[Stage]) -> tuple[list[float], li
         ends_s.append(end_s)
         inputs_s.append(sent_s)
     return ends_s, inputs_s[: p.stages]
-
-
-def interleaved_s(pipeline: Pipeline) -> float:
-    """Megatron's interleaved 1F1B, with all v chunks of each of the d ranks in ``each``; exact.
-
-    In step i, rank r runs backward ``i - d*v - (d-1-r)`` and then forward ``i - r``, counted in the order of
-    ``interleaving.order``. What they need is of the step before, or of the same rank. The same chunks take turns after
-    d microbatches.
-
-    Source: Narayanan et al., arXiv 2104.04473, section 2.2.2.
-
-    >>> even = Stage(1, 2)
-    >>> interleaved_s(Pipeline(stages=4, microbatches=8, first=even, middle=even, last=even, each=(even,) * 12))
-    81
-    """
-    p, turn, last = pipeline, len(pipeline.each), pipeline.stages - 1
-    step, later_s, count, ways = 0, 0, p.microbatches * turn // p.stages, _ways(p)
-    ends_s: list[float] = [0] * p.stages
-    earlier = deque[list[float]](maxlen=p.stages)
-    while step < count + turn + last:
-        for way in ways:
-            sent_s = [*way.arrivals_s, 0]
-            for rank, first_step in enumerate(way.first_steps):
-                index = step - first_step
-                if 0 <= index < count:
-                    takes_s, source, send_s = way.chunks[rank][index % turn // p.stages]
-                    end_s = ends_s[rank] = max(ends_s[rank], sent_s[source]) + takes_s
-                    way.arrivals_s[rank] = max(end_s, sent_s[rank]) + send_s
-        step += 1
-        repeats = (count - step) // turn
-        if repeats > 0 and step >= turn + last and (step - last) % turn == 0:
-            earlier.appendleft([*ends_s, *ways[0].arrivals_s, *ways[1].arrivals_s])
-            for turns, before_s in enumerate(itertools.islice(earlier, 1, 1 + repeats), 1):
-                shift_s = shift_of(before_s, earlier[0])
-                if shift_s is not None:
-                    step, later_s = step + repeats // turns * turns * turn, later_s + repeats // turns * shift_s
-                    break
-    return max(ends_s) + later_s + flush_s(p)
-
-
-class _Chunk(NamedTuple):
-    """Forward or backward of one chunk, of any microbatch."""
-
-    takes_s: float
-    source: int
-    """Rank that what it needs comes from; ``stages`` for none."""
-    send_s: float
-    """Of what it sends; 0 for nothing."""
-
-
-class _Way(NamedTuple):
-    """Forwards or backwards of all ranks."""
-
-    first_steps: Sequence[int]
-    chunks: list[list[_Chunk]]
-    """Of each rank, in the order of their turns."""
-    arrivals_s: list[float]
-    """Of what each rank sent last."""
-
-
-def _ways(p: Pipeline) -> tuple[_Way, _Way]:
-    """(backwards, forwards) of the interleaved schedule."""
-    count, links_s = len(p.each), (*p.links_s, 0)  # Before the first chunk and behind the last there is none.
-
-    def way(first_steps: Sequence[int], ahead: int) -> _Way:
-        def chunk(stage: int) -> _Chunk:
-            source = (stage - ahead) % p.stages if 0 <= stage - ahead < count else p.stages
-            return _Chunk(p.each[stage][ahead < 0], source, links_s[min(stage, stage + ahead)])
-
-        chunks = [[chunk(stage) for stage in range(rank, count, p.stages)][::ahead] for rank in range(p.stages)]
-        return _Way(first_steps, chunks, [0] * p.stages)
-
-    return way(range(count + p.stages - 1, count - 1, -1), -1), way(range(p.stages), 1)

@@ -276,19 +276,25 @@ class _Paths:
         return self.longest_within_s(passing, 0, self.p.stages - 1)
 
 
-def least_interleaved_s(pipeline: Pipeline) -> float:
-    """What ``followed.interleaved_s`` finds, without what waits in the middle of a batch: nowhere too long.
+def least_interleaved_s(pipeline: Pipeline, *, waits: bool = True) -> float:
+    """What ``megatron.interleaved_s`` finds, without what waits in the middle of a batch: nowhere too long.
 
     Until the first microbatch has come to the last chunk of a rank, and after the last one has gone back from there,
     this rank has d microbatches of its other chunks to compute, and in between all of the rest.
+
+    Args:
+        pipeline: with chunks in the order of the model.
+        waits: whether what forwards send is part of what their rank has to do.
     """
-    p, way_s, ranks_s, kinds = pipeline, 0.0, [], pipeline.kinds
-    for index, (chunk, link_s) in enumerate(zip(p.each, (*p.links_s, 0.0), strict=True)):
+    p, way_s, ranks_s = pipeline, 0.0, []
+    links_s = (*p.links_s, 0.0)
+    pairs_s = [chunk.pair_s + waits * link_s for chunk, link_s in zip(p.each, links_s, strict=True)]
+    for index, (chunk_s, link_s) in enumerate(zip(pairs_s, links_s, strict=True)):
         rank = index - (len(p.each) - p.stages)
         if rank >= 0:
-            at_ends_s = p.stages * (kinds[rank].pair_s - chunk.pair_s)
-            ranks_s.append(way_s + p.microbatches * kinds[rank].pair_s - at_ends_s)
-        way_s += chunk.pair_s + 2 * link_s
+            rank_s = sum(pairs_s[rank :: p.stages])
+            ranks_s.append(way_s + p.microbatches * rank_s - p.stages * (rank_s - chunk_s))
+        way_s += chunk_s + (2 - waits) * link_s
     return max(ranks_s) + flush_s(p)
 
 

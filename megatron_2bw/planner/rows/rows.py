@@ -48,10 +48,10 @@ from megatron_2bw.planner.specs.layout import Layout, Precision, RecomputeModule
 from megatron_2bw.planner.specs.model import Kind, Model
 
 _DECIDED = "tied bias rmsnorm learned_positions rotary dropout dense_layers recompute fp8".split()
-_DECIDED += "chunks fused_attention fused_swiglu fused_loss distributed_optimizer dispatcher".split()
+_DECIDED += "chunks overlap_transfers fused_attention fused_swiglu fused_loss distributed_optimizer dispatcher".split()
 """Fields of ours that Megatron says in other words, too."""
 _POSITIONS = {"--position-embedding-type", "--use-rotary-position-embeddings"}
-_NOT_IN_FLAGS = ("split_transfers", "keeps_main_gradients")
+_NOT_IN_FLAGS = ("split_transfers", "keeps_main_gradients", "waits_for_sends")
 """Fields of a Layout that today's Megatron does not have."""
 _MAIN_SIZES = {"num_layers", "hidden_size", "num_attention_heads"}
 """Without any of which a row is taken to lack the model."""
@@ -233,6 +233,7 @@ def _looked_at(model: Model, fields: dict[str, Any]) -> dict[str, bool]:
         **dict.fromkeys(("expert_tensor", "dense_layers"), model.num_experts > 0),
         "sequence_parallel": fields.get("tensor", 1) > 1,
         "fused_swiglu": model.swiglu,
+        "overlap_transfers": fields.get("chunks", 1) > 1,
         "gradients_in_fp32": precision is Precision.FP16,
         "gradients_in_bf16": precision is Precision.BF16,
     }

@@ -208,6 +208,10 @@ class Layout:
     """bf16: ``--grad-reduce-in-bf16``."""
     chunks: int = 1
     """Virtual stages per rank."""
+    overlap_transfers: bool = True
+    """Those of chunks, beside computations; not with ``--no-overlap-p2p-communication``, nor before June 2023."""
+    waits_for_sends: bool = True
+    """Of what forwards of chunks send, though it overlaps, as megatron-core does from 0.18 on."""
     optimizer: Optimizer = Optimizer.ADAM
     adam_state: AdamState | None = None
     """``--use-precision-aware-optimizer``; None: main weights and moments in fp32."""
