@@ -18,6 +18,7 @@ from megatron_2bw.mcore.loop.checks import validated
 from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.cost.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags.accepted import SETTINGS
 from megatron_2bw.planner.flags.flags import layout_flags, read
 from megatron_2bw.planner.flags.model_flags import MODEL_SWITCHES, model_flags, read_model
 from megatron_2bw.planner.flags.names import MEGATRONS, OURS
@@ -96,6 +97,8 @@ SPACES: dict[str, Space] = {
     "whole experts": Space(experts=(1,), tensors=(2,), expert_tensors=(1,)),
     "muon": Space(optimizer=Optimizer.MUON),
     "lion": Space(optimizer=Optimizer.LION, schedules=("2bw", "megatron")),
+    "settings": Space(settings=tuple(SETTINGS.values())),
+    "settings in 8 bits": Space(settings=tuple(SETTINGS.values()), fp8=Fp8.DELAYED, schedules=("megatron",)),
     "experts split over replicas": Space(experts=(1,), tensors=(1,), expert_tensors=(2,)),
 }
 

@@ -970,7 +970,9 @@ LEAN = LAUNCH.replace("--num-layers-per-virtual-pipeline-stage 2 --sequence-para
         ("--defer-embedding-wgrad-compute", "--pipeline-schedule 2bw", ["take --defer-embedding-wgrad-compute out"]),
         ("", "--fp16", ["take --bf16 out of the script"]),
         ("--use-flash-attn", "--attention-backend unfused", ["--use-flash-attn: planned without; take that out of"]),
-        ("--no-bias-swiglu-fusion", "", ["--no-bias-swiglu-fusion: planned without; take that out of the script"]),
+        ("--no-bias-swiglu-fusion --grad-reduce-in-bf16", "", []),
+        ("--grad-reduce-in-bf16", "--fp16", ["take --grad-reduce-in-bf16, --bf16 out of the script"]),
+        ("--num-distributed-optimizer-instances 2", "", ["take --num-distributed-optimizer-instances out of the"]),
         ("--yaml-cfg x --tensor-model-parallel-size 3", "--ignore yaml-cfg", []),
     ],
     ids=str,
@@ -986,6 +988,30 @@ def test_what_of_a_launch_script_does_not_go_with_its_plan(
     assert guess.startswith("no --vocab-size")
     assert len(found) == len(notes)
     assert all(map(str.startswith, found, notes)), found
+
+
+SETTINGS = "--tp-comm-overlap --grad-reduce-in-bf16 --no-bias-swiglu-fusion"
+
+
+def test_what_no_search_decides_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Of a launch script as of the command line: in the prices, and in the flags."""
+    sizes = "--cluster dgx-h100 --tensor-model-parallel-size 4 --pipeline-schedule 1f1b-flush --json"
+    script, times = tmp_path / "run.sh", []
+    for settings in ("", SETTINGS):
+        script.write_text(f"{LEAN} {settings}")
+        for command in (f"plan --from-script {script}", f"plan --from-script {script} {settings}"):
+            code, out, err = run(capsys, f"{command} {sizes}")
+            assert code == 0, err
+            best = json.loads(out)["choices"][0]
+            assert set(settings.split()) <= set(best["flags"].split())
+            times.append(best["time_s"])
+    assert (times[0], times[2]) == (times[1], times[3])
+    assert times[0] != times[2]
+
+
+def test_weights_gathered_in_8_bits_need_products_in_8_bits(capsys: pytest.CaptureFixture[str]):
+    code, _, err = run(capsys, "plan --model gpt-2.2b --cluster dgx-h100 --global-batch-size 64 --fp8-param-gather")
+    assert (code, "needs --fp8-recipe" in words_of(err)) == (2, True)
 
 
 @pytest.mark.parametrize("more", ["", "--explain 2bw:d2,t1", "--cost-model paper", "--flags-only", "--json"])

@@ -140,7 +140,9 @@ def read_back(model: Model, layout: Layout) -> Configuration:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_survive_the_way_through_flags(layout: str):
     assert problem(SMALL, LAYOUTS[layout]) is None
-    assert read_back(SMALL, LAYOUTS[layout]) == Configuration(model=SMALL, layout=LAYOUTS[layout])
+    found = read_back(SMALL, LAYOUTS[layout])
+    assert (found.model, found.layout) == (SMALL, LAYOUTS[layout])
+    assert [note.split(":")[0] for note in found.notes] == ["--cross-entropy-fusion-impl"] * found.layout.fused_loss
 
 
 def test_what_only_swiglu_has_survives_too():

@@ -14,6 +14,7 @@ from megatron_2bw.planner.flags.accepted import (
     PIPELINE_LAYOUT,
     PRECISION_AWARE,
     RECEIVES,
+    SETTINGS,
     STORED_IN,
     check_in_fp32,
 )
@@ -84,6 +85,8 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(PRECISION_AWARE, action="store_true", help=of_engine)
     for (flag, precisions), kept in zip(STORED_IN.items(), ("main weights", "first", "second moment"), strict=True):
         limits.add_argument(flag, choices=precisions, help=f"{kept} (default: fp32)")
+    for flag in SETTINGS:
+        limits.add_argument(flag, action="store_true", help="of layouts that can have it")
     limits.add_argument(
         RECEIVES,
         choices=("late", "early"),
@@ -108,6 +111,7 @@ def limits_given(args: argparse.Namespace) -> dict[str, Any]:
         MODULES: args.recompute_modules,
         "--moe-token-dispatcher-type": args.moe_token_dispatcher_type,
         BACKEND: args.moe_flex_dispatcher_backend,
+        **{flag: getattr(args, attribute(flag)) or None for flag in SETTINGS},
         RECEIVES: args.pipeline_receives,
         "--allow-fewer-microbatches": args.allow_fewer_microbatches or None,
     }
@@ -166,6 +170,8 @@ def space_of(args: argparse.Namespace, model: Model) -> Space:
         limits["optimizer"] = first
     if (state := _adam_state(args)) is not None:
         limits["adam_state"] = state
+    if args.fp8_param_gather and not args.fp8_recipe:
+        raise PlanError("--fp8-param-gather needs --fp8-recipe; give it, or leave --fp8-param-gather out")
     if args.pipeline_receives and set(limits.get("schedules", SCHEDULES)) == {"megatron"}:
         raise PlanError(f"{RECEIVES}: Megatron's own schedule has one order of receives; leave it out")
     if args.pipeline_receives == "early" and model.num_experts:
@@ -179,6 +185,7 @@ def space_of(args: argparse.Namespace, model: Model) -> Space:
         fp8=layout.Fp8(args.fp8_recipe or "none"),
         dispatcher=_dispatcher(args, model, limits),
         fused_attention=None if args.attention_backend is None else args.attention_backend != "unfused",
+        settings=tuple(said for flag, said in SETTINGS.items() if getattr(args, attribute(flag))),
         tight=args.allow_fewer_microbatches,
     )
 

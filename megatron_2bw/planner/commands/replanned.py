@@ -78,13 +78,14 @@ def planned(args: argparse.Namespace, words: Sequence[str]) -> Script:
 
 def _settings(args: argparse.Namespace, options: Options, model: Model, gpus: int | None) -> dict[str, Any]:
     """Of ``plan``'s arguments: what is given, or else what a script says that a search leaves as it is."""
-    from megatron_2bw.planner.flags.accepted import BACKEND, FLEX, PRECISION_AWARE, RECEIVES, STORED_IN
+    from megatron_2bw.planner.flags.accepted import BACKEND, FLEX, PRECISION_AWARE, RECEIVES, SETTINGS, STORED_IN
     from megatron_2bw.planner.flags.flags import fp8_of, fuses, global_batch_of
     from megatron_2bw.planner.flags.unpriced import optimizer_of
     from megatron_2bw.planner.specs.layout import Fp8
 
     fused, fp8 = fuses(options, None), fp8_of(options)
     is_flexible = model.num_experts > 0 and options.text("--moe-token-dispatcher-type") == FLEX
+    unmeasured = () if args.profile is None else ("--tp-comm-overlap",)
     settings: dict[str, Any] = {"global_batch_size": global_batch_of(options, None)}
     if args.nodes is None and args.gpus is None:
         settings["gpus"] = gpus
@@ -96,6 +97,7 @@ def _settings(args: argparse.Namespace, options: Options, model: Model, gpus: in
             "pipeline_receives": options.text(RECEIVES) if RECEIVES in options else None,
             "moe_token_dispatcher_type": FLEX if is_flexible else None,
             "moe_flex_dispatcher_backend": options.text(BACKEND) if is_flexible and BACKEND in options else None,
+            **{attribute(flag): flag in options for flag in SETTINGS if flag not in unmeasured},
         }
     if args.cost_model == "default" and args.profile is None:  # Which says in what precision it was measured.
         settings |= {

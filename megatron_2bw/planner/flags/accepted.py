@@ -20,6 +20,15 @@ FLEX = "flex"
 """All dispatchers of tokens but two; which one, `BACKEND` says."""
 BACKEND = "--moe-flex-dispatcher-backend"
 MODULES = "--recompute-modules"
+SETTINGS = {
+    "--tp-comm-overlap": ("overlap_tensor", True),
+    "--grad-reduce-in-bf16": ("gradients_in_bf16", True),
+    "--accumulate-allreduce-grads-in-fp32": ("gradients_in_fp32", True),
+    "--fp8-param-gather": ("fp8_parameters", True),
+    "--no-bias-swiglu-fusion": ("fused_swiglu", False),
+    "--no-overlap-p2p-communication": ("overlap_transfers", False),
+}
+"""By flag without a value: what it says of a Layout, and no search decides."""
 RECEIVES = "--pipeline-receives"
 STEPS = "--step-batch-size-schedule"
 GROUPED = "--moe-grouped-gemm"

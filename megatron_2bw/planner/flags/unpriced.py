@@ -223,6 +223,10 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--no-gradient-accumulation-fusion": (_given, "priced with that fusion"),
     "--no-masked-softmax-fusion": (_given, "priced with that fusion"),
     "--max-position-embeddings": (_has_more_positions, "priced with weights of as many positions as --seq-length"),
+    "--cross-entropy-fusion-impl": (
+        lambda options, flag: "--cross-entropy-loss-fusion" in options and options.text(flag) == "te",
+        "priced, but megatron-core 0.18 and 0.19 refuse it as unstable: leave it out",
+    ),
     "--cross-entropy-loss-fusion": (
         lambda options, flag: flag in options and options.text("--cross-entropy-fusion-impl", "native") == "native",
         "priced without that fusion",

@@ -83,7 +83,7 @@ class Infeasible:
     def _lifted(self) -> Space:
         """Without limits."""
         space = self._candidates.space
-        return Space(**{name: getattr(space, name) for name in (*FIXED, "dispatcher", "receives", "tight")})
+        return Space(**{name: getattr(space, name) for name in (*FIXED, "dispatcher", "receives", "settings", "tight")})
 
     def why(self) -> str:
         """In words, and what would have one."""

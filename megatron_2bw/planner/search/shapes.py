@@ -20,7 +20,7 @@ from megatron_2bw.planner.rules import MEGATRON, context_problem, expert_problem
 from megatron_2bw.planner.search.decisions import Decisions
 from megatron_2bw.planner.search.savings import group_sizes, min_until
 from megatron_2bw.planner.specs.cluster import Cluster
-from megatron_2bw.planner.specs.layout import Dispatcher, Layout, Precision, Recompute
+from megatron_2bw.planner.specs.layout import Dispatcher, Fp8, Layout, Precision, Recompute
 from megatron_2bw.planner.specs.model import Kind, Model
 from megatron_2bw.planner.specs.space import FIXED, LEAST_TOKENS
 from megatron_2bw.planner.table import GIB
@@ -229,6 +229,15 @@ class Shapes:
         defaults["gradients_in_fp32"] = space.adam_state is not None and space.precision is Precision.FP16
         if more.get("schedule") != MEGATRON:
             defaults["receives"] = space.receives
+        can_have = {
+            "overlap_tensor": more.get("sequence_parallel", False),
+            "overlap_transfers": more.get("chunks", 1) > 1,
+            "fp8_parameters": space.fp8 is not Fp8.NONE and more.get("distributed_optimizer", False),
+            "gradients_in_bf16": space.precision is Precision.BF16,
+            "gradients_in_fp32": space.precision is Precision.FP16,
+            "fused_swiglu": self.model.swiglu,
+        }
+        defaults |= {name: value for name, value in space.settings if can_have[name]}
         return Layout(**{"global_batch": self.global_batch, **defaults, **more})
 
     def size_problem(self, pipeline: int, tensor: int, context: int, data: int) -> Problem | None:

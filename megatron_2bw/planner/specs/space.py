@@ -99,6 +99,8 @@ class Space:
     """None: where the GPU has such kernels in that precision."""
     receives: Receives = Receives.DEFAULT
     """Of our schedules."""
+    settings: tuple[tuple[str, bool], ...] = ()
+    """Fields that no search decides on, and what those layouts have there that can: of `flags.accepted.SETTINGS`."""
     tight: bool = False
     """Let 2bw run with its least m, d-1, in place of d."""
 
