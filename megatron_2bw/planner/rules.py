@@ -224,9 +224,12 @@ def schedule_problem(layout: Layout) -> Problem | None:
         return Problem(f"pipeline {layout.pipeline}: {layout.schedule} needs at least 2", f"use schedule {MEGATRON}")
     if ours and layout.chunks > 1:
         return Problem(f"chunks {layout.chunks}: {layout.schedule} does not interleave", f"use schedule {MEGATRON}")
-    least = 2 if layout.overlap_transfers else 3
-    if layout.chunks > 1 and layout.pipeline < least:
-        return Problem(f"chunks {layout.chunks} need pipeline of at least {least}", "use chunks 1")
+    if layout.chunks > 1 and layout.pipeline < 2:
+        return Problem(f"chunks {layout.chunks} need pipeline of at least 2", "use chunks 1")
+    if layout.chunks > 1 and layout.pipeline < 3 and not layout.overlap_transfers:
+        return Problem(
+            f"chunks {layout.chunks} need overlap_transfers True on {layout.pipeline} stages", "use that, or chunks 1"
+        )
     if layout.receives is not Receives.DEFAULT and not ours:
         return Problem(f"receives {layout.receives}: {layout.schedule} has one order of receives", "use default")
     if layout.extra_in_flight and layout.schedule not in TWO_BW:

@@ -212,6 +212,11 @@ def test_flags_that_were_given_are_printed_as_given():
                 "--max-position-embeddings: priced with weights of as many positions as --seq-length",
             ),
         ),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--overlap-p2p-communication-warmup-flush --global-batch-size 8",
+            ("--overlap-p2p-communication-warmup-flush: priced without that overlap",),
+        ),
         ("--max-position-embeddings 999999 --position-embedding-type rope", ()),
         (
             "--bf16 --fp8-format hybrid --fp8-dot-product-attention --activation-func-fp8-input-store "
@@ -455,6 +460,15 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
             "tensor 2 is neither a divisor nor a multiple of num_query_groups 3; use 1",
         ),
         (f"{RUN} --squared-relu", "--squared-relu has no kernel that is fused with the bias; give --no-bias-gelu-fus"),
+        (
+            f"{RUN} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--no-overlap-p2p-communication",
+            "2 stages interleave with overlap alone; leave it out",
+        ),
+        (
+            f"{INTERLEAVED} --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush",
+            "--overlap-p2p-communication-warmup-flush exclude each other; leave one out",
+        ),
         (f"{RUN} --swiglu --squared-relu", "--swiglu and --squared-relu exclude each other; leave one out"),
         (f"{RUN} --swiglu --quick-geglu", "--swiglu and --quick-geglu exclude each other; leave one out"),
         (f"{RUN} --num-experts 4 --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"),

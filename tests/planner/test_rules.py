@@ -45,8 +45,9 @@ def test_chunks_whose_transfers_do_not_overlap_need_three_ranks():
     """``validate_args``: two would send to each other both ways at once."""
     two = layout(pipeline=2, chunks=2)
     assert problem(MODEL, two) is None
-    assert problem(MODEL, replace(two, overlap_transfers=False)).reason == "chunks 2 need pipeline of at least 3"
-    assert problem(MODEL, replace(two, overlap_transfers=False, pipeline=4)) is None
+    alone = replace(two, overlap_transfers=False)
+    assert problem(MODEL, alone).reason == "chunks 2 need overlap_transfers True on 2 stages"
+    assert problem(MODEL, replace(alone, pipeline=4)) is None
 
 
 def test_the_number_of_ranks_that_is_named_can_share_the_sequence():

@@ -1,7 +1,7 @@
 """Megatron's own schedules, as they are, on clocks that only computations and transfers move.
 
 Every rank is a thread with a clock. A transfer begins when both of its ranks have posted it and the one before it in
-its direction has ended; a rank that waits for it goes on when it has ended. Tensors hold the number of the chunk that
+its stream has ended; a rank that waits for it goes on when it has ended. Tensors hold the number of the chunk that
 computed them, which tells how long their transfer takes.
 """
 
@@ -52,31 +52,35 @@ def batch_s(pipeline: Pipeline, *, overlaps: bool = True, waits: bool = True) ->
 
 
 class _Links:
-    """The transfers of each (rank that sends, direction)."""
+    """Streams of transfers, each of which carries one at a time, in the order in which both of its ranks post them."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.transfers: dict[tuple[int, int], list[SimpleNamespace]] = {}
+        self.transfers: dict[Any, list[SimpleNamespace]] = {}
 
-    def post(self, link: tuple[int, int], **end: Any) -> SimpleNamespace:
-        """The next transfer that lacks this end: ``sent_s`` and ``takes_s``, or ``posted_s``."""
+    def post(self, stream: Any, **end: Any) -> SimpleNamespace:
+        """The next transfer that lacks this end: ``by`` whom, and ``sent_s`` and ``takes_s`` or ``posted_s``."""
         with self.changed:
-            queue = self.transfers.setdefault(link, [])
-            index = next((at for at, one in enumerate(queue) if not end.keys() & vars(one).keys()), len(queue))
+            queue = self.transfers.setdefault(stream, [])
+            index = next((at for at, one in enumerate(queue) if end["by"] not in one.by), len(queue))
             if index == len(queue):
-                queue.append(SimpleNamespace())
+                queue.append(SimpleNamespace(by=set(), ended_s=None))
             one = queue[index]
+            one.by.add(end.pop("by"))
+            assert not end.keys() & vars(one).keys(), "two sends, or two receives, meet"
             vars(one).update(end)
-            if {"sent_s", "posted_s"} <= vars(one).keys():
-                before_s = queue[index - 1].ended_s if index else 0
-                one.ended_s = max(one.sent_s, one.posted_s, before_s) + one.takes_s
-                self.changed.notify_all()
+            before_s = queue[index - 1].ended_s if index else 0
+            for later in queue[index:]:
+                if len(later.by) < 2 or before_s is None:
+                    break
+                before_s = later.ended_s = max(later.sent_s, later.posted_s, before_s) + later.takes_s
+            self.changed.notify_all()
             return one
 
     def ended_s(self, one: SimpleNamespace) -> Any:
         """Once both ends are there."""
         with self.changed:
-            if not self.changed.wait_for(lambda: hasattr(one, "ended_s"), _PATIENCE_S):
+            if not self.changed.wait_for(lambda: one.ended_s is not None, _PATIENCE_S):
                 raise TimeoutError(f"no other end of {one}")
         return one.ended_s
 
@@ -95,7 +99,7 @@ class _Rank(P2PCommunicator):
             pipeline_dtype=torch.float32,
             deallocate_pipeline_outputs=waits,
             overlap_p2p_comm=overlaps and chunks > 1,
-            batch_p2p_comm=False,
+            batch_p2p_comm=not (overlaps and chunks > 1),
         )
         vars(self.config).update(hidden_size=1, num_moe_experts=None, mtp_num_layers=None)
         each = pipeline.each or tuple(pipeline.in_order)
@@ -123,20 +127,26 @@ class _Rank(P2PCommunicator):
         posted = {}
         if tensor_send_next is not None:
             takes_s = links_s[int(tensor_send_next)]
-            posted["send_next"] = self.links.post((rank, 1), sent_s=self.now_s, takes_s=takes_s)
+            posted["send_next"] = self._post(rank, (rank + 1) % stages, sent_s=self.now_s, takes_s=takes_s)
         if tensor_send_prev is not None:
             takes_s = links_s[int(tensor_send_prev) - 1]
-            posted["send_prev"] = self.links.post((rank, -1), sent_s=self.now_s, takes_s=takes_s)
+            posted["send_prev"] = self._post(rank, (rank - 1) % stages, sent_s=self.now_s, takes_s=takes_s)
         if recv_prev:
-            posted["recv_prev"] = self.links.post(((rank - 1) % stages, 1), posted_s=self.now_s)
+            posted["recv_prev"] = self._post((rank - 1) % stages, rank, posted_s=self.now_s)
         if recv_next:
-            posted["recv_next"] = self.links.post(((rank + 1) % stages, -1), posted_s=self.now_s)
+            posted["recv_next"] = self._post((rank + 1) % stages, rank, posted_s=self.now_s)
         handles = {name: SimpleNamespace(wait=lambda one=one: self._wait(one)) for name, one in posted.items()}
         if wait_on_reqs:
             while handles:
                 handles.popitem()[1].wait()
         received = [torch.zeros(1, 1, 1, requires_grad=True) if one else None for one in (recv_prev, recv_next)]
         return *received, handles
+
+    def _post(self, sender: int, receiver: int, **end: Any) -> SimpleNamespace:
+        """NCCL has a stream per pair of ranks; transfers of a batch, and of two ranks alone, have one each way."""
+        is_alone = self.pipeline.stages == 2 or self.config.batch_p2p_comm
+        stream = (sender, receiver) if is_alone else frozenset((sender, receiver))
+        return self.links.post(stream, by=self.pp_group.rank(), **end)
 
     def _wait(self, one: SimpleNamespace) -> None:
         self.now_s = max(self.now_s, self.links.ended_s(one))

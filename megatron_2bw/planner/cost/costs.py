@@ -1,7 +1,7 @@
 """How long a batch takes: kernels and collectives priced by size, put together by the schedule.
 
 Seconds of a layer come from ``layer``, those of links from ``speeds``, and the time of a batch from ``batch``,
-which the tests compare with the simulator of the executor's own Programs.
+which the tests compare with the simulator of the executor's own Programs, and with Megatron's own functions.
 """
 
 from __future__ import annotations

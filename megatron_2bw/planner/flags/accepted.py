@@ -20,13 +20,15 @@ FLEX = "flex"
 """All dispatchers of tokens but two; which one, `BACKEND` says."""
 BACKEND = "--moe-flex-dispatcher-backend"
 MODULES = "--recompute-modules"
+NO_OVERLAP = "--no-overlap-p2p-communication"
+WARMUP_FLUSH = "--overlap-p2p-communication-warmup-flush"
 SETTINGS = {
     "--tp-comm-overlap": ("overlap_tensor", True),
     "--grad-reduce-in-bf16": ("gradients_in_bf16", True),
     "--accumulate-allreduce-grads-in-fp32": ("gradients_in_fp32", True),
     "--fp8-param-gather": ("fp8_parameters", True),
     "--no-bias-swiglu-fusion": ("fused_swiglu", False),
-    "--no-overlap-p2p-communication": ("overlap_transfers", False),
+    NO_OVERLAP: ("overlap_transfers", False),
 }
 """By flag without a value: what it says of a Layout, and no search decides."""
 RECEIVES = "--pipeline-receives"
@@ -181,7 +183,8 @@ def _check_precision_aware(options: Options) -> None:
 
 
 def _check_chunks(options: Options) -> None:
-    """Whether one flag says how to spread layers, which goes with ends of their own, in groups as long as the pipeline.
+    """Whether one flag says how to spread layers, which goes with ends of their own, in groups as long as the pipeline,
+    and exchanges what several chunks compute as Megatron can.
 
     Rules: ``validate_args``, "Uneven virtual pipeline parallelism"; ``TransformerConfig``, "PP layout".
     """
@@ -201,6 +204,11 @@ def _check_chunks(options: Options) -> None:
         if options.number(flag) == 0:
             raise PlanError(f"{flag} 0: a stage has a layer at least; give more, or leave it out")
     count, group = stages(options), options.number(GROUP)
+    if NO_OVERLAP in options and interleaves(options):
+        if count == 2:
+            raise PlanError(f"{NO_OVERLAP}: 2 stages interleave with overlap alone; leave it out, or use more stages")
+        if WARMUP_FLUSH in options:
+            raise PlanError(f"{NO_OVERLAP} and {WARMUP_FLUSH} exclude each other; leave one out")
     if group is not None and group < count and interleaves(options):
         raise PlanError(
             f"{GROUP} {group}: the {count} stages need at least one microbatch each; use {count}, or leave it out"

@@ -16,6 +16,7 @@ from megatron_2bw.planner.flags.accepted import (
     GROUPED,
     MAIN_GRADIENTS,
     MODULES,
+    NO_OVERLAP,
     PIPELINE_LAYOUT,
     PRECISION_AWARE,
     RECEIVES,
@@ -108,7 +109,7 @@ SWITCHES = frozenset(
         *MODEL_SWITCHES,
         *_LAYOUT_SWITCHES,
         *"--bf16 --fp16 --recompute-activations --use-flash-attn --no-bias-swiglu-fusion".split(),
-        *("--cross-entropy-loss-fusion", "--no-overlap-p2p-communication", PRECISION_AWARE),
+        *("--cross-entropy-loss-fusion", NO_OVERLAP, PRECISION_AWARE),
         *COUNTED,
     }
 )
@@ -304,7 +305,7 @@ def _layout(
         fp8=fp8_of(options),
         fused_attention=fuses(options, fused),
         fused_swiglu=not (model.swiglu and "--no-bias-swiglu-fusion" in options),
-        overlap_transfers=not (interleaves(options) and "--no-overlap-p2p-communication" in options),
+        overlap_transfers=not (interleaves(options) and NO_OVERLAP in options),
         **switches,
         **numbers,
     )
@@ -510,7 +511,7 @@ def layout_flags(model: Model, layout: Layout) -> list[str]:
         "--attention-backend unfused": not layout.fused_attention,
         f"{RECEIVES} {layout.receives}": layout.receives is not Receives.DEFAULT,
         "--no-bias-swiglu-fusion": not layout.fused_swiglu,
-        "--no-overlap-p2p-communication": not layout.overlap_transfers,
+        NO_OVERLAP: not layout.overlap_transfers,
         "--clip-grad 0": layout.schedule == "pipedream",
     }
     return [*map(str, words), *(word for switch, on in switches.items() if on for word in switch.split())]

@@ -12,6 +12,7 @@ from megatron_2bw.planner.flags.accepted import (
     GROUP,
     GROUPED,
     STEPS,
+    WARMUP_FLUSH,
     gathers_tokens,
     interleaves,
     stages,
@@ -215,6 +216,7 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     ),
     "--window-size": (_given, "priced with attention over whole sequences"),
     "--fp16-lm-cross-entropy": (_given, "priced with logits in fp32"),
+    WARMUP_FLUSH: (lambda options, flag: flag in options and interleaves(options), "priced without that overlap"),
     "--delay-wgrad-compute": (_given, "priced without that overlap"),
     **dict.fromkeys(
         ("--recompute-activation-function", "--recompute-in-advance"), (_given, "priced without that recomputation")

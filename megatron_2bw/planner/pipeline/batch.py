@@ -117,7 +117,7 @@ def _megatron_s(layout: Layout, pipeline: Pipeline) -> float:
     if layout.chunks > 1:
         return megatron.interleaved_s(pipeline, overlaps=layout.overlap_transfers, waits=layout.waits_for_sends)
     received = with_late_receives(pipeline)
-    is_closed = periods.one_f_one_b_is_exact(received)
+    is_closed = periods.one_f_one_b_is_exact(received) and pipeline.first.pair_s <= pipeline.last.pair_s
     return periods.one_f_one_b_s(received) if is_closed else megatron.one_f_one_b_s(pipeline)
 
 

@@ -1,8 +1,8 @@
 """Seconds per batch of Megatron's own schedules, whose ranks wait for one another's transfers; exact.
 
-A transfer begins when both of its ranks have come to it. What happens in a step depends on the step before, or on the
-ones since the same chunks took turns. So once everything is equally much later than then, that repeats, and the rest
-is not followed.
+A transfer begins when both of its ranks have come to it: tensors are larger than what NCCL would take in advance. What
+happens in a step depends on the step before, or on the ones since the same chunks took turns. So once everything is
+equally much later than then, that repeats, and the rest is not followed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def one_f_one_b_s(pipeline: Pipeline) -> float:
     """1F1B, in which neighbours exchange an output for a gradient and both wait for it.
 
     In step k, stage s runs forward ``k + d-1-s``, exchanges it with the next stage for gradient k, and runs backward k,
-    if there are such.
+    if there are such. After every exchange the host waits for the GPU, too (``batch_p2p_sync``), and launches of small
+    kernels are no longer ahead of it; that has no price.
 
     Source: ``forward_backward_pipelining_without_interleaving`` in ``megatron/core/pipeline_parallel/schedules.py``.
 
@@ -122,7 +123,7 @@ class _Way:
         def chunks(rank: int) -> list[_Chunk]:
             return [one for stage in range(rank, count, p.stages)[::ahead] for one in [chunk(stage)] * p.stages]
 
-        self.ranks = list(zip(first_steps, map(chunks, range(p.stages)), waited, strict=True))
+        self.of_ranks = list(zip(first_steps, map(chunks, range(p.stages)), waited, strict=True))
         """Of each rank the step of its first one, the chunks until they take turns again, and those whose transfer it
         waits for before it goes on."""
 
@@ -162,7 +163,7 @@ class _Ranks:
                     posted_s[rank] = max(posted_s[rank], inputs_s[rank - 1])
             self._send(self.backwards, backwards, posted_s)
             return
-        for rank, (first_step, chunks, _) in enumerate(self.backwards.ranks):
+        for rank, (first_step, chunks, _) in enumerate(self.backwards.of_ranks):
             if first_step <= step < first_step + self.count:
                 source = chunks[(step - first_step) % self.turn].source
                 ends_s[rank] = max(ends_s[rank], self.backwards.sent_s[source])
@@ -177,7 +178,7 @@ class _Ranks:
     def _compute(self, way: _Way, step: int) -> list[tuple[int, float | None, bool]]:
         """Every rank that runs, with what it then sends, and whether it waits for that."""
         ends_s, sent_s, turn, count, runs = self.ends_s, way.sent_s, self.turn, self.count, []
-        for rank, (first_step, chunks, waited) in enumerate(way.ranks):
+        for rank, (first_step, chunks, waited) in enumerate(way.of_ranks):
             index = step - first_step
             if 0 <= index < count:
                 takes_s, source, send_s = chunks[index % turn]
@@ -185,13 +186,28 @@ class _Ranks:
                 runs.append((rank, send_s, index in waited))
         return runs
 
+    def _beside(self, way: _Way) -> list[float]:
+        """When what else the same two ranks exchange arrives: where transfers overlap, one at a time.
+
+        NCCL gives every two ranks of a group a stream for both directions; Megatron gives two ranks that are all of a
+        pipeline one per direction (``_p2p_ops`` in ``megatron/core/pipeline_parallel/p2p_communication.py``).
+        """
+        if not self.overlaps:
+            return [0] * len(way.sent_s)
+        return (self.backwards if way is self.forwards else self.forwards).sent_s
+
     def _send(self, way: _Way, runs: list[tuple[int, float | None, bool]], posted_s: list[float]) -> None:
-        """From when both ranks have posted it; a rank waits for that, or for what it sent before."""
+        """From when both ranks have posted it, and what they exchange besides is through.
+
+        A rank waits for that, or for what it sent before.
+        """
         stages, sent_s, ends_s, ahead = len(posted_s), way.sent_s, self.ends_s, way.ahead
+        beside_s = self._beside(way)
         for rank, send_s, is_waited in runs:
-            waited_s = sent_s[rank]
+            waited_s, to = sent_s[rank], (rank + ahead) % stages
             if send_s is not None:
-                sent_s[rank] = max(posted_s[rank], posted_s[(rank + ahead) % stages], waited_s) + send_s
+                free_s = max(waited_s, beside_s[to if stages > 2 else rank])
+                sent_s[rank] = max(posted_s[rank], posted_s[to], free_s) + send_s
             if is_waited:
                 waited_s = sent_s[rank]
             if waited_s > ends_s[rank]:

@@ -152,7 +152,7 @@ def one_f_one_b_s(pipeline: Pipeline) -> float:
 
 
 def least_uneven_s(pipeline: Pipeline) -> float:
-    """What ``followed.uneven_one_f_one_b_s`` finds, without waits: nowhere too long.
+    """What ``followed.uneven_one_f_one_b_s`` and ``megatron.one_f_one_b_s`` find, without waits: nowhere too long.
 
     The first microbatch passes the stages before any one of them, which all microbatches then pass.
     """
