@@ -298,20 +298,20 @@ def test_when_not_to_use_2bw(capsys: pytest.CaptureFixture[str]):
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = run(capsys, f"{PLAN} --explain gpipe:d4")
+    code, out, _ = run(capsys, f"{ON_ONE_NODE} --explain gpipe:d4")
     assert code == 0
     assert out.startswith("The best layout of the form gpipe:d4:\ngpipe:d4,")
-    assert "longer to a loss than 2bw:" in out
-    _, out, _ = run(capsys, f"{PLAN} --explain gpipe:d4,t1,w16,b32,none")
+    assert "longer to a loss than megatron:" in out
+    _, out, _ = run(capsys, f"{ON_ONE_NODE} --explain gpipe:d4,t1,w2,b16,none")
     assert "GiB of 15.78 on its fullest stage" in out
-    _, text, _ = run(capsys, f"{PLAN} --json")
+    _, text, _ = run(capsys, f"{ON_ONE_NODE} --json")
     assert [*json.loads(text)["rejected"][0]] == ["step", "rule", "reason", "example", "count"]
     assert all(isinstance(rejection["reason"], str) for rejection in json.loads(text)["rejected"])
     choices = json.loads(text)["choices"]
     name = choices[0]["name"]
-    assert run(capsys, f"{PLAN} --explain {name}")[1] == f"{name} is the best layout.\n"
+    assert run(capsys, f"{ON_ONE_NODE} --explain {name}")[1] == f"{name} is the best layout.\n"
     for choice in choices[1:4]:
-        assert run(capsys, f"{PLAN} --explain {choice['name']}")[1].startswith(f"{choice['name']} takes ")
+        assert run(capsys, f"{ON_ONE_NODE} --explain {choice['name']}")[1].startswith(f"{choice['name']} takes ")
 
 
 @pytest.mark.parametrize(
