@@ -144,13 +144,6 @@ def _least_waiting_s(pipeline: Pipeline) -> float:
     return p.microbatches * (p.middle.pair_s + p.send_s) + p.update_s
 
 
-def is_bound_quicker(layout: Layout) -> bool:
-    """Whether ``least_s`` is usually much quicker to find than ``batch_s``, as far as flags tell."""
-    if layout.schedule == "2bw" and (layout.distributed_optimizer or layout.extra_in_flight):
-        return True
-    return layout.schedule == "mixpipe" or layout.chunks > 1 or bool(layout.pipeline_layout)
-
-
 def _with_waits(layout: Layout, pipeline: Pipeline) -> Pipeline:
     """With transfers as work, where ranks wait for them; with more in flight not all do."""
     return pipeline if layout.extra_in_flight or not pipeline.late_receives else with_late_receives(pipeline)

@@ -2,16 +2,19 @@
 
 A layout that recomputes, or saves a gradient buffer, takes at least as long as the same one that does not; so the time
 without either bounds all of them from below, and once a schedule has enough layouts that beat a bound, what is behind
-it cannot be among the best. Nor is anything priced on a base on which even the inputs of layers would not fit.
+it cannot be among the best. What fits on a base is priced once no bound is below its own. Nor is anything priced on a
+base on which even the inputs of layers would not fit.
 ``tests/planner/test_search.py`` compares with the pricing of every layout.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum, auto
 from functools import cache
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -20,7 +23,6 @@ from megatron_2bw.planner.cost import costs
 from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.memory.memory import StageMemory
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.pipeline.batch import is_bound_quicker
 from megatron_2bw.planner.rules import TWO_BW, least_microbatches
 from megatron_2bw.planner.search.candidates import ROUNDING, Candidates
 from megatron_2bw.planner.search.efficiency import EXACT, Progress
@@ -70,6 +72,14 @@ def parts_of(stage: StageMemory) -> dict[str, float]:
     return {name.removesuffix("_bytes").replace("_", " "): getattr(stage, name) for name in names}
 
 
+class _Bound(Enum):
+    """What no layout on a base, or no batch of a layout, is faster than."""
+
+    OF_WORK = auto()
+    OF_BASE = auto()
+    OF_WHAT_FITS = auto()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finder:
     """Prices candidates, best first."""
@@ -82,7 +92,10 @@ class Finder:
     def best(self, keep: int) -> list[Choice]:
         """The best ``keep`` kinds, with what else is as good, and the best of every schedule."""
         # Most are behind the best by their work alone, which is quick to tell.
-        bounds = [(self._bound_s(costs.work_s, base), i, base, False) for i, base in enumerate(self.candidates.bases())]
+        ids = itertools.count()
+        bounds = [
+            (self._bound_s(costs.work_s, base), next(ids), _Bound.OF_WORK, base) for base in self.candidates.bases()
+        ]
         heapify(bounds)
         kept: list[Choice] = []
         leaders: dict[str, Choice] = {}
@@ -94,17 +107,24 @@ class Finder:
             # Sums of the same times in another order may be apart in their last digits.
             return all(rival is not None and bound_s > rival.loss_time_s * (1 + ROUNDING) for rival in rivals)
 
+        def push(layout: Layout, kind: _Bound) -> None:
+            heappush(bounds, (self._bound_s(costs.least_s, layout), next(ids), kind, layout))
+
         while bounds:
-            bound_s, i, base, is_closest = heappop(bounds)
-            if is_beaten(base.schedule, bound_s):
+            bound_s, _, kind, layout = heappop(bounds)
+            if is_beaten(layout.schedule, bound_s):
                 continue
-            if not is_closest:
-                if self._may_fit(base):
-                    heappush(bounds, (self._bound_s(costs.least_s, base), i, base, True))
+            if kind is _Bound.OF_WORK:
+                if self._may_fit(layout):
+                    push(layout, _Bound.OF_BASE)
                 continue
-            for choice in self._fitting(base, is_beaten):
-                insort(kept, choice, key=_order)
-                leaders[base.schedule] = min(choice, leaders.get(base.schedule, choice), key=_order)
+            if kind is _Bound.OF_BASE:
+                for fitting in self._fitting(layout, is_beaten):
+                    push(fitting, _Bound.OF_WHAT_FITS)
+                continue
+            choice = price(self.candidates.model, layout, self.candidates.cluster, progress=self.progress)
+            insort(kept, choice, key=_order)
+            leaders[layout.schedule] = min(choice, leaders.get(layout.schedule, choice), key=_order)
             firsts = [*first_of_kinds(kept).values()]
             if len(firsts) >= keep:
                 last = firsts[keep - 1]
@@ -146,7 +166,7 @@ class Finder:
         found = [self._first_that_fits(saving, leanest_bytes) for saving in self._savings(base, leanest_bytes)]
         return min(found, key=lambda pair: pair[1], default=None)
 
-    def _fitting(self, base: Layout, is_beaten: Callable[[str, float], bool] | None = None) -> Iterator[Choice]:
+    def _fitting(self, base: Layout, is_beaten: Callable[[str, float], bool] | None = None) -> Iterator[Layout]:
         """What fits of ``base`` and may not be beaten, without layouts that save more memory than they have to."""
         candidates, capacity_bytes, nothing_fits = self.candidates, self.candidates.cluster.memory_bytes, True
         for saving in self._savings(base, capacity_bytes):
@@ -158,13 +178,7 @@ class Finder:
             layout, needed = self._first_that_fits(saving, capacity_bytes)
             if needed <= capacity_bytes:
                 nothing_fits = False
-                if (
-                    is_beaten
-                    and is_bound_quicker(layout)
-                    and is_beaten(base.schedule, self._bound_s(costs.least_s, layout))
-                ):
-                    continue
-                yield price(candidates.model, layout, candidates.cluster, progress=self.progress)
+                yield layout
                 if layout == base:
                     return
         if nothing_fits and (least := self._least(base)):
@@ -234,10 +248,10 @@ class Finder:
         """The same of other ``Candidates``."""
         return replace(self, candidates=replace(self.candidates, **changes))
 
-    def first(self) -> Choice | None:
-        """A layout that runs and fits; None if there is none."""
+    def first(self) -> Layout | None:
+        """One that runs and fits; None if there is none."""
         bases = filter(self._may_fit, self.candidates.bases())
-        return next((choice for base in bases for choice in self._fitting(base)), None)
+        return next((layout for base in bases for layout in self._fitting(base)), None)
 
     def first_of_each(self, field: str) -> dict[Any, Layout]:
         """The first layout that runs, whether it fits or not, by the value of ``field``."""

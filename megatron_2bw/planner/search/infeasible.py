@@ -100,7 +100,7 @@ class Infeasible:
         if roomy := self._of_other(cluster=_with_memory(candidates.cluster, MOST)):
             return f"{what}: {self._why_at_any_size(roomy)}"
         if limit and (found := self.finder.of_other(space=self._lifted).first()):
-            return f"{what}: {self._exclusive(limit)} that fits; without limits there is {name(found.layout)}"
+            return f"{what}: {self._exclusive(limit)} that fits; without limits there is {name(found)}"
         reason, more = self._too_large()
         return f"{what} fits: {reason}; use {more.words}"
 
@@ -147,7 +147,7 @@ class Infeasible:
             return self._too_large_with(broken.reason, broken.choice._replace(words=f"with {broken.choice.words}"))
         lifted = _Choice("without limits", {"space": self._lifted})
         if found := self.finder.of_other(**lifted.changes).first():
-            return f"{broken.reason}; {broken.remedy or f'{lifted.words} there is {name(found.layout)}'}"
+            return f"{broken.reason}; {broken.remedy or f'{lifted.words} there is {name(found)}'}"
         if self._has_any(lifted, cluster=roomy._candidates.cluster):
             return self._too_large_with(broken.reason, lifted)
         return f"{broken.reason}; {broken.remedy}"
@@ -273,7 +273,7 @@ class Infeasible:
         sizes = [math.ceil(needed / GIB * factor) for factor in _MEMORIES]
         any_one = self.finder.of_other(cluster=_with_memory(cluster, MOST)).first()
         # Limits may need more than the layout that needs least.
-        sizes.append(math.ceil(any_one.memory.total_bytes / GIB))
+        sizes.append(math.ceil(memory.largest(self._candidates.model, any_one).total_bytes / GIB))
         choices = (_Choice(f"GPUs with {size} GiB", {"cluster": _with_memory(cluster, size)}) for size in sizes)
         return next(choice for choice in choices if self.finder.of_other(**choice.changes).first())
 

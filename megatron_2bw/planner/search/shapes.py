@@ -229,6 +229,13 @@ class Shapes:
         defaults["gradients_in_fp32"] = space.adam_state is not None and space.precision is Precision.FP16
         if more.get("schedule") != MEGATRON:
             defaults["receives"] = space.receives
+        if space.settings:
+            defaults |= self._settings(more)
+        return Layout(**{"global_batch": self.global_batch, **defaults, **more})
+
+    def _settings(self, more: dict[str, object]) -> dict[str, bool]:
+        """What no search decides, of a layout with these fields."""
+        space = self.decisions.space
         can_have = {
             "overlap_tensor": more.get("sequence_parallel", False),
             "overlap_transfers": more.get("chunks", 1) > 1,
@@ -237,8 +244,7 @@ class Shapes:
             "gradients_in_fp32": space.precision is Precision.FP16,
             "fused_swiglu": self.model.swiglu,
         }
-        defaults |= {name: value for name, value in space.settings if can_have[name]}
-        return Layout(**{"global_batch": self.global_batch, **defaults, **more})
+        return {name: value for name, value in space.settings if can_have[name]}
 
     def size_problem(self, pipeline: int, tensor: int, context: int, data: int) -> Problem | None:
         """Why such a layout does not run on all of the GPUs and no others."""
