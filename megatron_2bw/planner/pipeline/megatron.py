@@ -152,17 +152,26 @@ class _Ranks:
 
     def run(self, step: int) -> None:
         """Forwards and backwards of a step, and what ranks then send and wait for."""
-        ends_s, inputs_s = self.ends_s, self.forwards.sent_s
         if self.overlaps:
-            self._send(self.forwards, self._compute(self.forwards, step), ends_s[:])
-            backwards = self._compute(self.backwards, step)
-            posted_s = ends_s[:]
-            if len(backwards) < len(ends_s):
-                for rank in {*range(1, len(ends_s))} - {rank for rank, *_ in backwards}:
-                    # What it waits for comes before it posts the receive of its first gradient.
-                    posted_s[rank] = max(posted_s[rank], inputs_s[rank - 1])
-            self._send(self.backwards, backwards, posted_s)
-            return
+            self._run_overlapped(step)
+        else:
+            self._run_in_turns(step)
+
+    def _run_overlapped(self, step: int) -> None:
+        """A rank sends its output before it runs its backward."""
+        ends_s, inputs_s = self.ends_s, self.forwards.sent_s
+        self._send(self.forwards, self._compute(self.forwards, step), ends_s[:])
+        backwards = self._compute(self.backwards, step)
+        posted_s = ends_s[:]
+        if len(backwards) < len(ends_s):
+            for rank in {*range(1, len(ends_s))} - {rank for rank, *_ in backwards}:
+                # What it waits for comes before it posts the receive of its first gradient.
+                posted_s[rank] = max(posted_s[rank], inputs_s[rank - 1])
+        self._send(self.backwards, backwards, posted_s)
+
+    def _run_in_turns(self, step: int) -> None:
+        """A rank has all that both need before it runs them, and sends both at once."""
+        ends_s = self.ends_s
         for rank, (first_step, chunks, _) in enumerate(self.backwards.of_ranks):
             if first_step <= step < first_step + self.count:
                 source = chunks[(step - first_step) % self.turn].source
@@ -171,8 +180,8 @@ class _Ranks:
         posted_s = ends_s[:]
         self._send(self.forwards, forwards, posted_s)
         for rank, alone in enumerate(self.alone):
-            if alone == self.count:
-                posted_s[rank] = max(posted_s[rank], inputs_s[rank])
+            if alone == self.count:  # It posts the receive of its first gradient when its last output is there.
+                posted_s[rank] = max(posted_s[rank], self.forwards.sent_s[rank])
         self._send(self.backwards, backwards, posted_s)
 
     def _compute(self, way: _Way, step: int) -> list[tuple[int, float | None, bool]]:
