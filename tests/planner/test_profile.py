@@ -15,6 +15,7 @@ from megatron_2bw.planner.cost import costs
 from megatron_2bw.planner.cost.sizes import Split
 from megatron_2bw.planner.cost.speeds import machine_of
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.flags.model_flags import model_flags
 from megatron_2bw.planner.measure import profiling
 from megatron_2bw.planner.measure.profile import AllReduce, Block, Profile, Setting, Update
 from megatron_2bw.planner.search.finder import price
@@ -292,6 +293,19 @@ def test_plan_and_estimate_read_it(files: list[str], capsys: pytest.CaptureFixtu
     flags = [*best["flags"].replace("--attention-backend unfused", "").split(), "--vocab-size", "1000"]
     assert main(["estimate", *files[2:], "--json", *flags]) == 0
     assert json.loads(capsys.readouterr().out)["time_s"] == best["time_s"]
+
+
+def test_a_launch_script_may_set_what_was_not_measured(files: list[str], tmp_path: Path, capsys):
+    script = tmp_path / "run.sh"
+    sizes = "--vocab-size 1000 --micro-batch-size 1 --global-batch-size 16 --attention-backend unfused"
+    unmeasured = "--tp-comm-overlap --fp8-param-gather --fp8-format hybrid"
+    script.write_text(
+        f"torchrun --nproc-per-node 4 pretrain_gpt.py {' '.join(model_flags(MODEL))} {sizes} {unmeasured}"
+    )
+    assert main(["plan", "--from-script", str(script), *files[2:], "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert not set(unmeasured.split()) & set(plan["choices"][0]["flags"].split())
+    assert "--tp-comm-overlap" in " ".join(plan["notes"])
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def _settings(args: argparse.Namespace, options: Options, model: Model, gpus: in
 
     fused, fp8 = fuses(options, None), fp8_of(options)
     is_flexible = model.num_experts > 0 and options.text("--moe-token-dispatcher-type") == FLEX
-    unmeasured = () if args.profile is None else ("--tp-comm-overlap",)
+    unmeasured = ()
+    if args.profile is not None:
+        unmeasured = ("--tp-comm-overlap", "--fp8-param-gather", "--no-bias-swiglu-fusion")
     settings: dict[str, Any] = {"global_batch_size": global_batch_of(options, None)}
     if args.nodes is None and args.gpus is None:
         settings["gpus"] = gpus
