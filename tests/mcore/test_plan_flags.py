@@ -240,6 +240,7 @@ LIMITS: dict[str, tuple[object, ...]] = {
     "mixpipe_k": (0, 2, 4),
     "mixpipe_gamma": (0, 1, 2),
     "gradient_buffers": (1, 2),
+    "settings": tuple(SETTINGS.values()),
 }
 
 
