@@ -8,6 +8,7 @@ computed them, which tells how long their transfer takes.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,16 +40,10 @@ def batch_s(pipeline: Pipeline, *, overlaps: bool = True, waits: bool = True) ->
     with (
         mock.patch.object(utils, "get_pg_rank", lambda group: group.rank()),
         mock.patch.object(utils, "get_pg_size", lambda group: group.size()),
+        ThreadPoolExecutor(pipeline.stages) as threads,
     ):
-        threads = [threading.Thread(target=rank.run) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for rank in ranks:
-        if rank.error is not None:
-            raise rank.error
-    return max(rank.now_s for rank in ranks)
+        runs = [threads.submit(rank.run) for rank in ranks]
+    return max(run.result() for run in runs)
 
 
 class _Links:
@@ -89,7 +84,7 @@ class _Rank(P2PCommunicator):
     """A rank's clock, and its end of all transfers."""
 
     def __init__(self, rank: int, pipeline: Pipeline, links: _Links, *, overlaps: bool, waits: bool) -> None:
-        self.pipeline, self.links, self.now_s, self.error = pipeline, links, 0, None
+        self.pipeline, self.links, self.now_s = pipeline, links, 0
         chunks = max(len(pipeline.each) // pipeline.stages, 1)
         self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
         self.pp_group = _group(rank, pipeline.stages)
@@ -105,22 +100,20 @@ class _Rank(P2PCommunicator):
         each = pipeline.each or tuple(pipeline.in_order)
         self.chunks = [_Chunk(stage, each[stage], self) for stage in range(rank, len(each), pipeline.stages)]
 
-    def run(self) -> None:
-        """A batch, by Megatron's function."""
+    def run(self) -> float:
+        """A batch, by Megatron's function; when it has ended."""
         groups = ProcessGroupCollection()
         groups.tp = groups.cp = _group(0, 1)
         inputs = {"num_microbatches": self.pipeline.microbatches, "seq_length": 1, "micro_batch_size": 1}
         inputs |= {"p2p_communicator": self, "pg_collection": groups, "forward_step_func": _step}
-        try:
-            with _OnCPU():
-                if len(self.chunks) == 1:
-                    inputs |= {"model": self.chunks[0], "data_iterator": None}
-                    schedules.forward_backward_pipelining_without_interleaving(**inputs)
-                else:
-                    inputs |= {"model": self.chunks, "data_iterator": [None] * len(self.chunks)}
-                    schedules.forward_backward_pipelining_with_interleaving(**inputs)
-        except BaseException as error:
-            self.error = error
+        with _OnCPU():
+            if len(self.chunks) == 1:
+                inputs |= {"model": self.chunks[0], "data_iterator": None}
+                schedules.forward_backward_pipelining_without_interleaving(**inputs)
+            else:
+                inputs |= {"model": self.chunks, "data_iterator": [None] * len(self.chunks)}
+                schedules.forward_backward_pipelining_with_interleaving(**inputs)
+        return self.now_s
 
     def _communicate(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, wait_on_reqs=True, **_):
         rank, stages, links_s = self.pp_group.rank(), self.pipeline.stages, self.pipeline.links_s

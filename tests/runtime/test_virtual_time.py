@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -66,9 +67,7 @@ class VirtualRank:
 
     def __init__(self, rank: int, schedule: Schedule, durations: Durations, meetings: Meetings) -> None:
         self.boundary = Boundary(shape=(1,), dtype=torch.float32, device=torch.device("cpu"))
-        self.done: list[tuple[Action, Any, Any]] = []
-        """Forwards, backwards and updates, from and until when."""
-        self.error: BaseException | None = None
+        self._done: list[tuple[Action, Any, Any]] = []
         self._rank, self._schedule, self._durations, self._meetings = rank, schedule, durations, meetings
         self._groups = groups(schedule)
         self._now_s: Any = 0
@@ -79,21 +78,20 @@ class VirtualRank:
         """The reduction that it started last."""
         self._updated: set[tuple[int, int]] = set()
 
-    def run(self) -> None:
+    def run(self) -> list[tuple[Action, Any, Any]]:
+        """Forwards, backwards and updates, from and until when."""
         executor, batch = Executor(self._schedule, self._rank, self, self), 0
         executor.abandon()  # A job's first calls have late receives, whatever comes later.
-        try:
-            for count in RUNS:
-                for left in reversed(range(count)):
-                    executor.run(batch, left=left)
-                    batch += 1
-        except BaseException as error:
-            self.error = error
+        for count in RUNS:
+            for left in reversed(range(count)):
+                executor.run(batch, left=left)
+                batch += 1
+        return self._done
 
     def _compute(self, action: Action) -> None:
         start_s = self._now_s
         self._now_s += self._durations.of_stage(action.type, action.stage, self._schedule.stages)
-        self.done.append((action, start_s, self._now_s))
+        self._done.append((action, start_s, self._now_s))
 
     def use_weights(self, version: int) -> None:
         """They take no time to change."""
@@ -187,16 +185,10 @@ def test_every_action_runs_when_the_simulator_says(
     )
     meetings = Meetings()
     ranks = [VirtualRank(rank, schedule, durations, meetings) for rank in range(len(schedule.programs))]
-    threads = [threading.Thread(target=rank.run) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in ranks:
-        if rank.error is not None:
-            raise rank.error
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        runs = [threads.submit(rank.run) for rank in ranks]
     outcome = run(schedule, RUNS, durations, model=Model.POSTED)
     assert not outcome.blocked
-    for rank, timed in zip(ranks, outcome.timed, strict=True):
+    for of_rank, timed in zip(runs, outcome.timed, strict=True):
         expected = [(one.action.shifted(one.call), one.start_s, one.end_s) for one in timed]
-        assert rank.done == expected
+        assert of_rank.result() == expected

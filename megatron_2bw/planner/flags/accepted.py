@@ -23,9 +23,9 @@ MODULES = "--recompute-modules"
 NO_OVERLAP = "--no-overlap-p2p-communication"
 WARMUP_FLUSH = "--overlap-p2p-communication-warmup-flush"
 SETTINGS = {
-    "--tp-comm-overlap": ("overlap_tensor", True),
-    "--grad-reduce-in-bf16": ("gradients_in_bf16", True),
     "--accumulate-allreduce-grads-in-fp32": ("gradients_in_fp32", True),
+    "--grad-reduce-in-bf16": ("gradients_in_bf16", True),
+    "--tp-comm-overlap": ("overlap_tensor", True),
     "--fp8-param-gather": ("fp8_parameters", True),
     "--no-bias-swiglu-fusion": ("fused_swiglu", False),
     NO_OVERLAP: ("overlap_transfers", False),

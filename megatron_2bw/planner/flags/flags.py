@@ -20,6 +20,7 @@ from megatron_2bw.planner.flags.accepted import (
     PIPELINE_LAYOUT,
     PRECISION_AWARE,
     RECEIVES,
+    SETTINGS,
     STEPS,
     STORED_IN,
     check_accepted,
@@ -90,10 +91,7 @@ _LAYOUT_SWITCHES = {
     "--use-distributed-optimizer": "distributed_optimizer",
     "--overlap-grad-reduce": "overlap_gradients",
     "--overlap-param-gather": "overlap_parameters",
-    "--accumulate-allreduce-grads-in-fp32": "gradients_in_fp32",
-    "--grad-reduce-in-bf16": "gradients_in_bf16",
-    "--tp-comm-overlap": "overlap_tensor",
-    "--fp8-param-gather": "fp8_parameters",
+    **{flag: field for flag, (field, on) in SETTINGS.items() if on},
 }
 """Flags that switch something of the Layout on; some do so only beside others."""
 FIELDS = MODEL_NUMBERS | _LAYOUT_NUMBERS | _LAYOUT_SWITCHES
@@ -108,8 +106,9 @@ SWITCHES = frozenset(
     {
         *MODEL_SWITCHES,
         *_LAYOUT_SWITCHES,
-        *"--bf16 --fp16 --recompute-activations --use-flash-attn --no-bias-swiglu-fusion".split(),
-        *("--cross-entropy-loss-fusion", NO_OVERLAP, PRECISION_AWARE),
+        *SETTINGS,
+        *"--bf16 --fp16 --recompute-activations --use-flash-attn --cross-entropy-loss-fusion".split(),
+        PRECISION_AWARE,
         *COUNTED,
     }
 )
