@@ -2,7 +2,7 @@
 
 Rank r has stage r of the pipeline that goes down, which is Megatron's own, with optimizer and checkpoints. It
 also has stage d-1-r of the pipeline that goes up, which only lends its computation: before a batch it gets the
-weights of rank d-1-r, and after its last backward it gives that rank its gradients.
+weights of rank d-1-r, and behind the rank's last backward it gives that rank its gradients.
 """
 
 from __future__ import annotations
@@ -73,9 +73,11 @@ class Mirror:
                 work.wait()
 
     def start_gradients(self) -> None:
-        """After the last backward of the mirrored stage, while others may still run.
+        """After the rank's last backward.
 
-        The rank that gets these gradients has to give ours at its own last backward: neither waits here.
+        Not after that of the mirrored stage: on a GPU, the transfer runs from here on until the rank that gets these
+        gradients has come as far, and what waits for the whole device, as the first use of a kernel may, would wait
+        for that. With 6 stages of mixpipe that rank waits for this one.
         """
         self._works = self._swap(_gradients(self.model), self._received)
 

@@ -24,14 +24,11 @@ class MirroredStage(FlushedStage):
         super().__init__(call, schedule)
         self._own = parallel_state.get_pipeline_model_parallel_rank()
         self._mirror = mirror
-        self._backwards_left = 0
-        """Of the mirrored stage, in this batch."""
 
     def begin(self, call: Call) -> None:
         super().begin(call)
         self._mirror.begin()
         self._reports: dict[int, dict[str, torch.Tensor]] = {}
-        self._backwards_left = call.num_microbatches // 2
         self._data = None
         if call.data_iterator is not None:
             self._data = MicrobatchData(call.data_iterator, call.num_microbatches)
@@ -53,12 +50,7 @@ class MirroredStage(FlushedStage):
         self, action: Action, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
         with at_stage(action.stage):
-            result = super().backward(action, received, output, grad)
-        if action.stage != self._own:
-            self._backwards_left -= 1
-            if self._backwards_left == 0:
-                self._mirror.start_gradients()
-        return result
+            return super().backward(action, received, output, grad)
 
     def _reduces_in(self, action: Action) -> bool:
         """In none: those of the stage's other copy are added first."""
@@ -68,11 +60,10 @@ class MirroredStage(FlushedStage):
         """Once for both stages, which end together."""
         if action.stage != self._own:
             return
-        if self.call.num_microbatches < 2:
-            self._mirror.start_gradients()  # All zero: nothing has gone up.
-        self._mirror.add_gradients()
+        self._mirror.start_gradients()
         if self._own in (0, self._last):
             self._join_reports()
+        self._mirror.add_gradients()
         if self._data is not None:
             self._data.end()
         super().update(action)
