@@ -222,11 +222,6 @@ def create_host_group(group: dist.ProcessGroup, timeout: timedelta, description:
     return _clone(group, timeout, description, backend="gloo")
 
 
-def create_single_rank_group() -> dist.ProcessGroup:
-    """A group of this rank alone: a barrier on it waits for nobody."""
-    return dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
-
 def _clone(
     group: dist.ProcessGroup | None,
     timeout: timedelta,

@@ -145,7 +145,6 @@ USED: tuple[Used, ...] = (
         "_seqlen_stats_in_iteration",
     ),
     *_names("megatron.core.timers", "DummyTimer", "TimerBase", "Timers"),
-    Used(module="megatron.core.timers", name="Timer.set_barrier_group", parameters=("barrier_group",)),
     Used(module="megatron.core.timers", name="Timer.set_elapsed", parameters=("value",)),
     *_names(_CALCULATOR, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"),
     Used(

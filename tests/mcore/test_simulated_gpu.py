@@ -70,16 +70,17 @@ NO_WAITS = {
     "optimizer.py (step_with_ready_grads)",  # Torch's Adam reads how many steps it has made, on the host, too.
     "random.py (fork)",  # The state of the host's random numbers.
 }
-PACE, LOSS = "pace.py (computed)", "session.py (skipped_iterations)"
+PACE, LOSS = "pace.py (computed)", {"session.py (skipped_iterations)", "training.py (training_log)"}
 
 
 def test_the_host_waits_for_the_device_only_to_keep_pace() -> None:
-    """And on the last stage with a loss scale for the loss, which the log leaves out of its mean if it is no number."""
-    fewer, more = (collect(watch, replace(SHARDED, batches=batches)) for batches in (4, 6))
+    """And on the last stage for the loss, which the log shows, and leaves out of its mean if it is no number."""
+    case = replace(SHARDED, flags=(*LATE, "--log-interval", "1"))
+    fewer, more = (collect(watch, replace(case, batches=batches)) for batches in (4, 6))
     assert not any(rank.races for rank in (*fewer, *more))
     waits = [later.waits - earlier.waits for earlier, later in zip(fewer, more, strict=True)]
     found = [{re.sub(r":\d+", "", where) for where in of_rank} - NO_WAITS for of_rank in waits]
-    assert found == [{PACE}, {PACE}, {PACE, LOSS}, {PACE, LOSS}]
+    assert found == [{PACE}, {PACE}, {PACE, *LOSS}, {PACE, *LOSS}]
 
 
 @pytest.mark.parametrize(

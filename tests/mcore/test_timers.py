@@ -52,3 +52,28 @@ def test_timers_above_the_log_level_stay_silent_inside_a_call() -> None:
         timers("forward-compute", log_level=2).start()
         timers("forward-compute", log_level=2).stop()
     assert "forward-compute" not in timers._timers
+
+
+def test_the_time_between_log_lines_waits_neither_for_the_device_nor_for_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron_2bw.mcore.monitoring.timers import CallTimers
+
+    def fail(*args: object, **keywords: object) -> None:
+        raise AssertionError("waits")
+
+    clock_s = itertools.count(0.0, 7.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(torch.distributed, "barrier", fail)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock_s))
+    timers = CallTimers(0, "all")
+    interval = timers("interval-time", log_level=0)
+    interval.start(barrier=True)
+    assert interval.elapsed(barrier=True, reset=False) == 7.0
+    assert interval.elapsed(barrier=True) == 14.0  # Of a line, and of what follows.
+    assert interval.elapsed(barrier=True) == 7.0
+    interval.stop()
+    interval.start()  # After evaluation.
+    interval.stop()
+    assert timers("interval-time").elapsed() == 14.0
+    assert interval.active_time() == 35.0

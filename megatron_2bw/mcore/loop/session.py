@@ -11,7 +11,6 @@ import torch
 from megatron.training import get_args, get_timers
 from megatron.training.utils import print_rank_0
 
-from megatron_2bw.mcore import groups
 from megatron_2bw.mcore.loop.arguments import has_late_receives, options_of
 from megatron_2bw.mcore.loop.batches import BatchSizes
 from megatron_2bw.mcore.loop.exits import ExitRequests
@@ -169,8 +168,6 @@ class Session:
 
     def _start(self, call: Call) -> None:
         args, pipeline = get_args(), self.pipeline
-        # Without a barrier of all ranks around every log line; see `Timer.set_barrier_group`.
-        get_timers()("interval-time", log_level=0).set_barrier_group(groups.create_single_rank_group())
         if self.is_delayed and torch.cuda.is_available():
             print_rank_0(
                 f"megatron_2bw: batch_p2p_sync is off under --pipeline-schedule {pipeline.schedule_name}: "

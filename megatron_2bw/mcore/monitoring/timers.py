@@ -12,21 +12,28 @@ from megatron.core.timers import DummyTimer, TimerBase, Timers
 
 from megatron_2bw.runtime.recorder import event_now
 
+_INTERVAL = "interval-time"
+"""Megatron's name for the time since the last log line, without evaluation and checkpoints."""
+
 
 class CallTimers(Timers):
     """Megatron's timers; inside a call of our executor they mark the stream where Megatron's wait for the device.
 
     To wait for the device is to wait for every receive that was posted early, and one of these may
     depend on what this rank has yet to send. What is marked in a call is added to Megatron's timers
-    at the end of the next one, when the device has done it in any case; on CPUs, of the same one.
+    at the end of the next one, when the device has done it in any case; on CPUs, of the same one. The time between log
+    lines is the host's, which is at most two computations ahead.
     """
 
     def __init__(self, log_level: int, log_option: str) -> None:
         super().__init__(log_level, log_option)
         self._is_inside = False
         self._marked: dict[str, _MarkedTimer] = {}
+        self._interval = _HostTimer(_INTERVAL)
 
     def __call__(self, name: str, log_level: int | None = None) -> TimerBase:
+        if name == _INTERVAL:
+            return self._interval
         timer = super().__call__(name, log_level)
         if not self._is_inside or isinstance(timer, DummyTimer):
             return timer
@@ -66,6 +73,43 @@ class _MarkedTimer:
         elapsed_s = sum(_seconds(start, end) for start, end in self._spans)
         self._timer.set_elapsed(self._timer.elapsed(reset=False) + elapsed_s)
         self._spans.clear()
+
+
+class _HostTimer(TimerBase):
+    """Waits neither for the device nor, as Megatron's does around every log line, for all ranks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._elapsed_s = self._active_s = 0.0
+        self._start_s: float | None = None
+
+    def start(self, barrier: bool = False) -> None:
+        self._start_s = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        span_s = time.perf_counter() - self._start_s
+        self._elapsed_s += span_s
+        self._active_s += span_s
+        self._start_s = None
+
+    def reset(self) -> None:
+        self._elapsed_s = 0.0
+        self._start_s = None
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        is_running = self._start_s is not None
+        if is_running:
+            self.stop()
+        elapsed_s = self._elapsed_s
+        if reset:
+            self.reset()
+        if is_running:
+            self.start()
+        return elapsed_s
+
+    def active_time(self) -> float:
+        """Seconds for which it has run so far."""
+        return self._active_s
 
 
 def _mark() -> Any:
