@@ -45,7 +45,10 @@ def clip_threshold(case: Case) -> float:
     return oracle(case, delay=1).norms.median().item()
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 2), (4, 3), (4, 4)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches"),
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), (4, 3), pytest.param(4, 4, marks=pytest.mark.slow)],
+)
 def test_many_batches_at_the_tightest_fit(stages: int, microbatches: int) -> None:
     """A wrong order of transfers and reductions hangs, or mixes versions, only now and then."""
     jitter = tuple(Fault(kind="jitter", rank=rank, seconds=0.002) for rank in range(stages))

@@ -82,7 +82,7 @@ def test_the_flags_that_are_printed_are_the_best_layouts(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("top", [3, 10, 30])
 def test_as_many_layouts_as_asked_for(capsys: pytest.CaptureFixture[str], top: int):
-    code, out, _ = run(capsys, f"{PLAN} --top {top} --json")
+    code, out, _ = run(capsys, f"{ON_ONE_NODE} --top {top} --json")
     assert code == 0
     assert len(json.loads(out)["choices"]) == top
 
@@ -298,20 +298,21 @@ def test_when_not_to_use_2bw(capsys: pytest.CaptureFixture[str]):
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = run(capsys, f"{ON_ONE_NODE} --explain gpipe:d4")
+    plan = f"{ON_ONE_NODE} --tensor-model-parallel-size 1"
+    code, out, _ = run(capsys, f"{plan} --explain gpipe:d4")
     assert code == 0
     assert out.startswith("The best layout of the form gpipe:d4:\ngpipe:d4,")
     assert "longer to a loss than megatron:" in out
-    _, out, _ = run(capsys, f"{ON_ONE_NODE} --explain gpipe:d4,t1,w2,b16,none")
+    _, out, _ = run(capsys, f"{plan} --explain gpipe:d4,t1,w2,b16,none")
     assert "GiB of 15.78 on its fullest stage" in out
-    _, text, _ = run(capsys, f"{ON_ONE_NODE} --json")
+    _, text, _ = run(capsys, f"{plan} --json")
     assert [*json.loads(text)["rejected"][0]] == ["step", "rule", "reason", "example", "count"]
     assert all(isinstance(rejection["reason"], str) for rejection in json.loads(text)["rejected"])
     choices = json.loads(text)["choices"]
     name = choices[0]["name"]
-    assert run(capsys, f"{ON_ONE_NODE} --explain {name}")[1] == f"{name} is the best layout.\n"
+    assert run(capsys, f"{plan} --explain {name}")[1] == f"{name} is the best layout.\n"
     for choice in choices[1:4]:
-        assert run(capsys, f"{ON_ONE_NODE} --explain {choice['name']}")[1].startswith(f"{choice['name']} takes ")
+        assert run(capsys, f"{plan} --explain {choice['name']}")[1].startswith(f"{choice['name']} takes ")
 
 
 @pytest.mark.parametrize(
@@ -948,7 +949,7 @@ def test_flags_of_other_programs_are_named(capsys: pytest.CaptureFixture[str], t
     ],
 )
 def test_a_plan_says_what_it_did_not_try(more: str, left_out: list[str], capsys: pytest.CaptureFixture[str]):
-    command = f"plan {more} --cluster dgx-h100 --gpus 16 --global-batch-size 64"
+    command = f"plan {more} --cluster dgx-h100 --gpus 16 --global-batch-size 64 --micro-batch-size 1"
     found = json.loads(run(capsys, f"{command} --json")[1])["not_tried"]
     assert len(found) == len(left_out)
     assert all(map(str.startswith, found, left_out))
@@ -982,7 +983,7 @@ def test_what_of_a_launch_script_does_not_go_with_its_plan(
 ):
     script = tmp_path / "run.sh"
     script.write_text(f"{LEAN} {behind}")
-    code, out, err = run(capsys, f"plan --from-script {script} --cluster dgx-h100 {more} --json")
+    code, out, err = run(capsys, f"plan --from-script {script} --cluster dgx-h100 --micro-batch-size 1 {more} --json")
     assert code == 0, err
     guess, *found = json.loads(out)["notes"]
     assert guess.startswith("no --vocab-size")
@@ -1018,7 +1019,8 @@ def test_weights_gathered_in_8_bits_need_products_in_8_bits(capsys: pytest.Captu
 def test_no_form_of_a_plan_hides_what_was_assumed(more: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     script = tmp_path / "run.sh"
     script.write_text(LAUNCH.replace("--bf16", "").replace("--nproc-per-node 8", "-m"))
-    code, out, err = run(capsys, f"plan --from-script {script} --cluster dgx-a100 {more}")
+    fewer = "" if "paper" in more else "--micro-batch-size 1"
+    code, out, err = run(capsys, f"plan --from-script {script} --cluster dgx-a100 {fewer} {more}")
     assert code == 0, err
     said = words_of(out + err)
     assert "the script does not say how many GPUs" in said

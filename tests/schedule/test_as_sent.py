@@ -214,6 +214,7 @@ def test_a_transfer_begins_when_its_receive_is_posted() -> None:
     assert buffered == posted < late_s
 
 
+@pytest.mark.slow
 def test_the_committed_report_is_current() -> None:
     """Made by ``python scripts/bench/receives.py --output scripts/bench/results/receives.txt``."""
     assert [*report()] == (BENCH / "results" / "receives.txt").read_text().splitlines()[3:]
