@@ -64,7 +64,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         self._has_main_weights = master_weights
-        self._keeps_remainders = store_param_remainders
+        self.store_param_remainders = store_param_remainders
         self._gradient = "decoupled_grad" if use_decoupled_grad else "grad"
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class FusedAdam(torch.optim.Optimizer):
         return joined(parameter.detach(), main) if main.dtype == torch.int16 else main
 
     def _keeps(self, parameter: torch.Tensor) -> bool:
-        return self._keeps_remainders and parameter.dtype == torch.bfloat16
+        return self.store_param_remainders and parameter.dtype == torch.bfloat16
 
     def _step(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if not self.state[parameter]:

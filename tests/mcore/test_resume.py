@@ -52,12 +52,30 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) ->
     assert_continues(saved.resumed(iteration), saved.results, iteration)
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_a_run_without_an_update_so_far(format_: str, tmp_path: Path) -> None:
-    """The loss scale is far too large for the first batches; two of them are skipped before it halves."""
-    case = replace(TWO_REPLICAS_IN_FP16, batches=4, model=(*CASE.model, "--initial-loss-scale", str(2**34)))
+IN_FP16 = replace(CASE, precision="fp16")
+
+
+@pytest.mark.parametrize(
+    ("case", "format_"),
+    [
+        pytest.param(TWO_REPLICAS_IN_FP16, "torch", id="distributed-torch"),
+        pytest.param(TWO_REPLICAS_IN_FP16, "torch_dist", id="distributed-torch_dist"),
+        pytest.param(IN_FP16, "torch_dist", id="torch_dist"),
+        pytest.param(replace(IN_FP16, optimizer="sgd"), "torch_dist", id="sgd"),
+        pytest.param(replace(IN_FP16, schedule="1f1b-flush"), "torch_dist", id="1f1b-flush"),
+        *(
+            pytest.param(replace(TWO_REPLICAS_IN_FP16, moments="fp32"), format_, id=f"precision-aware-{format_}")
+            for format_ in FORMATS
+        ),
+    ],
+)
+def test_a_run_without_an_update_so_far(case: Case, format_: str, tmp_path: Path) -> None:
+    """The loss scale is too large for the first batches; two of them are skipped before it halves."""
+    case = replace(case, batches=8, model=(*CASE.model, "--initial-loss-scale", str(2**22)))
     saved = save(case, tmp_path, format_)
-    assert saved.results.norms.isnan().all()
+    is_skipped = saved.results.norms.isnan()
+    assert is_skipped[:4].all()
+    assert not is_skipped.all()
     assert_continues(saved.resumed(2), saved.results, 2)
 
 

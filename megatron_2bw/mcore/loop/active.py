@@ -21,6 +21,8 @@ class Active:
     """Of the newest delayed run; saves may come after it has ended."""
     mirrored: Any = None
     """The second stage of a run that is being set up."""
+    loads_updates: bool = True
+    """Whether there were any before the checkpoint that is being loaded."""
 
     _watch: Callable[[], None] | None = None
     """Ends what ends the process on an error after training."""

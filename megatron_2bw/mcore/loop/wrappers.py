@@ -213,10 +213,15 @@ def _is_of(exit_: SystemExit, loop: Any) -> bool:
 
 
 def save_checkpoint(original: Any, iteration: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
-    if _checkpoints(optimizer) is None:
+    if _schedule() == MEGATRON:
         return original(iteration, model, optimizer, *rest, **keywords)
     from megatron_2bw.mcore.checkpoints import folders
+    from megatron_2bw.mcore.updates.stock_optimizer import let_state_be_saved
 
+    if optimizer is not None:
+        let_state_be_saved(optimizer)
+    if _checkpoints(optimizer) is None:
+        return original(iteration, model, optimizer, *rest, **keywords)
     return folders.save(original, iteration, model, optimizer, *rest, **keywords)
 
 
@@ -238,8 +243,10 @@ def read_checkpoint(original: Any, load_dir: Any, args: Any, *rest: Any, **keywo
     if _schedule(args) == MEGATRON:
         return original(load_dir, args, *rest, **keywords)
     from megatron_2bw.mcore.checkpoints import folders
+    from megatron_2bw.mcore.updates.stock_optimizer import has_updates
 
     result = folders.read(original, load_dir, args, *rest, **keywords)
+    active.loads_updates = has_updates(result[0])
     if active.checkpoints is not None:
         active.checkpoints.read(result)
     return result
@@ -253,7 +260,12 @@ def map_layers_of_gpt(original: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def generate_state_dict(original: Any, args: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
-    state = original(args, model, optimizer, *rest, **keywords)
+    from megatron_2bw.mcore.updates.stock_optimizer import without_new_state
+
+    is_loading = (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False)
+    is_without_state = is_loading and optimizer is not None and not active.loads_updates
+    with without_new_state(optimizer) if is_without_state else contextlib.nullcontext():
+        state = original(args, model, optimizer, *rest, **keywords)
     checkpoints = _checkpoints(optimizer)
     if checkpoints is not None:
         checkpoints.add_to(state, args, model, optimizer, **keywords)
