@@ -108,6 +108,18 @@ LOSSES = (
 )
 
 
+@pytest.mark.parametrize("interval", [1, 3])
+def test_no_loss_is_shown_before_the_first_update(interval: int) -> None:
+    """The first four batches are skipped, and the fifth's loss is left out: its line is the first to count none."""
+    case = Case(schedule="2bw", stages=2, microbatches=2, tied=False, batches=9, precision="fp16", model=NO_UPDATES)
+    case = replace(case, model=(*case.model, "--initial-loss-scale", str(2**22)))
+    case = replace(case, flags=("--log-interval", str(interval)))
+    lines = re.findall(LOSSES, run(case).outputs[-1])
+    shown = {int(iteration) for iteration, loss, *_ in lines if loss}
+    assert shown == ({1, 6, 7, 8, 9} if interval == 1 else {1, 6, 9})
+    assert all(float(loss) > 1 for _, loss, *_ in lines if loss)
+
+
 def _with_an_infinite_loss(case: Case, rank: int, port: int, folder: Path) -> None:
     """That of the first microbatch of the fourth batch."""
     calls = itertools.count()

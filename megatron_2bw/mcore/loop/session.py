@@ -69,6 +69,8 @@ class Session:
         self._batch_sizes = BatchSizes.of_training(args)
         self._clock: SharedClock | None = None
         """Where a trace is to be written."""
+        self.has_updated = False
+        """Whether an update is known that was not skipped, of a delayed schedule."""
         self._foreseen = 0
         """1 if the log has counted the newest batch's update as skipped already, because its loss is not finite."""
 
@@ -96,6 +98,7 @@ class Session:
         Args:
             losses: of that batch, on the last stage.
         """
+        self.has_updated |= self.optimizer.reported is not None and not self.optimizer.skipped
         found = max(self.optimizer.skipped - self._foreseen, 0)
         is_known = self.optimizer.reported == self.pipeline.batch - 1
         self._foreseen = 0

@@ -151,7 +151,11 @@ def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
         return original(*args, **keywords)
     call = inspect.signature(original).bind(*args, **keywords)
     if session.optimizer is not None:
-        call.arguments["skipped_iter"] = session.skipped_iterations(call.arguments["loss_dict"])
+        losses, totals = call.arguments["loss_dict"], call.arguments["total_loss_dict"]
+        call.arguments["skipped_iter"] = skipped = session.skipped_iterations(losses)
+        if skipped and not session.has_updated:  # Megatron shows no loss before the first update, where ours is in.
+            for name in losses:
+                totals.pop(name, None)
     if session.monitor is not None and call.arguments["loss_dict"]:
         totals = call.arguments["total_loss_dict"]
         session.monitor.add_to(call.arguments["loss_dict"], totals, totals.get("advanced iterations", 0))
