@@ -175,6 +175,11 @@ USED: tuple[Used, ...] = (
         parameters=("iteration", "return_base_dir"),
     ),
     Used(module="megatron.training.checkpointing", name="read_metadata", parameters=("tracker_filename",)),
+    Used(
+        module="megatron.training.wandb_utils",
+        name="on_save_checkpoint_success",
+        parameters=("checkpoint_path", "tracker_filename", "save_dir", "iteration"),
+    ),
     *_names(
         "megatron.training.checkpointing",
         "get_checkpoint_tracker_filename",

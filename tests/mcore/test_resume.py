@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -266,11 +268,30 @@ def test_an_overwritten_checkpoint_is_the_new_one(saved: Saved, flags: tuple[str
     folder = tmp_path / "checkpoints"
     copy(saved, folder, 5, 6)
     other = replace(CASE, clip=0.5)
-    overwriting = run(saving(other, folder, saved.format, 6, "--load", str(folder), "--ckpt-step", "5", *flags))
+    case = saving(other, folder, saved.format, 6, "--load", str(folder), "--ckpt-step", "5", *flags)
+    overwriting = merge(ended := collect(_with_artifacts, case), case)
+    artifacts = re.findall(r"artifact file://(\S+) as (\S+)", ended[-1].output)
+    names = [f"iter_{i:07d}" for i in (6, BATCHES)]
+    assert [Path(path).relative_to(folder).parts[0] for path, _ in artifacts] == names
+    assert [version for _, version in artifacts] == (names if saved.format == "torch_dist" else ["model_optim_rng"] * 2)
     assert sorted(path.name for path in folder.glob("*iter*")) == [f"iter_{i:07d}" for i in (5, 6, BATCHES)] + [TRACKER]
     (folder / TRACKER).write_text("6")
     found = resume(other, folder, saved.format)
     assert differing(found, rest(overwriting, 1)) == []
+
+
+def _with_artifacts(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Say what W&B is told of checkpoints."""
+    from megatron.training import wandb_utils
+
+    writer = MagicMock()
+    artifact = writer.Artifact.return_value
+    writer.run.entity, writer.run.project = "entity", "project"
+    writer.run.log_artifact = lambda _, aliases: print(
+        "artifact", artifact.add_reference.call_args.args[0], "as", *aliases, flush=True
+    )
+    wandb_utils.get_wandb_writer = lambda: writer
+    main(case, rank, port, folder)
 
 
 def test_an_asynchronous_save_holds_what_it_was_started_with(tmp_path: Path) -> None:

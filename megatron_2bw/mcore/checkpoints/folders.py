@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training import checkpointing, get_args
+from megatron.training import checkpointing, get_args, wandb_utils
 from megatron.training.async_utils import maybe_finalize_async_save
 
 from megatron_2bw.mcore import symbols
@@ -44,7 +44,7 @@ def save(original: Callable[..., Any], iteration: int, *rest: Any, **keywords: A
     dist.barrier()
     with _writing_to(beside, instead_of=present) if overwrites_the_named else contextlib.nullcontext():
         result = original(iteration, *rest, **keywords)
-    maybe_finalize_async_save(blocking=True)
+        maybe_finalize_async_save(blocking=True)
     if dist.get_rank() == 0:
         if overwrites_the_named:
             replace(present, beside)
@@ -243,12 +243,22 @@ def _reading_step(step: int | None, trackers: Sequence[str]) -> contextlib.Abstr
     return symbols.replace(checkpointing, "read_metadata", read)
 
 
-def _writing_to(beside: Path, *, instead_of: Path) -> contextlib.AbstractContextManager[object]:
-    """Let Megatron write one checkpoint under another name, which no run loads."""
-    original = checkpointing.get_checkpoint_name
+@contextlib.contextmanager
+def _writing_to(beside: Path, *, instead_of: Path) -> Iterator[None]:
+    """Let Megatron write one checkpoint under another name, which no run loads, and W&B know it by its own."""
+    original, report = checkpointing.get_checkpoint_name, wandb_utils.on_save_checkpoint_success
+
+    def moved(path: str, source: Path, target: Path) -> str:
+        return str(target / Path(path).relative_to(source) if Path(path).is_relative_to(source) else path)
 
     def name(*args: Any, **keywords: Any) -> str:
-        path = Path(original(*args, **keywords))
-        return str(beside / path.relative_to(instead_of) if path.is_relative_to(instead_of) else path)
+        return moved(original(*args, **keywords), instead_of, beside)
 
-    return symbols.replace(checkpointing, "get_checkpoint_name", name)
+    def reported(path: str, *rest: Any) -> None:
+        report(moved(path, beside, instead_of), *rest)
+
+    with (
+        symbols.replace(checkpointing, "get_checkpoint_name", name),
+        symbols.replace(wandb_utils, "on_save_checkpoint_success", reported),
+    ):
+        yield
