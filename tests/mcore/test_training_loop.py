@@ -182,14 +182,21 @@ def _with_a_jump_in_an_evaluation(case: Case, rank: int, port: int, folder: Path
     main(case, rank, port, folder)
 
 
-def test_packed_sequences_are_counted_where_a_drained_call_runs_no_forward() -> None:
-    """All ranks meet for that, at m = d - 1 also the first stage in the last call."""
-    case = replace(CASE, microbatches=1)
-    found = merge(collect(_with_packed_sequences, case), case)
-    assert differing(found, oracle(case, delay=1), norms=False) == []
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_packed_sequences_are_counted(microbatches: int) -> None:
+    """Those of its own batch by each; all ranks meet for that, also one that runs no forward in a drained call."""
+    case = replace(CASE, microbatches=microbatches)
+    ended = collect(_with_packed_sequences, case)
+    assert differing(merge(ended, case), oracle(case, delay=1), norms=False) == []
+    lengths = torch.arange(1.0, case.batches * microbatches + 1).reshape(case.batches, microbatches)
+    expected = [*zip(lengths.sum(1).tolist(), lengths.square().sum(1).tolist(), strict=True)]
+    for rank in ended:
+        found = re.findall(r"tokens (\S+), squares (\S+)", rank.output)
+        assert [tuple(map(float, one)) for one in found] == expected
 
 
 def _with_packed_sequences(case: Case, rank: int, port: int, folder: Path) -> None:
+    """Each microbatch is one token longer than the one before."""
     set_environment(rank, case.ranks, port)
     import megatron_2bw
 
@@ -198,8 +205,18 @@ def _with_packed_sequences(case: Case, rank: int, port: int, folder: Path) -> No
 
     from megatron_2bw.mcore.stages.stage import MegatronStage
 
-    ends = torch.tensor([0, 5, 16], dtype=torch.int32)
-    count = partial(training.update_seqlen_stats_from_cu_seqlens, ends)
+    lengths, consume = itertools.count(1), training.consume_seqlen_stats_in_iteration
+
+    def count() -> None:
+        training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, next(lengths)], dtype=torch.int32))
+
+    @wraps(consume)  # It stays hooked.
+    def consumed() -> tuple[float, float]:
+        tokens, squares = consume()
+        print(f"tokens {tokens}, squares {squares}", flush=True)
+        return tokens, squares
+
+    training.consume_seqlen_stats_in_iteration = consumed
     MegatronStage.forward = before(MegatronStage.forward, count)
     main(case, rank, port, folder)
 

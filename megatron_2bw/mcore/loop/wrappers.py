@@ -132,9 +132,14 @@ def evaluate(original: Any, *args: Any, **keywords: Any) -> Any:
 def packed_tokens(original: Any, *args: Any, **keywords: Any) -> Any:
     session = active.session
     if session is not None and session.is_delayed:
+        from megatron.core import parallel_state
         from megatron.training import training
 
-        training._seqlen_stats_active = training._seqlen_stats_in_iteration is not None
+        counted = training._seqlen_stats_in_iteration
+        training._seqlen_stats_active = counted is not None
+        if counted is not None:  # The last stage has counted this batch; the others, which run ahead, parts of two.
+            is_last = parallel_state.is_pipeline_last_stage()
+            counted *= parallel_state.get_pipeline_model_parallel_world_size() if is_last else 0
     return original(*args, **keywords)
 
 
