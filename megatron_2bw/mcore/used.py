@@ -35,6 +35,7 @@ USED: tuple[Used, ...] = (
         "get_tensor_and_data_parallel_group",
         "get_tensor_model_parallel_group",
         "is_pipeline_first_stage",
+        "is_pipeline_last_stage",
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK",
         "_PIPELINE_MODEL_PARALLEL_GROUP",
     ),

@@ -268,11 +268,11 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
         {"expert_gtp_weight_remat_size": 2},
     ],
     "--adlr-autoresume": [{"adlr_autoresume": True}],
-    "--dataloader-save": [{"dataloader_save": "folder"}],
+    "--dataloader-save of a script": [{"dataloader_save": "folder"}],
     "--fake-process-group": [{"fake_process_group": True}],
     "--inprocess-restart": [{"inprocess_restart": True}],
     "--freeze-all-layers": [{"freeze_all_layers": True}],
-    "--num-microbatches-with-partial-activation-checkpoints": [
+    "num_microbatches_with_partial_activation_checkpoints of the config": [
         {"num_microbatches_with_partial_activation_checkpoints": 1}
     ],
     "--fine-grained-activation-offloading": [{"fine_grained_activation_offloading": True}],
@@ -512,7 +512,7 @@ def test_all_refused_flags_are_named_at_once(defaults: argparse.Namespace, capsy
         exit_with(refusal.value)
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("megatron_2bw: error: --adlr-autoresume does not work")
-    assert second.startswith("megatron_2bw: error: --dataloader-save does not work")
+    assert second.startswith("megatron_2bw: error: --dataloader-save of a script does not work")
 
 
 def _name(row) -> str:

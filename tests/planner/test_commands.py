@@ -60,7 +60,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]):
     assert "2bw computes every batch with weights that lack the update of the batch before (delay 1)" in words_of(out)
     assert "as long as it needs less than" in words_of(out)
     assert "layouts decided. Rules broken, with one example each:" in out
-    assert "torchrun --nnodes 8 --nproc-per-node 8 -m megatron_2bw pretrain_gpt.py" in out
+    assert "torchrun --nnodes 8 --nproc-per-node 8 --node-rank $NODE_RANK --master-addr $MASTER_ADDR \\\n" in out
 
 
 def test_the_flags_that_are_printed_are_the_best_layouts(capsys: pytest.CaptureFixture[str]):

@@ -201,6 +201,6 @@ def notices(environment: Mapping[str, str], *, late_receives: bool) -> Iterator[
         )
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         yield (
-            "leave CUDA_LAUNCH_BLOCKING out. With it, a receive over NCCL that is posted early waits for what its "
+            "leave CUDA_LAUNCH_BLOCKING out. With it, a rank that posts a receive over NCCL waits there for what the "
             "sender has yet to compute; neighbouring stages wait for each other until the timeout"
         )

@@ -574,7 +574,11 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused("--adlr-autoresume", DELAYED, "it saves while an update is pending", "leave the flag out"),
     Refused(
-        "--dataloader-save", DELAYED, "the first stage has read ahead into the next batch when it saves", USE_FLUSH
+        "--dataloader-save of a script",
+        DELAYED,
+        "the first stage has read ahead into the next batch when it saves",
+        USE_FLUSH,
+        is_set=given("dataloader_save"),
     ),
     Refused(
         "--fake-process-group",
@@ -587,10 +591,11 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused("--freeze-all-layers", DELAYED, "there is nothing to update", USE_FLUSH),
     Refused(
-        "--num-microbatches-with-partial-activation-checkpoints",
+        "num_microbatches_with_partial_activation_checkpoints of the config",
         OURS,
         "which microbatches recompute is decided inside Megatron's schedule",
         USE_MEGATRON,
+        is_set=given("num_microbatches_with_partial_activation_checkpoints"),
     ),
     Refused("--fine-grained-activation-offloading", OURS, "Megatron's schedule resets its state", USE_MEGATRON),
     Refused(

@@ -172,11 +172,15 @@ def launch_lines(model: Model, layout: Layout, cluster: Cluster, flags: Sequence
     # From Blackwell on, which has mxfp8, Megatron does not ask for it.
     if (layout.tensor > 1 or layout.context > 1) and not cluster.gpu.has_mxfp8:
         yield "    export CUDA_DEVICE_MAX_CONNECTIONS=1"
-    module = "" if layout.schedule == MEGATRON else " -m megatron_2bw"
+    module = "" if layout.schedule == MEGATRON else "-m megatron_2bw "
     enough = -(-layout.gpus // cluster.gpus_per_node)
     nodes = next(count for count in range(enough, layout.gpus + 1) if layout.gpus % count == 0)
-    several = f"--nnodes {nodes} " if nodes > 1 else ""
-    yield f"    torchrun {several}--nproc-per-node {layout.gpus // nodes}{module} pretrain_{model.kind}.py \\"
+    ranks, script = f"--nproc-per-node {layout.gpus // nodes}", f"{module}pretrain_{model.kind}.py \\"
+    if nodes == 1:
+        yield f"    torchrun {ranks} {script}"
+    else:
+        yield f"    torchrun --nnodes {nodes} {ranks} --node-rank $NODE_RANK --master-addr $MASTER_ADDR \\"
+        yield f"        {script}"
     yield from wrapped(map(shlex.quote, flags), indent=" " * 8)
 
 
