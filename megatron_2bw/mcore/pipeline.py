@@ -144,6 +144,8 @@ class Pipeline:
                 check_for_nan=model.ddp_config.check_for_nan_in_grad,
                 correction=correction,
             )
+        self.beside: str | None = None
+        """Megatron's function, between calls, that is evaluating or saving."""
         self._is_closed = False
         self._undo = contextlib.ExitStack()
         if self.config.mtp_num_layers:
@@ -263,8 +265,9 @@ class Pipeline:
             return f"at {place_of(at)}"
         if not self.batches_run:
             return f"stage {self._stage_index}: before its first batch"
-        # In the training loop, which adds up losses of replicas, or in evaluation, or saving.
-        return f"stage {self._stage_index}: between the calls of batches {self.batch - 1} and {self.batch}"
+        # In the training loop, which adds up losses of replicas.
+        beside = "" if self.beside is None else f", in {self.beside}"
+        return f"stage {self._stage_index}: between the calls of batches {self.batch - 1} and {self.batch}{beside}"
 
     def _waiting(self, failed: dist.ProcessGroup) -> str:
         """What this rank waits for where NCCL's group ``failed`` did."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -44,6 +45,35 @@ def test_every_rank_ends_by_itself(schedule: str, rank: int, tmp_path: Path) -> 
     assert f"rank {rank} failed" in ended.outputs[rank]
     others = [output for other, output in enumerate(ended.outputs) if other != rank]
     assert all("look for that rank's own error" in output for output in others), ended.tails()
+
+
+def test_a_failure_in_an_evaluation_is_named(tmp_path: Path) -> None:
+    flags = ("--eval-interval", "2", "--eval-iters", "1")
+    ended = launch(
+        _failing_evaluation, Case(schedule="2bw", stages=2, microbatches=2, flags=flags), tmp_path, timeout_s=60
+    )
+    assert ended.exit_codes == [1, 1], ended.tails()
+    for stage, output in enumerate(ended.outputs):
+        assert f"stage {stage}: between the calls of batches 1 and 2, in evaluate\n" in output, ended.tails()
+
+
+def _failing_evaluation(case: Case, rank: int, port: int, folder: Path) -> None:
+    from . import faults, worker
+
+    before_forward = faults.before_forward
+
+    def prepared(*args: Any) -> Any:
+        step = before_forward(*args)
+
+        def fail(data: Any, model: Any) -> Any:
+            if rank == 1 and not model.training:
+                raise RuntimeError(MESSAGE)
+            return step(data, model)
+
+        return fail
+
+    faults.before_forward = prepared
+    worker.main(case, rank, port, folder)
 
 
 def test_torchrun_ends_with_the_message(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -132,11 +133,19 @@ class Session:
         """Before anything looks at the weights: finish the pending update, show the newest version."""
         self.pipeline.settle()
 
-    def interrupt(self) -> None:
-        """Before an evaluation or a save: settle, and do not count its time as that of a batch."""
+    @contextmanager
+    def interrupted(self, function: str) -> Iterator[None]:
+        """Around an evaluation or a save: settle before, and do not count its time as that of a batch.
+
+        Args:
+            function: Megatron's, for the message where it fails.
+        """
         self.settle()
         if self.monitor is not None:
             self.monitor.interrupted = True
+        self.pipeline.beside = function
+        yield
+        self.pipeline.beside = None  # Not after an error, whose message comes later.
 
     def logs_this_batch(self) -> bool:
         """Whether Megatron writes the batch that has just run to its log, or to Tensorboard."""

@@ -100,9 +100,8 @@ def answer_locally_in_fp32(original: Any, stat: Any, *rest: Any, **keywords: Any
 
 def settle_first(original: Any, *args: Any, **keywords: Any) -> Any:
     session = active.session
-    if session is not None:
-        session.interrupt()
-    return original(*args, **keywords)
+    with contextlib.nullcontext() if session is None else session.interrupted(original.__name__):
+        return original(*args, **keywords)
 
 
 def evaluate(original: Any, *args: Any, **keywords: Any) -> Any:
@@ -114,11 +113,13 @@ def evaluate(original: Any, *args: Any, **keywords: Any) -> Any:
     from megatron_2bw.mcore.stages.random_state import RandomState
 
     model = inspect.signature(original).bind(*args, **keywords).arguments["model"]
-    session.interrupt()
     try:
         # Forwards of the next batch have run, and a checkpoint has the random state before them: a run that goes on
         # from it draws for them what was drawn, whatever an evaluation draws in between.
-        with RandomState.present().shown() if session.is_delayed else contextlib.nullcontext():
+        with (
+            session.interrupted(original.__name__),
+            RandomState.present().shown() if session.is_delayed else contextlib.nullcontext(),
+        ):
             result = original(*args, **keywords)
     finally:
         for chunk in model:  # Out of time, Megatron returns without this: it would exit at once.
