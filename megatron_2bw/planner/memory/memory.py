@@ -162,14 +162,15 @@ class _Shares(NamedTuple):
 
 
 def _shares(model: Model, layout: Layout) -> _Shares:
+    layer = activations.of_layer(model, layout)
     return _Shares(
         weights_of(model, layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor),
         state_bytes_per_weight(layout, layout.replicas),
         state_bytes_per_weight(layout, layout.expert_replicas),
         fp8.weight_copy_bytes(layout.fp8, layout.precision.width, parameters=layout.fp8_parameters),
         _shared(FP32_BYTES, layout.shards(layout.replicas)) if layout.optimizer.is_of_matrices else 0,
-        activations.of_layer(model, layout),
-        activations.of_layer(model.dense, layout),
+        layer,
+        layer if model.dense is model else activations.of_layer(model.dense, layout),
     )
 
 
