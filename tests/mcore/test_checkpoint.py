@@ -217,7 +217,8 @@ def test_no_save_optim_leaves_older_versions_out(monkeypatch) -> None:
     monkeypatch.setattr(checkpoint, "_manifest", lambda *_: {"versions": [6]})
     for leaves_out in (True, False):
         state: dict = {}
-        checkpoint.Checkpoints().add_to(state, SimpleNamespace(no_save_optim=leaves_out), None, None, iteration=6)
+        args = SimpleNamespace(no_save_optim=leaves_out)
+        checkpoint.Checkpoints().add_to(state, args, None, None, is_loading=False, iteration=6)
         assert (checkpoint.ENTRY in state) is not leaves_out
 
 

@@ -24,7 +24,7 @@ from .case import Case, Fault
 from .faults import before, in_call
 from .hangs import WOKE_UP, Loss, assert_places, main
 from .harness import ENVIRONMENT, import_path, launch
-from .worker import install, set_environment, through_launcher, train, write_case
+from .worker import install, set_environment, through_launcher, train, with_steps, write_case
 
 MESSAGE = "the coolant of this test has leaked"
 WITHIN_S = 20.0
@@ -58,22 +58,12 @@ def test_a_failure_in_an_evaluation_is_named(tmp_path: Path) -> None:
 
 
 def _failing_evaluation(case: Case, rank: int, port: int, folder: Path) -> None:
-    from . import faults, worker
+    def fail(output: Any, loss: Any, model: Any) -> tuple[Any, Any]:
+        if rank == 1 and not model.training:
+            raise RuntimeError(MESSAGE)
+        return output, loss
 
-    before_forward = faults.before_forward
-
-    def prepared(*args: Any) -> Any:
-        step = before_forward(*args)
-
-        def fail(data: Any, model: Any) -> Any:
-            if rank == 1 and not model.training:
-                raise RuntimeError(MESSAGE)
-            return step(data, model)
-
-        return fail
-
-    faults.before_forward = prepared
-    worker.main(case, rank, port, folder)
+    with_steps(fail, case, rank, port, folder)
 
 
 def test_torchrun_ends_with_the_message(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_2bw.mcore.loop import wrappers
 from .case import Case
 from .features import EXPERTS, SEVERAL_TOKENS
 from .harness import collect, run
+from .worker import with_steps
 
 OF_EXPERTS = ("load_balancing_loss", "z_loss")
 OF_SEVERAL_TOKENS = ("mtp_1 loss", "mtp_2 loss")
@@ -130,21 +130,7 @@ def _with_an_infinite_loss(case: Case, rank: int, port: int, folder: Path) -> No
         is_it = parallel_state.is_pipeline_last_stage() and model.training
         return output * (float("inf") if is_it and next(calls) == 3 * case.microbatches else 1.0), loss
 
-    _with_steps(infinite, case, rank, port, folder)
-
-
-def _with_steps(changed: Callable[..., Any], case: Case, rank: int, port: int, folder: Path) -> None:
-    """Run ``case``; what each forward step returns goes through ``changed``."""
-    from . import faults, worker
-
-    before_forward = faults.before_forward
-
-    def prepared(*args: Any) -> Any:
-        step = before_forward(*args)
-        return lambda data, model: changed(*step(data, model), model)
-
-    faults.before_forward = prepared
-    worker.main(case, rank, port, folder)
+    with_steps(infinite, case, rank, port, folder)
 
 
 def test_a_mean_over_nothing_beside_the_loss_skips_no_update() -> None:
@@ -173,7 +159,7 @@ def _with_a_mean_over_nothing(case: Case, rank: int, port: int, folder: Path) ->
 
         return output, losses
 
-    _with_steps(with_another, case, rank, port, folder)
+    with_steps(with_another, case, rank, port, folder)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from .worker import main
 
 TWO_REPLICAS = replace(CASE, replicas=2, distributed_optimizer=True, precision="bf16")
 TWO_REPLICAS_IN_FP16 = replace(CASE, replicas=2, distributed_optimizer=True, precision="fp16")
+IN_FP16 = replace(CASE, precision="fp16")
 FILES_PER_SAVE = 2 if megatron_version().startswith("0.18") else 1
 """At most, of a rank."""
 
@@ -52,9 +53,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("iteration", [1, 6, BATCHES - 1])
 def test_a_resumed_run_is_the_uninterrupted_one(saved: Saved, iteration: int) -> None:
     assert_continues(saved.resumed(iteration), saved.results, iteration)
-
-
-IN_FP16 = replace(CASE, precision="fp16")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_a_run_without_an_update_so_far(case: Case, format_: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("case", "format_"),
     [
-        pytest.param(replace(CASE, precision="fp16"), "torch_dist", id="fp16"),  # The scale has just grown.
+        pytest.param(IN_FP16, "torch_dist", id="fp16"),  # The scale has just grown.
         pytest.param(replace(CASE, replicas=2, distributed_optimizer=True), "torch", id="distributed-fp32"),
         pytest.param(TWO_REPLICAS, "torch_dist", id="distributed-bf16"),
         pytest.param(

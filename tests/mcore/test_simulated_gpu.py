@@ -117,9 +117,7 @@ def test_ranks_get_through_computations_that_wait_for_the_device_where_receives_
 @pytest.mark.parametrize("schedule", ["mixpipe", pytest.param("chimera", marks=pytest.mark.slow)])
 def test_gradients_of_the_other_copy_hold_up_no_computation(schedule: str) -> None:
     case = replace(CASE, schedule=schedule, stages=4, microbatches=4)
-    found = collect(functools.partial(watch, flaw="computations wait for the device"), case)
-    steps = [rank.steps for rank in found]
-    assert [stuck(steps, one_queue=one_queue) for one_queue in (False, True)] == [[], []]
+    assert problems(collect(functools.partial(watch, flaw="computations wait for the device"), case)) == []
 
 
 def test_receives_of_a_model_with_experts_are_late() -> None:

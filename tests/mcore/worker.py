@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,18 @@ def main(case: Case, rank: int, port: int, folder: Path) -> None:
     faults.before_install(case, rank)
     install(case)
     train(case, rank, folder)
+
+
+def with_steps(changed: Callable[..., Any], case: Case, rank: int, port: int, folder: Path) -> None:
+    """`main`; what each forward step returns goes through ``changed``, with the model behind it."""
+    before_forward = faults.before_forward
+
+    def prepared(*args: Any) -> Any:
+        step = before_forward(*args)
+        return lambda data, model: changed(*step(data, model), model)
+
+    faults.before_forward = prepared
+    main(case, rank, port, folder)
 
 
 def train(case: Case, rank: int, folder: Path) -> None:

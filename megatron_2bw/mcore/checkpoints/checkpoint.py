@@ -44,9 +44,18 @@ class Checkpoints:
         self._found: dict[str, Any] = {}
         """Our entry in the checkpoint that is being loaded."""
 
-    def add_to(self, state: dict[str, Any], args: Any, model: Any, optimizer: DelayedOptimizer, **rest: Any) -> None:
+    def add_to(
+        self,
+        state: dict[str, Any],
+        args: Any,
+        model: Any,
+        optimizer: DelayedOptimizer,
+        *,
+        is_loading: bool,
+        **rest: Any,
+    ) -> None:
         """Add our entry to Megatron's state dict, to be saved, or to be filled from a torch_dist checkpoint."""
-        if (rest.get("optim_sd_kwargs") or {}).get("is_loading"):
+        if is_loading:
             # To finetune a hybrid model, Megatron asks for a GPT's optimizer state, too.
             older = {} if args.finetune else self._to_fill(args, model, rest["model_sd_kwargs"])
             if older:

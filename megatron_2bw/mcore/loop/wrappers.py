@@ -156,15 +156,14 @@ def training_log(original: Any, *args: Any, **keywords: Any) -> Any:
     if session is None:
         return original(*args, **keywords)
     call = inspect.signature(original).bind(*args, **keywords)
+    losses, totals = call.arguments["loss_dict"], call.arguments["total_loss_dict"]
     if session.optimizer is not None:
-        losses, totals = call.arguments["loss_dict"], call.arguments["total_loss_dict"]
         call.arguments["skipped_iter"] = skipped = session.skipped_iterations(losses)
         if skipped and not session.has_updated:  # Megatron shows no loss before the first update, where ours is in.
             for name in losses:
                 totals.pop(name, None)
-    if session.monitor is not None and call.arguments["loss_dict"]:
-        totals = call.arguments["total_loss_dict"]
-        session.monitor.add_to(call.arguments["loss_dict"], totals, totals.get("advanced iterations", 0))
+    if session.monitor is not None and losses:
+        session.monitor.add_to(losses, totals, totals.get("advanced iterations", 0))
     return original(*call.args, **call.kwargs)
 
 
@@ -278,7 +277,7 @@ def generate_state_dict(original: Any, args: Any, model: Any, optimizer: Any, *r
         state = original(args, model, optimizer, *rest, **keywords)
     checkpoints = _checkpoints(optimizer)
     if checkpoints is not None:
-        checkpoints.add_to(state, args, model, optimizer, **keywords)
+        checkpoints.add_to(state, args, model, optimizer, is_loading=is_loading, **keywords)
     return state
 
 
