@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_2bw.planner.errors import Problem
@@ -461,4 +460,4 @@ def _nearest_that_works(layout: Layout) -> str:
         return f"global_batch {layout.pipeline * layout.microbatch * layout.data}"
     counts = sorted(range(1, layout.microbatches + 2 * layout.pipeline), key=lambda m: abs(m - layout.microbatches))
     unit = layout.microbatch * layout.data
-    return next(f"global_batch {m * unit}" for m in counts if not refusal(replace(layout, global_batch=m * unit)))
+    return next(f"global_batch {m * unit}" for m in counts if not refusal(layout.but(global_batch=m * unit)))

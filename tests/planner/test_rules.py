@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.rules import (
     context_problem,
     count_problem,
@@ -28,6 +29,18 @@ MODEL = Model(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_lengt
 
 def layout(**changes) -> Layout:
     return Layout(**({"schedule": "megatron", "pipeline": 1, "data": 1, "global_batch": 4} | changes))
+
+
+def test_a_changed_layout_is_checked_as_a_new_one():
+    one = layout()
+    changes = {"schedule": "1f1b-flush", "recompute": Recompute.FULL, "recompute_layers": 2}
+    assert one.but(**changes) == replace(one, **changes) != one
+    assert hash(one.but()) == hash(one)
+    for wrong, message in ({"pipeline": 0}, "pipeline 0"), ({"microbatch": 3 * one.global_batch}, "no multiple"):
+        with pytest.raises(PlanError, match=message):
+            one.but(**wrong)
+    with pytest.raises(TypeError, match="a Layout has no depth"):
+        one.but(depth=2)
 
 
 def test_pipedream_delays_by_the_stages_behind():

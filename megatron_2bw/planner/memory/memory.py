@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -116,14 +116,14 @@ def needs_more(
         gradient_buffers: in place of those that ``layout`` has.
     """
     if layout.schedule == "mixpipe":  # Whose order has to be looked for; that of gems has one forward in flight.
-        layout = replace(layout, schedule="gems", mixpipe_k=0, mixpipe_gamma=0)
-    leanest = replace(layout, recompute=Recompute.NONE, gradient_buffers=gradient_buffers)
+        layout = layout.but(schedule="gems", mixpipe_k=0, mixpipe_gamma=0)
+    leanest = layout.but(recompute=Recompute.NONE, gradient_buffers=gradient_buffers)
     shares = _shares(model, leanest)
     if recompute is Recompute.SELECTIVE:
         every = tuple(RecomputeModule)
-        kept_as = replace(layout, recompute=recompute, recompute_modules=every)
+        kept_as = layout.but(recompute=recompute, recompute_modules=every)
         # A checkpoint of attention's core may keep more than the core itself.
-        others = replace(kept_as, recompute_modules=tuple(one for one in every if one is not RecomputeModule.CORE_ATTN))
+        others = kept_as.but(recompute_modules=tuple(one for one in every if one is not RecomputeModule.CORE_ATTN))
         kinds = (shares.layer, model), (shares.dense_layer, model.dense)
         # What is made again takes memory, too, but how much depends on the modules.
         layers = [
@@ -133,7 +133,7 @@ def needs_more(
         shares = shares._replace(layer=layers[0], dense_layer=layers[1])
     else:  # Every forward leaves at least the input of one layer.
         grouped = {"recompute_method": RecomputeMethod.UNIFORM, "recompute_layers": model.num_layers}
-        kept_as = replace(layout, recompute=Recompute.FULL, **grouped)
+        kept_as = layout.but(recompute=Recompute.FULL, **grouped)
     candidates = _may_be_fullest(model, layout)
     return any(_stage(model, leanest, shares, stage, kept_as).total_bytes > than_bytes for stage in candidates)
 

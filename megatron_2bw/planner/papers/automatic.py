@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_2bw.planner.memory.memory import largest
 from megatron_2bw.planner.papers.mixpipe import choices
 from megatron_2bw.planner.pipeline.programs import programs_of
@@ -30,7 +28,7 @@ def choose(model: Model, layout: Layout, memory_bytes: float) -> Layout:
         layout: of mixpipe, with a choice.
         memory_bytes: of a GPU.
     """
-    options = [replace(layout, mixpipe_k=injected, mixpipe_gamma=extra) for injected, extra in choices(layout.pipeline)]
+    options = [layout.but(mixpipe_k=injected, mixpipe_gamma=extra) for injected, extra in choices(layout.pipeline)]
     needed = {option: largest(model, option).total_bytes for option in options}
     fitting = [option for option in options if needed[option] <= memory_bytes]
     if not fitting:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from megatron_2bw.planner.errors import PlanError
@@ -67,7 +66,7 @@ def shortened(layout: Layout) -> tuple[Layout, int]:
     lacks = max(layout.microbatches // unit - kept, 0)
     if not lacks:
         return layout, 0
-    return replace(layout, global_batch=layout.global_batch - lacks * unit * layout.microbatch * layout.data), lacks
+    return layout.but(global_batch=layout.global_batch - lacks * unit * layout.microbatch * layout.data), lacks
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_2bw.planner.cost.costs import PRICED, SCHEDULES
@@ -273,9 +273,7 @@ class Candidates:
         layers = layers_of_chunks(self.model, base)
         recomputes = self.decisions.allowed("recomputes", tuple(Recompute))
         if self.cluster.profile is not None:
-            recomputes = [
-                choice for choice in recomputes if not self.shapes.not_profiled(replace(base, recompute=choice))
-            ]
+            recomputes = [choice for choice in recomputes if not self.shapes.not_profiled(base.but(recompute=choice))]
         for buffers in self.decisions.allowed("gradient_buffers", (2, 1)) if base.schedule in TWO_BW else (2,):
             for recompute in recomputes:
                 if recompute == Recompute.FULL:

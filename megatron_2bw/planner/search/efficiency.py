@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_2bw.planner.cost import costs
 from megatron_2bw.planner.errors import PlanError
@@ -62,7 +62,7 @@ class Progress:
         if self.synchronous and delay_of(layout):
             # What runs on the same stages before the delay begins.
             two_bw = {"extra_in_flight": 0, "delayed_microbatches": 0, "gradient_buffers": 2}
-            flushed = replace(layout, schedule="1f1b-flush", **two_bw, overlap_gradients=False)
+            flushed = layout.but(schedule="1f1b-flush", **two_bw, overlap_gradients=False)
             flush_s = costs.iteration(model, flushed, cluster).time_s
             time_s += self.synchronous * (flush_s - time_s)
         return self.least_loss_time_s(layout, time_s)

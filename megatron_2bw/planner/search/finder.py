@@ -196,13 +196,13 @@ class Finder:
         )
 
         def is_enough(count: int) -> bool:
-            fewer = replace(layout, delayed_microbatches=count)
+            fewer = layout.but(delayed_microbatches=count)
             return costs.iteration(candidates.model, fewer, candidates.cluster).time_s <= most_s
 
         fewest = bisect_left(counts, True, key=is_enough)
         if fewest == len(counts):
             return choice
-        fewer = replace(layout, delayed_microbatches=counts[fewest])
+        fewer = layout.but(delayed_microbatches=counts[fewest])
         return price(candidates.model, fewer, candidates.cluster, progress=self.progress)
 
     def _savings(self, base: Layout, enough_bytes: float) -> Iterator[Saving]:

@@ -200,7 +200,7 @@ class Infeasible:
     def _rule_broken(self, layout: Layout, field: str, value: Any) -> str:
         """Why ``layout`` cannot have ``value``, without a remedy."""
         try:
-            problem = self._candidates.problem(replace(layout, **{field: value}))
+            problem = self._candidates.problem(layout.but(**{field: value}))
         except PlanError as error:
             return error.reason
         if problem is not None:

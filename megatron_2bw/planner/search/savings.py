@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import chain, combinations
 from typing import NamedTuple
@@ -46,8 +45,7 @@ class Saving(NamedTuple):
     def layout(self, step: int | tuple[RecomputeModule, ...]) -> Layout:
         if self.recompute == Recompute.NONE and self.gradient_buffers == self.base.gradient_buffers:
             return self.base
-        return replace(
-            self.base,
+        return self.base.but(
             gradient_buffers=self.gradient_buffers,
             recompute=self.recompute,
             recompute_method=self.method,
@@ -92,10 +90,10 @@ def module_sets(
     layernorm moe
     """
     kinds = (model, model.dense) if model.dense_layers else (model,)
-    whole = replace(layout, recompute=Recompute.NONE)
+    whole = layout.but(recompute=Recompute.NONE)
 
     def of(*modules: RecomputeModule) -> Layout:
-        return replace(layout, recompute=Recompute.SELECTIVE, recompute_modules=modules)
+        return layout.but(recompute=Recompute.SELECTIVE, recompute_modules=modules)
 
     @cache
     def again_s(modules: tuple[RecomputeModule, ...]) -> tuple[float, float]:

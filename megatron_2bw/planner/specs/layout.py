@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from megatron_2bw.planner.errors import MOST, PlanError, Problem, wrong_count
 from megatron_2bw.planner.multiples import nearest_multiple
@@ -153,7 +154,7 @@ _COUNTS = {
 """The least value of every whole number in a Layout."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """One configuration; names are those of the papers (d, w, b) and of Megatron's flags.
 
@@ -248,6 +249,24 @@ class Layout:
     """``--decoder-last-pipeline-num-layers``; 0: as many as the other stages."""
     pipeline_layout: str = ""
     """``--pipeline-model-parallel-layout``, which decides on ``chunks``, too; empty: layers are spread evenly."""
+
+    def but(self, **changes: Any) -> Layout:
+        """The same with other values of some fields: `dataclasses.replace` in a fifth of its time, as searches need.
+
+        >>> layout = Layout(schedule="2bw", pipeline=4, data=2, microbatch=2, global_batch=64)
+        >>> layout.microbatches, layout.but(microbatch=4).microbatches
+        (16, 8)
+
+        Raises:
+            TypeError: a name is not that of a field.
+            PlanError: as for a new layout.
+        """
+        if unknown := changes.keys() - self.__dict__.keys():
+            raise TypeError(f"a Layout has no {', '.join(sorted(unknown))}")
+        changed = object.__new__(Layout)
+        changed.__dict__.update(self.__dict__, **changes)
+        changed.__post_init__()
+        return changed
 
     def __post_init__(self) -> None:
         if self.expert_tensor == 0 and type(self.tensor) is int:
