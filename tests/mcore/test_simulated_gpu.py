@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import re
 from dataclasses import replace
 
@@ -47,6 +48,11 @@ SLOW = {
 }
 
 
+def watched(case: Case, flaw: str | None = None) -> list[Watched]:
+    """What was found on each rank."""
+    return [pickle.loads(found) for found in collect(functools.partial(watch, flaw=flaw), case)]
+
+
 def problems(found: list[Watched]) -> list[str]:
     """All of it, under any number of hardware queues."""
     steps = [rank.steps for rank in found]
@@ -56,13 +62,13 @@ def problems(found: list[Watched]) -> list[str]:
 
 @pytest.mark.parametrize("case", SETTINGS.values(), ids=SETTINGS)
 def test_a_run_has_no_problem(case: Case) -> None:
-    assert problems(collect(watch, case)) == []
+    assert problems(watched(case)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW.values(), ids=SLOW)
 def test_no_other_run_has_one(case: Case) -> None:
-    assert problems(collect(watch, replace(case, batches=6, record_gradients=False))) == []
+    assert problems(watched(replace(case, batches=6, record_gradients=False))) == []
 
 
 NO_WAITS = {
@@ -76,7 +82,7 @@ PACE, LOSS = "pace.py (computed)", {"session.py (skipped_iterations)", "training
 def test_the_host_waits_for_the_device_only_to_keep_pace() -> None:
     """And on the last stage for the loss, which the log shows, and leaves out of its mean if it is no number."""
     case = replace(SHARDED, flags=(*LATE, "--log-interval", "1"))
-    fewer, more = (collect(watch, replace(case, batches=batches)) for batches in (4, 6))
+    fewer, more = (watched(replace(case, batches=batches)) for batches in (4, 6))
     assert not any(rank.races for rank in (*fewer, *more))
     waits = [later.waits - earlier.waits for earlier, later in zip(fewer, more, strict=True)]
     found = [{re.sub(r":\d+", "", where) for where in of_rank} - NO_WAITS for of_rank in waits]
@@ -94,21 +100,21 @@ def test_the_host_waits_for_the_device_only_to_keep_pace() -> None:
     ],
 )
 def test_a_missing_wait_is_found(flaw: str, case: Case) -> None:
-    found = collect(functools.partial(watch, flaw=flaw), case)
+    found = watched(case, flaw)
     assert all(rank.races for rank in found)
 
 
 @pytest.mark.parametrize("flaw", ["one group for both ways", "timers wait for the device"])
 def test_ranks_that_wait_for_each_other_are_found(flaw: str) -> None:
     case = replace(CASE, flags=("--timing-log-level", "2", *EARLY))
-    found = collect(functools.partial(watch, flaw=flaw), case)
+    found = watched(case, flaw)
     assert stuck([rank.steps for rank in found], one_queue=False)
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_ranks_get_through_computations_that_wait_for_the_device_where_receives_are_late(late: bool) -> None:
     case = replace(CASE, batches=6, flags=LATE if late else EARLY)
-    found = collect(functools.partial(watch, flaw="computations wait for the device"), case)
+    found = watched(case, "computations wait for the device")
     steps = [rank.steps for rank in found]
     ends = [stuck(steps, one_queue=one_queue) == [] for one_queue in (False, True)]
     assert ends == [late, late]
@@ -117,13 +123,13 @@ def test_ranks_get_through_computations_that_wait_for_the_device_where_receives_
 @pytest.mark.parametrize("schedule", ["mixpipe", pytest.param("chimera", marks=pytest.mark.slow)])
 def test_gradients_of_the_other_copy_hold_up_no_computation(schedule: str) -> None:
     case = replace(CASE, schedule=schedule, stages=4, microbatches=4)
-    assert problems(collect(functools.partial(watch, flaw="computations wait for the device"), case)) == []
+    assert problems(watched(case, "computations wait for the device")) == []
 
 
 def test_receives_of_a_model_with_experts_are_late() -> None:
     """Its kernels depend on the tokens: one may be used for the first time at any time."""
     case = replace(CASE, replicas=2, model=BIASED, tied=False, batches=6, flags=())
-    found = collect(functools.partial(watch, flaw="computations wait for the device"), case)
+    found = watched(case, "computations wait for the device")
     assert stuck([rank.steps for rank in found], one_queue=False) == []
 
 

@@ -95,13 +95,10 @@ class _Rank:
         return ends + [f"{steps[0].what} on {line} never begins" for line, steps in self._lines.items()]
 
     def _can_begin(self, step: Step) -> bool:
-        if (
-            self._queue is not None
-            and not step.on_host
-            and next(filter(self._is_launched, self._queue), None) is not step
-        ):
+        if any(self._ended[line] < number for line, number in step.after.items()):
             return False
-        return all(self._ended[line] >= number for line, number in step.after.items())
+        # Last, as it takes longest to tell.
+        return self._queue is None or step.on_host or next(filter(self._is_launched, self._queue)) is step
 
     def _is_launched(self, step: Step) -> bool:
         return all(self._ended[line] >= number for line, number in step.after.items() if line in self._hosts)
