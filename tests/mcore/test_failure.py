@@ -163,16 +163,19 @@ def test_what_nccl_says_ends_a_rank_whose_device_waits(tmp_path: Path) -> None:
     assert said in ended.outputs[0]
 
 
-def test_hooks_may_be_chained() -> None:
+def test_hooks_may_be_chained(tmp_path: Path) -> None:
     """As where one pipeline is left open when the next begins."""
-    program = (
-        "from megatron_2bw.mcore.failure import end_at_once_on_errors as end\n"
-        "end(lambda: 'at the first'); end(lambda: 'at the second'); raise SystemError"
-    )
-    environment = {**os.environ, "PYTHONPATH": import_path()}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
-    assert "failed with the error above, at the first" in ended.stderr
+    ended = launch(_with_two_hooks, Case(schedule="2bw"), tmp_path, ranks=1)
+    assert ended.exit_codes == [1], ended.tails()
+    assert "failed with the error above, at the first" in ended.outputs[0]
+
+
+def _with_two_hooks(*_: object) -> None:
+    from megatron_2bw.mcore.failure import end_at_once_on_errors
+
+    end_at_once_on_errors(lambda: "at the first")
+    end_at_once_on_errors(lambda: "at the second")
+    raise SystemError
 
 
 def test_a_failure_is_that_of_the_first_group_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,32 +225,35 @@ def test_an_exit_waits_for_the_others_only_where_the_loop_itself_exits(
     wrappers.active.forget()
 
 
-def test_an_error_after_training_ends_the_process() -> None:
-    program = (
-        "from unittest.mock import MagicMock\n"
-        "from megatron_2bw.mcore.loop.active import active\n"
-        "active.session = MagicMock()\n"
-        "active.end()\n"
-        "import threading, time\n"
-        "threading.Thread(target=time.sleep, args=(90,)).start()  # As a loader's workers, for which Python waits.\n"
-        "raise SystemError"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
-    assert "failed with the error above, after training" in ended.stderr
+def test_an_error_after_training_ends_the_process(tmp_path: Path) -> None:
+    ended = launch(_failing_after_training, Case(schedule="2bw"), tmp_path, ranks=1, timeout_s=60)
+    assert ended.exit_codes == [1], ended.tails()
+    assert "failed with the error above, after training" in ended.outputs[0]
 
 
-def test_a_hook_below_another_one_stays_silent_once_undone() -> None:
-    program = (
-        "import sys\n"
-        "from megatron_2bw.mcore.failure import end_at_once_on_errors as end\n"
-        "undo = end(lambda: 'in training'); below = sys.excepthook\n"
-        "sys.excepthook = lambda *error: below(*error)\n"
-        "undo(); raise SystemError"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert "SystemError" in ended.stderr
-    assert "failed with the error above" not in ended.stderr
+def _failing_after_training(*_: object) -> None:
+    from megatron_2bw.mcore.loop.active import active
+
+    active.session = MagicMock()
+    active.end()
+    threading.Thread(target=time.sleep, args=(90,)).start()  # As a loader's workers, for which Python waits.
+    raise SystemError
+
+
+def test_a_hook_below_another_one_stays_silent_once_undone(tmp_path: Path) -> None:
+    ended = launch(_with_an_undone_hook, Case(schedule="2bw"), tmp_path, ranks=1)
+    assert "SystemError" in ended.outputs[0]
+    assert "failed with the error above" not in ended.outputs[0]
+
+
+def _with_an_undone_hook(*_: object) -> None:
+    from megatron_2bw.mcore.failure import end_at_once_on_errors
+
+    undo = end_at_once_on_errors(lambda: "in training")
+    below = sys.excepthook
+    sys.excepthook = lambda *error: below(*error)
+    undo()
+    raise SystemError
 
 
 END = "from megatron_2bw.mcore.failure import end_at_once_on_errors as end\nend(lambda: 'in training')\n"

@@ -61,10 +61,13 @@ def every_layout(
     batch: int,
     *,
     ends: Callable[[Layout], Collection[tuple[int, int]]] = lambda layout: [(0, 0)],
+    pipelines: Collection[int] | None = None,
+    ordinary: Collection[str] = ("2bw", "1f1b-flush", "gpipe"),
 ) -> Iterator[Layout]:
-    """All that run.
+    """All that run, of all depths or these.
 
     ``ends`` says how many layers the first and the last stage may have, of the size and the microbatch of a layout.
+    ``ordinary`` are the schedules beside Megatron's own.
     """
     gpus, has_bf16 = machine.gpus, machine.gpu.has_bf16
     recomputes = [
@@ -75,9 +78,9 @@ def every_layout(
             for method, layers in itertools.product(RecomputeMethod, range(1, model.num_layers + 1))
         ),
     ]
-    schedules = [(name, 1, "") for name in ("2bw", "1f1b-flush", "gpipe")]
+    schedules = [(name, 1, "") for name in ordinary]
     schedules += [("megatron", chunks, "") for chunks in range(1, model.num_layers + 1)]
-    for pipeline, tensor in itertools.product(range(1, gpus + 1), range(1, machine.gpus_per_node + 1)):
+    for pipeline, tensor in itertools.product(pipelines or range(1, gpus + 1), range(1, machine.gpus_per_node + 1)):
         if gpus % (pipeline * tensor) or batch % (gpus // (pipeline * tensor)):
             continue
         data = gpus // (pipeline * tensor)
@@ -109,8 +112,7 @@ def every_layout(
             ):
                 if (schedule not in TWO_BW and (buffers == 1 or extra == 1)) or (spread and (first, last) != pairs[0]):
                     continue
-                layout = dataclasses.replace(
-                    plain,
+                layout = plain.but(
                     schedule=schedule,
                     first_stage_layers=0 if spread else first,
                     last_stage_layers=0 if spread else last,

@@ -174,7 +174,7 @@ def test_sample_efficiency(capsys: pytest.CaptureFixture[str]):
 
 def test_sample_efficiency_as_measured(capsys: pytest.CaptureFixture[str]):
     """The best of all ways, with the flags of the one that is taken."""
-    plan, plans = f"{PLAN} {EQUAL}", []
+    plan, plans = f"{PLAN} {EQUAL} --tensor-model-parallel-size 4", []
     for way in efficiency.MEASURED:
         options = f"--sample-efficiency {way.efficiency} --synchronous-warmup-fraction {way.synchronous}"
         options += f" --delayed-microbatches-fraction {way.delayed}"
@@ -224,7 +224,7 @@ def test_no_correction_that_training_would_refuse(optimizer: str, capsys: pytest
 @pytest.mark.parametrize(
     ("limits", "why"),
     [
-        ("--model llama3-70b --nodes 8 --pipeline-schedule gpipe", " fits: gpipe:"),
+        ("--model llama3-70b --nodes 2 --pipeline-schedule gpipe", " fits: gpipe:"),
         ("--model mixtral-8x7b --gpus 8 --pipeline-schedule chimera", "--num-experts 8: chimera trains no experts"),
         ("--model llama3-70b --nodes 2 --fp16 --pipeline-schedule pipedream", "pipedream cannot scale losses"),
     ],
@@ -333,7 +333,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_every_layout_has_a_reason(capsys: pytest.CaptureFixture[str], layout: str, reason: str):
-    code, out, _ = run(capsys, f"{PLAN} --explain {layout}")
+    code, out, _ = run(capsys, f"{PLAN} {EQUAL} --explain {layout}")
     assert code == 0
     assert reason in out
     assert "the limits" not in out

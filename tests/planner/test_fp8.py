@@ -343,20 +343,20 @@ def test_gpus(gpu: str, takes: list[str]):
 
 def test_a_plan_in_8_bits():
     """All layouts have products in 8 bits, and 2bw says why it is none of them."""
-    cluster = sized(DGX, gpus=64)
-    plan = search(MODELS["llama3-70b"], cluster, 128, Space(fp8=Fp8.TENSORWISE), keep=20)
+    model, cluster = MODELS["llama3-8b"], sized(DGX, gpus=16)
+    plan = search(model, cluster, 32, Space(fp8=Fp8.TENSORWISE), keep=20)
     assert {choice.layout.fp8 for choice in plan.choices} == {Fp8.TENSORWISE}
     assert "2bw" not in {choice.layout.schedule for choice in plan.choices}
-    without = search(MODELS["llama3-70b"], cluster, 128, Space(), keep=1)
+    without = search(model, cluster, 32, Space(), keep=1)
     assert plan.best.iteration.time_s < without.best.iteration.time_s
     with pytest.raises(PlanError, match="fp8 delayed: 2bw changes weights whose copies in 8 bits would stay old"):
-        search(MODELS["llama3-70b"], cluster, 128, Space(fp8=Fp8.DELAYED, schedules=("2bw",)))
+        search(model, cluster, 32, Space(fp8=Fp8.DELAYED, schedules=("2bw",)))
     with pytest.raises(PlanError, match="fp8 delayed: 2bw changes weights"):
-        search(MODELS["llama3-8b"], sized(DGX, gpus=8), 64, Space(fp8=Fp8.DELAYED, schedules=("2bw",)))
+        search(model, sized(DGX, gpus=8), 64, Space(fp8=Fp8.DELAYED, schedules=("2bw",)))
     with pytest.raises(PlanError, match="fp8 delayed beside fp32; use precision bf16"):
-        search(MODELS["llama3-8b"], sized(DGX, gpus=8), 64, Space(fp8=Fp8.DELAYED, precision=Precision.FP32))
+        search(model, sized(DGX, gpus=8), 64, Space(fp8=Fp8.DELAYED, precision=Precision.FP32))
     with pytest.raises(PlanError, match="a100-80gb has no products in 8 bits"):
-        search(MODELS["llama3-70b"], sized(CLUSTERS["dgx-a100"], gpus=64), 128, Space(fp8=Fp8.DELAYED))
+        search(model, sized(CLUSTERS["dgx-a100"], gpus=16), 32, Space(fp8=Fp8.DELAYED))
 
 
 def test_the_projection_of_further_tokens_in_8_bits():

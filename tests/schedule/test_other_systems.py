@@ -144,10 +144,13 @@ def test_spans_of_mixpipe(d: int, k: int, gamma: int, span: int):
     assert max(timeline.peak_in_flight) <= k + gamma
 
 
-def test_mixpipe_keeps_to_its_memory_and_the_bound_that_follows():
+@pytest.mark.parametrize(
+    "depths", [DEPTHS[:4], pytest.param(DEPTHS[4:], marks=pytest.mark.slow)], ids=["to 8", "to 12"]
+)
+def test_mixpipe_keeps_to_its_memory_and_the_bound_that_follows(depths: tuple[int, ...]):
     """The paper's span is reached but for small k at D = 6, and small k or large gamma at D = 8."""
     missed = set()
-    for d in DEPTHS:
+    for d in depths:
         for k in range(2, d + 1, 2):
             for gamma in range((d - k) // 2 + 1):
                 timeline = run(build("mixpipe", stages=d, microbatches=d, k=k, gamma=gamma))
@@ -155,8 +158,8 @@ def test_mixpipe_keeps_to_its_memory_and_the_bound_that_follows():
                 assert timeline.makespan_s >= least_span(d, k, gamma)
                 if timeline.makespan_s != claimed_span(d, k, gamma) and d <= 8:
                     missed.add((d, k, gamma))
-    six = {(6, 2, 0), (6, 2, 1), (6, 2, 2)}
-    assert missed == six | {(8, 2, 0), (8, 2, 1), (8, 2, 2), (8, 2, 3), (8, 4, 2), (8, 6, 0)}
+    known = {(6, 2, 0), (6, 2, 1), (6, 2, 2), (8, 2, 0), (8, 2, 1), (8, 2, 2), (8, 2, 3), (8, 4, 2), (8, 6, 0)}
+    assert missed == {case for case in known if case[0] in depths}
 
 
 @pytest.mark.parametrize("d", [10, 12])
@@ -175,7 +178,7 @@ def test_mixpipe_with_more_microbatches_than_stages():
             assert timeline.peak_in_flight == tuple(d + min(rank, d - 1 - rank) for rank in range(d))
 
 
-@pytest.mark.parametrize("d", [12, 16, *(pytest.param(d, marks=pytest.mark.slow) for d in (24, 32))])
+@pytest.mark.parametrize("d", [12, *(pytest.param(d, marks=pytest.mark.slow) for d in (16, 24, 32))])
 def test_mixpipe_of_many_microbatches_on_many_stages(d: int):
     """Not all bubbles of the beginning and the end can be avoided so, but there are none in between."""
     fewer, more = (run(build("mixpipe", stages=d, microbatches=m)) for m in (2 * d, 8 * d))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -44,9 +45,12 @@ WORKS = {
 
 
 @pytest.mark.parametrize(("name", "copy"), WITH_COPIES)
-def test_all_stages_up_to_8_and_microbatches_up_to_16(name: str, copy: GradientCopy):
+@pytest.mark.parametrize(
+    "depths", [range(1, 6), pytest.param(range(6, 9), marks=pytest.mark.slow)], ids=["to 5", "to 8"]
+)
+def test_all_stages_up_to_8_and_microbatches_up_to_16(name: str, copy: GradientCopy, depths: range):
     """2BW needs m >= d-1, which no line of the code says, whatever it keeps of finished gradients."""
-    for stages in range(1, 9):
+    for stages in depths:
         for microbatches in range(1, 17):
             try:
                 schedule = with_gradient_copy(build(name, stages=stages, microbatches=microbatches), copy)
@@ -76,7 +80,7 @@ def test_no_gradient_is_received_before_the_send_that_brings_it_about(name: str)
     assert received
 
 
-@pytest.mark.parametrize("extra", range(1, MOST_EXTRA_IN_FLIGHT + 1))
+@pytest.mark.parametrize("extra", [*range(2, MOST_EXTRA_IN_FLIGHT + 1), pytest.param(1, marks=pytest.mark.slow)])
 def test_more_in_flight_needs_more_microbatches(extra: int):
     for stages in range(1, 7):
         for microbatches in range(1, 17):
@@ -92,9 +96,10 @@ def test_more_in_flight_needs_more_microbatches(extra: int):
         *(pytest.param(copy, marks=pytest.mark.slow) for copy in (GradientCopy.WHOLE, GradientCopy.NONE)),
     ],
 )
-def test_as_many_delayed_as_the_first_stage_runs_ahead(copy: GradientCopy):
+@pytest.mark.parametrize("depths", [range(1, 5), pytest.param((5,), marks=pytest.mark.slow)], ids=["to 4", "5"])
+def test_as_many_delayed_as_the_first_stage_runs_ahead(copy: GradientCopy, depths: Sequence[int]):
     """As with 2BW's m >= d-1, no line of the code says so."""
-    for stages, microbatches, extra in itertools.product(range(1, 6), range(1, 11), (0, 1)):
+    for stages, microbatches, extra in itertools.product(depths, range(1, 11), (0, 1)):
         ahead = (1 + extra) * (stages - 1)
         for delayed in range(1, microbatches + 2):
             options = {"extra_in_flight": extra, "delayed_microbatches": delayed}
