@@ -32,8 +32,9 @@ from megatron_2bw.mcore.timing import Took, processors, repeated, timed
 from megatron_2bw.planner.measure.profile import DONE, LAYERS, AllReduce, Block, Pass, Profile, Update
 from megatron_2bw.planner.specs.layout import Recompute
 
-SMALL_BYTES, LARGE_BYTES = 2**10, 2**24
-"""Of the sums that measure links."""
+SMALL_BYTES = 2**10
+LARGE_BYTES, LARGE_BYTES_ON_GPUS = 2**24, 2**30
+"""Of the sums that measure links; 256 MiB are too little for all that NVLink can do (NVIDIA/nccl-tests, issue 212)."""
 
 
 class _DoesNotFitError(RuntimeError):
@@ -57,6 +58,8 @@ def main() -> None:
     args = parse_and_validate_args()
     training.initialize_megatron()
     profile = _identified(Profile.load(options.profile), options.profile)
+    if profile.setting.fused_attention and args.transformer_impl == "local":
+        raise SystemExit("megatron-2bw: error: Megatron has no fused attention here; use --attention-backend unfused")
     Measurement(profile, options.profile).run(args, options.microbatches, options.recomputes)
     dist.destroy_process_group()
 
@@ -67,7 +70,7 @@ def _identified(profile: Profile, path: Path) -> Profile:
     Raises:
         SystemExit: it is of others.
     """
-    device, memory_gb, shared = _device()
+    device, memory_gb, shared, has_bf16 = _device()
     names = ("torch", "megatron-core", "transformer-engine", "apex")
     versions = ", ".join(f"{name} {version}" for name in names if (version := _version(name)))
     if profile.device and (profile.device, profile.versions) != (device, versions):
@@ -76,13 +79,16 @@ def _identified(profile: Profile, path: Path) -> Profile:
             f"with {versions}: give another --output"
         )
     profile.device, profile.memory_gb, profile.processors, profile.versions = device, memory_gb, shared, versions
+    profile.has_bf16 = has_bf16
     return profile
 
 
-def _device() -> tuple[str, float, int]:
-    """Name, GiB of memory for each rank, and processors that ranks share."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({processors()} cores)"
-    return name, round(memory_bytes() / 2**30, 1), processors()
+def _device() -> tuple[str, float, int, bool]:
+    """Name, GiB of memory for each rank, processors that ranks share, and whether it computes in bf16."""
+    has_gpu = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if has_gpu else f"CPU ({processors()} cores)"
+    has_bf16 = not has_gpu or torch.cuda.get_device_capability() >= (8, 0)
+    return name, round(memory_bytes() / 2**30, 1), processors(), has_bf16
 
 
 def _version(package: str) -> str | None:
@@ -112,8 +118,9 @@ class Measurement:
         if profile.update(tensor) is not None:
             self._blocks(args, microbatches, recomputes)
         if not profile.has_links:
-            profile.all_reduces = [_all_reduce(size_bytes) for size_bytes in (SMALL_BYTES, LARGE_BYTES)]
-            self._keep(f"{_milliseconds(profile.all_reduces[-1].time_s)} per sum of {LARGE_BYTES >> 20} MiB")
+            large_bytes = LARGE_BYTES_ON_GPUS if torch.cuda.is_available() else LARGE_BYTES
+            profile.all_reduces = [_all_reduce(size_bytes) for size_bytes in (SMALL_BYTES, large_bytes)]
+            self._keep(f"{_milliseconds(profile.all_reduces[-1].time_s)} per sum of {large_bytes >> 20} MiB")
 
     def _update(self, tensor: int) -> None:
         """Leaves it out where it does not fit into memory."""

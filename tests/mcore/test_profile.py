@@ -107,6 +107,41 @@ def test_a_profile_of_something_else_is_not_overwritten(tmp_path: Path, capfd: p
     assert path.read_text() == "{}"
 
 
+def _request(setting: Setting = SETTING, *more: str) -> Request:
+    """Of one microbatch size."""
+    model = read_model(Options.parse([*FLAGS, *more]))
+    return Request(model=model, setting=setting, tensors=(1,), microbatches=(1,), recomputes=(Recompute.NONE,))
+
+
+def _as_asked(case: Case, rank: int, port: int, folder: Path, *, request: Request, path: Path) -> None:
+    """Measure briefly."""
+    set_environment(rank, case.ranks, port)
+    from megatron_2bw.mcore import profile, timing
+
+    timing.ENOUGH_S = 0.0
+    request.begin().save(path)
+    sys.argv = request.words(1, path)[1:]
+    profile.main()
+
+
+def test_layers_with_experts_by_a_pattern_are_measured(tmp_path: Path) -> None:
+    path, request = (
+        tmp_path / "profile.json",
+        _request(SETTING, *"--num-experts 4 --moe-layer-freq ([1]*4) --disable-bias-linear".split()),
+    )
+    ended = launch(partial(_as_asked, request=request, path=path), Case(schedule=None), tmp_path)
+    assert ended.exit_codes == [0], ended.tails()
+    assert Profile.load(path).block(1, 1, Recompute.NONE).layer_forward_s > 0
+
+
+def test_attention_is_not_said_to_be_fused_where_it_is_not(tmp_path: Path) -> None:
+    setting = replace(SETTING, precision=Precision.BF16, fused_attention=True)
+    path, request = tmp_path / "profile.json", _request(setting)
+    ended = launch(partial(_as_asked, request=request, path=path), Case(schedule=None), tmp_path)
+    assert ended.exit_codes == [1], ended.tails()
+    assert "Megatron has no fused attention here; use --attention-backend unfused" in ended.outputs[0]
+
+
 def _without_memory(case: Case, rank: int, port: int, folder: Path, *, path: Path, built: int) -> None:
     """Measure on a machine on which only so many models can be built."""
     set_environment(rank, case.ranks, port)
@@ -120,9 +155,7 @@ def _without_memory(case: Case, rank: int, port: int, folder: Path, *, path: Pat
         return build(ends)
 
     profile._build, timing.ENOUGH_S = within_memory, 0.0
-    sys.argv = Request(
-        model=read_model(Options.parse(FLAGS)), setting=SETTING, tensors=(1,), microbatches=(1,), recomputes=("none",)
-    ).words(1, path)[1:]
+    sys.argv = _request().words(1, path)[1:]
     profile.main()
 
 

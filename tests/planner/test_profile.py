@@ -196,6 +196,30 @@ def test_what_needs_transformer_engine_was_not_measured(profile: Profile, name: 
     assert "a profile is measured without" in refused.reason
 
 
+def test_experts_that_ranks_split_otherwise_were_not_measured(profile: Profile):
+    split = Split.of(layout(pipeline=1, microbatch=1, global_batch=4))._replace(tensor=2, expert_tensor=1)
+    experts = replace(profile, model=replace(MODEL, num_experts=8))
+    assert "expert_tensor 1: a profile is measured with that of tensor" in experts.lacks(split).reason
+    assert "expert_tensor" not in experts.lacks(split._replace(expert_tensor=2)).reason
+    assert "expert_tensor" not in profile.lacks(split).reason, "a model without experts"
+
+
+def test_gradients_in_bf16_were_not_measured(profile: Profile):
+    in_bf16 = replace(profile, setting=replace(profile.setting, precision=Precision.BF16))
+    one = layout(pipeline=1, microbatch=1, global_batch=4, precision=Precision.BF16)
+    assert in_bf16.lacks(Split.of(one)) is None
+    assert "gradients in bf16" in in_bf16.lacks(Split.of(one.but(gradients_in_bf16=True))).reason
+
+
+def test_a_plan_fuses_attention_in_fp16_if_the_measured_gpu_does(profile: Profile):
+    """What it was measured in says nothing of what the GPU has."""
+    setting = replace(profile.setting, precision=Precision.FP16, fused_attention=True)
+    measured = replace(profile, setting=setting)
+    assert search(MODEL, measured.cluster(), 16, measured.limited(Space())).best.layout.fused_attention
+    with pytest.raises(PlanError, match="has no such kernels in fp16"):
+        search(MODEL, replace(measured, has_bf16=False).cluster(), 16, measured.limited(Space()))
+
+
 @pytest.mark.parametrize(
     ("limit", "named"),
     [
@@ -337,6 +361,41 @@ def test_fused_attention_is_measured_where_asked_for(monkeypatch: pytest.MonkeyP
         words = f"profile --model gpt-2.2b --gpus 2 --bf16 --attention-backend {backend} --output {tmp_path}/p.json"
         assert main(words.split()) == 0
     assert [setting.fused_attention for setting in asked] == [True, True, False]
+
+
+def test_there_is_no_fused_attention_in_fp32(capsys: pytest.CaptureFixture[str]):
+    assert main("profile --model gpt-2.2b --gpus 1 --attention-backend flash --output p.json".split()) == 2
+    assert "fused attention: there are no such kernels in fp32; use bf16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("experts", "count"), [(8, 1), (0, 0)])
+def test_the_layers_that_are_measured_are_all_of_one_kind(profile: Profile, experts: int, count: int):
+    """Whatever the model's pattern, which names more layers than there are."""
+    given = {"given_flags": "--moe-layer-freq ([1]*8)"} if experts else {}
+    request = profiling.Request(
+        model=replace(MODEL, num_experts=experts, **given),
+        setting=profile.setting,
+        tensors=(1,),
+        microbatches=(1,),
+        recomputes=(Recompute.NONE,),
+    )
+    words = " ".join(request.words(1, Path("p.json")))
+    assert words.count("--moe-layer-freq 1 ") == count
+    assert words.rfind("--moe-layer-freq 1 ") >= words.rfind("--moe-layer-freq (")
+
+
+def test_a_finished_profile_is_not_said_to_be_of_this_machine(
+    profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "p.json"
+    profile.save(path)
+    words = ["profile", *model_flags(MODEL), *"--vocab-size 1000 --gpus 4 --micro-batch-size 1,2".split()]
+    words += ["--output", str(path)]
+    assert main(words) == 0
+    assert "nothing was measured: it is of 2026-11-22, machine, torch 1" in capsys.readouterr().err
+    for others in (["--no-bias-gelu-fusion"], ["--run-args", "--no-masked-softmax-fusion"]):
+        assert main([*words, *others]) == 2, others
+        assert "of another model, setting or number of ranks" in capsys.readouterr().err
 
 
 def test_a_cluster_says_what_connects_more_gpus_than_were_measured():

@@ -9,11 +9,13 @@ import pytest
 
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.measure import verify
+from megatron_2bw.planner.measure.profile import Profile, Setting
 from megatron_2bw.planner.measure.verify import LOG_INTERVAL, LOGS
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report.advice import advice
 from megatron_2bw.planner.search.search import Plan, search
 from megatron_2bw.planner.specs.cluster import CLUSTERS
+from megatron_2bw.planner.specs.layout import Precision
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.space import Space
 
@@ -115,6 +117,24 @@ def test_a_plan_for_gpus_that_are_not_here_is_not_run(plan, log, gpus):
         with pytest.raises(PlanError, match=said):
             verify.measured(plan, list(plan.choices))
     assert not order
+
+
+@pytest.mark.parametrize("processors", [0, 2])
+def test_what_was_profiled_elsewhere_is_not_run_here(plan, log, gpus, processors: int):
+    """Neither a profile of other GPUs, nor one of processors where a run would use GPUs."""
+    log({name: [[1, 100, 100, 100]] for name in SCHEDULES})
+    machine = Profile(
+        model=MODEL,
+        setting=Setting(ranks=8, precision=Precision.BF16, fused_attention=True, sequence_parallel=False),
+        date="2026-11-30",
+        device="NVIDIA H200",
+        processors=processors,
+    )
+    there = verify.replace(plan, cluster=verify.replace(plan.cluster, profile=machine))
+    with pytest.raises(PlanError, match="runs on NVIDIA A100-SXM4-80GB here, and the profile is of NVIDIA H200"):
+        verify.measured(there, list(there.choices))
+    here = verify.replace(machine, device=gpus[0], processors=0)
+    verify.measured(verify.replace(plan, cluster=verify.replace(plan.cluster, profile=here)), list(plan.choices))
 
 
 def test_there_must_be_a_script(plan, tmp_path: Path):

@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
 
 
 def _profile(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron_2bw.planner.flags.model_flags import flags_beside_sizes
     from megatron_2bw.planner.measure.profile import Setting
     from megatron_2bw.planner.measure.profiling import Request, measure, summary
     from megatron_2bw.planner.specs.layout import Precision, Recompute
@@ -46,6 +47,7 @@ def _profile(args: argparse.Namespace, words: Sequence[str]) -> int:
             precision=Precision(args.precision or "fp32"),
             fused_attention=args.attention_backend in ("flash", "fused"),
             sequence_parallel=args.sequence_parallel,
+            flags=" ".join([*flags_beside_sizes(model), *args.run_args]),
         ),
         tensors=listed("--tensor-model-parallel-size", args.tensor_model_parallel_size, int),
         microbatches=listed("--micro-batch-size", args.micro_batch_size, int),
@@ -53,5 +55,5 @@ def _profile(args: argparse.Namespace, words: Sequence[str]) -> int:
         more_flags=tuple(args.run_args),
     )
     print("\n".join(summary(request, measure(request, args.output))))
-    print(f"wrote {args.output}; megatron-2bw plan --profile {args.output} prices with it")
+    print(f"megatron-2bw plan --profile {args.output} prices with it")
     return 0

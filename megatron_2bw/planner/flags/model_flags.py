@@ -217,6 +217,25 @@ def _tokenizer(options: Options, kind: Kind) -> str:
     return options.text("--tokenizer-type", by_files)
 
 
+def flags_beside_sizes(model: Model) -> list[str]:
+    """Flags that were given with the model and are not among those that say its sizes, such as switches of kernels.
+
+    >>> given = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --no-bias-gelu-fusion"
+    >>> sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 9}
+    >>> flags_beside_sizes(Model(**sizes, given_flags=given))
+    ['--no-bias-gelu-fusion']
+    """
+    sizes = {word for word in model_flags(replace(model, given_flags="")) if word.startswith("--")}
+    beside: list[str] = []
+    is_beside = False
+    for word in model.given_flags.split():
+        if word.startswith("--"):
+            is_beside = word not in sizes
+        if is_beside:
+            beside.append(word)
+    return beside
+
+
 def model_flags(model: Model) -> list[str]:
     """Flags of the model as they were given, else as far as it differs from Megatron's defaults.
 

@@ -20,7 +20,7 @@ from megatron_2bw.planner.cost.work import NOTHING, Parts, Work
 from megatron_2bw.planner.errors import PlanError, Problem
 from megatron_2bw.planner.specs.cluster import Cluster, Gpu
 from megatron_2bw.planner.specs.inputs import build, checked, read_json
-from megatron_2bw.planner.specs.layout import Fp8, Layout, Optimizer, Precision, Recompute, RecomputeModule
+from megatron_2bw.planner.specs.layout import FP32_BYTES, Fp8, Layout, Optimizer, Precision, Recompute, RecomputeModule
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.space import Space
 
@@ -104,6 +104,8 @@ class Setting:
     fused_attention: bool
     sequence_parallel: bool
     """With several tensor-parallel ranks."""
+    flags: str = ""
+    """Megatron's in the runs, beside those that say the model's sizes: switches of kernels, ``--run-args``."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -121,6 +123,8 @@ class Profile:
     versions: str = ""
     processors: int = 0
     """Of the node, where ranks are processes on a CPU; 0 where each has a GPU of its own."""
+    has_bf16: bool = True
+    """Whether the device has, whatever it was measured in."""
     blocks: list[Block] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     all_reduces: list[AllReduce] = field(default_factory=list)
@@ -188,6 +192,12 @@ class Profile:
         for name in ("context", "expert"):
             if getattr(split, name) > 1:
                 return Problem(f"{name} {getattr(split, name)}: a profile is measured with 1", "use 1")
+        if self.model.num_experts and split.expert_tensor != split.tensor:
+            return Problem(
+                f"expert_tensor {split.expert_tensor}: a profile is measured with that of tensor", f"use {split.tensor}"
+            )
+        if split.precision is Precision.BF16 and split.gradient_width < FP32_BYTES:
+            return Problem("gradients in bf16: a profile is measured with gradients in fp32", "leave them in fp32")
         if split.fp8 is not Fp8.NONE:
             return Problem(f"fp8 {split.fp8}: a profile is measured without", f"use fp8 {Fp8.NONE}")
         for name in ("fused_loss", "overlap_tensor"):
@@ -293,7 +303,7 @@ class Profile:
             peak_tflops=flops / sum(largest.layer) / 1e12,
             hbm_gb_s=update_bytes_per_s / 1e9,
             nvlink_gb_s=(update_bytes_per_s if link is None else link[0]) / 1e9,
-            has_bf16=self.setting.precision is not Precision.FP16,
+            has_bf16=self.has_bf16,
         )
         return Cluster(
             name="profiled node",
@@ -344,6 +354,7 @@ class _Heading:
     memory_gb: float
     versions: str
     processors: int = 0
+    has_bf16: bool = True
 
     def __post_init__(self) -> None:
         if self.processors < 0:

@@ -16,7 +16,7 @@ from megatron_2bw.planner.measure.torchrun import lines_of, random_data
 from megatron_2bw.planner.memory import activations
 from megatron_2bw.planner.multiples import nearest_divisor
 from megatron_2bw.planner.rules import tensor_problem
-from megatron_2bw.planner.specs.layout import Layout, Recompute
+from megatron_2bw.planner.specs.layout import Layout, Precision, Recompute
 from megatron_2bw.planner.specs.model import Kind, Model
 from megatron_2bw.planner.table import bar, seconds, table
 
@@ -43,6 +43,8 @@ class Request:
         for name in ("dense_layers", "mtp_num_layers"):
             if count := getattr(self.model, name):
                 raise PlanError(f"{name} {count}: profile times layers of one kind; profile a model without them")
+        if self.setting.fused_attention and self.setting.precision is Precision.FP32:
+            raise PlanError("fused attention: there are no such kernels in fp32; use bf16, or unfused attention")
         if ranks < 1:
             raise PlanError(f"gpus {ranks}: give a whole number of at least 1")
         for tensor in self.tensors:
@@ -87,13 +89,14 @@ class Request:
             *("-m", "megatron_2bw.mcore.profile", "--profile", str(path)),
             *("--microbatches", ",".join(map(str, self.microbatches)), "--recomputes", ",".join(self.recomputes)),
             *(*layout_flags(self.model, self.layout(tensor)), *model_flags(self.model)),
-            *("--num-layers", str(LAYERS)),  # In place of the model's: the last one counts.
+            # In place of the model's: the last one counts.
+            *("--num-layers", str(LAYERS), *(("--moe-layer-freq", "1") if self.model.num_experts else ())),
             *(*_TRAINING, *random_data(self.model), *self.more_flags),
         ]
 
 
 def measure(request: Request, path: Path) -> Profile:
-    """Measure what the file at ``path`` lacks; every measurement is kept as soon as it is there.
+    """Measure what the file at ``path`` lacks, if anything; every measurement is kept as soon as it is there.
 
     Raises:
         PlanError: the file is of something else, a job failed, or nothing fits into memory.
@@ -102,12 +105,18 @@ def measure(request: Request, path: Path) -> Profile:
     if path.exists():
         profile = Profile.load(path)
         if not profile.continues(begun):
-            raise PlanError(f"{path} is of another model, precision or number of ranks; give another --output")
+            raise PlanError(f"{path} is of another model, setting or number of ranks; give another --output")
     else:
         profile = begun
         profile.save(path)
     missing = {tensor: request.missing(profile, tensor) for tensor in request.tensors}
     total, done = sum(missing.values()), 0
+    if not total:
+        print(
+            f"{path} lacks nothing, so nothing was measured: it is of {profile.date}, {profile.device}, "
+            f"{profile.versions}; to measure again, give another --output",
+            file=sys.stderr,
+        )
     for tensor in (tensor for tensor, count in missing.items() if count):
         _show(done, total, f"starting {request.setting.ranks} ranks, tensor {tensor}")
         words = request.words(tensor, path)

@@ -51,10 +51,9 @@ def measured(
             f"--verify-top runs on this machine alone, and the plan is for {plan.cluster.nodes} nodes; leave it out, "
             "or plan for one node"
         )
-    if plan.cluster.profile is None:
-        _check_gpus(plan.cluster)
     if not script.is_file():
         raise PlanError(f"there is no {script} to run; give your training script as --script FILE")
+    _check_processors(plan.cluster)
     times_s: dict[Layout, list[float]] = {choice.layout: [] for choice in choices}
     problems: dict[Layout, PlanError] = {}
     for number in range(rounds):
@@ -75,13 +74,21 @@ def measured(
     return replace(plan, choices=(*ran, *rest, *failed))
 
 
-def _check_gpus(cluster: Cluster) -> None:
-    """Whether this machine has as many GPUs as the plan is for.
+def _check_processors(cluster: Cluster) -> None:
+    """Whether this machine has as many GPUs as the plan is for, and those of its profile.
 
     Raises:
-        PlanError: it has fewer GPUs.
+        PlanError: it has fewer, or others.
     """
-    here = gpus_here()
+    here, profile = gpus_here(), cluster.profile
+    if profile is not None and profile.processors:
+        if here:
+            raise PlanError(
+                f"--verify-top runs on {here[0]} here, and the profile is of {profile.device}; leave it out"
+            )
+        return
+    if profile is not None and here and profile.device not in here:
+        raise PlanError(f"--verify-top runs on {here[0]} here, and the profile is of {profile.device}; leave it out")
     if len(here) < cluster.gpus:
         raise PlanError(
             f"--verify-top runs on this machine, which has {len(here) or 'none'} of the {cluster.gpus} GPUs "
