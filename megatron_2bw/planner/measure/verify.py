@@ -81,14 +81,10 @@ def _check_processors(cluster: Cluster) -> None:
         PlanError: it has fewer, or others.
     """
     here, profile = gpus_here(), cluster.profile
-    if profile is not None and profile.processors:
-        if here:
-            raise PlanError(
-                f"--verify-top runs on {here[0]} here, and the profile is of {profile.device}; leave it out"
-            )
-        return
-    if profile is not None and here and profile.device not in here:
+    if profile is not None and here and (profile.processors or profile.device not in here):
         raise PlanError(f"--verify-top runs on {here[0]} here, and the profile is of {profile.device}; leave it out")
+    if profile is not None and profile.processors:
+        return
     if len(here) < cluster.gpus:
         raise PlanError(
             f"--verify-top runs on this machine, which has {len(here) or 'none'} of the {cluster.gpus} GPUs "
