@@ -109,7 +109,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("memory_gb", "fastest"),
-    [(80, "v4,E|(t|)*14L"), pytest.param(4.2, "v2,f4,l2,block1", marks=pytest.mark.slow)],
+    [(80, "v4,E|(t|)*14L"), pytest.param(3.6, "v2,f4,l2,uniform1", marks=pytest.mark.slow)],
 )
 def test_embedding_and_loss_count_as_layers_where_chunks_interleave(memory_gb: float, fastest: str):
     """Where that is faster than chunks with equally many layers, and fits."""
