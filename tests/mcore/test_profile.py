@@ -125,10 +125,8 @@ def _as_asked(case: Case, rank: int, port: int, folder: Path, *, request: Reques
 
 
 def test_layers_with_experts_by_a_pattern_are_measured(tmp_path: Path) -> None:
-    path, request = (
-        tmp_path / "profile.json",
-        _request(SETTING, *"--num-experts 4 --moe-layer-freq ([1]*4) --disable-bias-linear".split()),
-    )
+    path = tmp_path / "profile.json"
+    request = _request(SETTING, *"--num-experts 4 --moe-layer-freq ([1]*4) --disable-bias-linear".split())
     ended = launch(partial(_as_asked, request=request, path=path), Case(schedule=None), tmp_path)
     assert ended.exit_codes == [0], ended.tails()
     assert Profile.load(path).block(1, 1, Recompute.NONE).layer_forward_s > 0
@@ -145,7 +143,7 @@ def test_attention_is_not_said_to_be_fused_where_it_is_not(tmp_path: Path) -> No
 def _without_memory(case: Case, rank: int, port: int, folder: Path, *, path: Path, built: int) -> None:
     """Measure on a machine on which only so many models can be built."""
     set_environment(rank, case.ranks, port)
-    from megatron_2bw.mcore import profile, timing
+    from megatron_2bw.mcore import profile
 
     build, left = profile._build, iter(range(built))
 
@@ -154,16 +152,14 @@ def _without_memory(case: Case, rank: int, port: int, folder: Path, *, path: Pat
             raise torch.OutOfMemoryError
         return build(ends)
 
-    profile._build, timing.ENOUGH_S = within_memory, 0.0
-    sys.argv = _request().words(1, path)[1:]
-    profile.main()
+    profile._build = within_memory
+    _as_asked(case, rank, port, folder, request=_request(), path=path)
 
 
 @pytest.mark.parametrize("built", [0, 1, 2, 4])
 def test_what_does_not_fit_is_left_out(built: int, tmp_path: Path) -> None:
     """Megatron's optimizer, which every plan needs; a stage without ends; one with an embedding."""
     path = tmp_path / "profile.json"
-    Profile(model=read_model(Options.parse(FLAGS)), setting=SETTING, date="2026-11-26").save(path)
     ended = launch(partial(_without_memory, path=path, built=built), Case(schedule=None), tmp_path)
     assert ended.exit_codes == [0], ended.tails()
     said = "tensor 1: 2 layers with gradients and optimizer are out of memory, left out"

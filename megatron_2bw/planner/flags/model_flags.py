@@ -225,15 +225,9 @@ def flags_beside_sizes(model: Model) -> list[str]:
     >>> flags_beside_sizes(Model(**sizes, given_flags=given))
     ['--no-bias-gelu-fusion']
     """
-    sizes = {word for word in model_flags(replace(model, given_flags="")) if word.startswith("--")}
-    beside: list[str] = []
-    is_beside = False
-    for word in model.given_flags.split():
-        if word.startswith("--"):
-            is_beside = word not in sizes
-        if is_beside:
-            beside.append(word)
-    return beside
+    sizes = Options.parse(model_flags(replace(model, given_flags="")))
+    beside = Options.parse(model.given_flags.split()).without(sizes.values)
+    return [word for flag, following in beside.values.items() for word in (flag, *following)]
 
 
 def model_flags(model: Model) -> list[str]:
