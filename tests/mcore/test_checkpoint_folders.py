@@ -218,6 +218,24 @@ def test_a_kill_while_another_runs_checkpoint_is_overwritten(saving, tmp_path, n
     assert tracker.read_text() == ("6" if killed != "before it is named" else named)
 
 
+def test_a_complete_checkpoint_of_an_earlier_step_outlives_two_kills(saving, tmp_path) -> None:
+    """One goes on by ``--ckpt-step 5``, below the tracker file's 10, and is killed while it writes over 6."""
+    folders, _ = saving
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    _checkpoint(tmp_path / "iter_0000006", "complete")
+
+    def killed(iteration: int) -> None:
+        _checkpoint(tmp_path / "iter_0000006", "half")
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            folders.save(killed, 6)
+        assert (tmp_path / "replaced_iter_0000006/file").read_text() == "complete"
+    folders.save(lambda iteration: _checkpoint(tmp_path / "iter_0000006", "new"), 6)
+    assert [path.name for path in tmp_path.glob("*iter_*")] == ["iter_0000006"]
+
+
 def test_a_folder_that_cannot_be_changed_is_read_as_it_is(saving, tmp_path, monkeypatch) -> None:
     folders, args = saving
     args.save = None

@@ -39,8 +39,10 @@ def save(original: Callable[..., Any], iteration: int, *rest: Any, **keywords: A
         remove(beside)
         if not overwrites_the_named:
             # Megatron's tracker file will name this iteration as soon as all is written, and not the old one then.
-            remove(old)
-            present.rename(old)
+            if old.exists():  # A kill stopped a save over this one, with --ckpt-step: what it wrote may be a half.
+                remove(present)
+            else:
+                present.rename(old)
     dist.barrier()
     with _writing_to(beside, instead_of=present) if overwrites_the_named else contextlib.nullcontext():
         result = original(iteration, *rest, **keywords)
