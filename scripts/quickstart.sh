@@ -37,6 +37,7 @@ model=(
     --account-for-loss-in-pipeline-split
     --attention-dropout 0 --hidden-dropout 0
     --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-rope-fusion
 )
 parallel=(
     --pipeline-model-parallel-size $STAGES

@@ -16,12 +16,24 @@ import torch
 
 def heading(*packages: str) -> list[str]:
     """Two lines: date and command; versions of Python, torch, megatron-core and ``packages``, and the machine."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", *packages))
+    versions = ", ".join(
+        (f"torch {version('torch')}", f"megatron-core {_megatron()}", *(f"{name} {version(name)}" for name in packages))
+    )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return [
         f"{datetime.date.today().isoformat()}  python {shlex.join(sys.argv)}",
         f"Python {platform.python_version()}, {versions}; {os.cpu_count()} cores, {platform.machine()}, {device}",
     ]
+
+
+def _megatron() -> str:
+    """The version of what is imported, which may be a checkout of Megatron-LM on the path."""
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        from megatron.core.package_info import __version__
+
+        return __version__
 
 
 def is_installed(package: str) -> bool:

@@ -34,6 +34,21 @@ def run(command: tuple[str, ...], limit_s: float = 60.0) -> tuple[int, str]:
     return gpu_report._run(command, limit_s, said.append), "\n".join(said)
 
 
+def test_a_checkout_of_megatron_has_a_version(monkeypatch) -> None:
+    """One on the path has no metadata."""
+    from megatron.core.package_info import __version__
+
+    known = report.version
+
+    def version(name: str) -> str:
+        if name == "megatron-core":
+            raise report.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(report, "version", version)
+    assert f", megatron-core {__version__};" in report.heading()[1]
+
+
 def test_every_gpu_test_is_run_once() -> None:
     files = {str(path.relative_to(gpu_report.ROOT)) for path in gpu_report.ROOT.glob("tests/gpu/test_*.py")}
     given = [[*words, "--collect-only", "-q", "-q", "-n", "0"] for _, _, *words in gpu_report.TESTS]

@@ -24,6 +24,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from kernels import flags_without_kernels
 from report import heading, is_installed, put_each
 
 from megatron_2bw.planner.measure.profile import Setting
@@ -53,12 +54,6 @@ TRAINING = (
     f"--train-iters 9 --log-interval {LOG_INTERVAL} --lr 1e-5 --clip-grad 1.0 --eval-iters 0 --eval-interval 1000000 "
     "--num-workers 0 --rerun-mode disabled"
 ).split()
-WITHOUT = {
-    "transformer_engine": "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--no-rope-fusion",
-    "fused_weight_gradient_mlp_cuda": "--no-gradient-accumulation-fusion",
-}
-"""By a module of kernels: Megatron's flags where there is none."""
 ALLOCATED = re.compile(r"max allocated: ([\d.]+)")
 """MiB, in Megatron's log."""
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
@@ -130,16 +125,14 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; scripts/bench/planner_here.py compares on CPUs")
-    missing = [module for module in WITHOUT if importlib.util.find_spec(module) is None]
-    has_engine = "transformer_engine" not in missing
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
     kernels = "Transformer Engine" if has_engine else "Megatron's own layers, attention unfused"
     model = MODELS[options.model] if options.model else MODEL
     if options.layers:
         model = replace(model, num_layers=options.layers)
     about = f"{model.name}, {model.num_layers} layers, batches of {options.global_batch_size}, bf16, {kernels}, one GPU"
-    more_flags = " ".join(WITHOUT[module] for module in missing).split()
     begin = [*heading(*filter(is_installed, ("transformer-engine", "apex"))), "", about, ""]
-    rows = compared(model, options.global_batch_size, options.microbatch, has_engine, more_flags)
+    rows = compared(model, options.global_batch_size, options.microbatch, has_engine, flags_without_kernels())
     put_each(chain(begin, rows), options.output)
 
 

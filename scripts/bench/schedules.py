@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import re
 import statistics
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from interval import median_interval
+from kernels import flags_without_kernels
 from live_job import ROOT, Job
 from report import heading, put
 from systems import report_timed
@@ -44,11 +44,6 @@ GPT = (
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --lr 1e-4 --clip-grad 1.0 --num-workers 0 "
     "--eval-iters 0 --eval-interval 100000 --pipeline-model-parallel-size 2"
 ).split()
-WITHOUT_KERNELS = (
-    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
-    "--no-rope-fusion"
-).split()
-"""Where there is no Transformer Engine."""
 STAGES = 2
 SAMPLES_PER_MICROBATCH = 4
 
@@ -68,7 +63,7 @@ class Arm:
         ours = ("--pipeline-extra-in-flight", str(self.extra_in_flight), "--pipeline-trace", "{trace}")
         arguments = [
             *GPT,
-            *([] if importlib.util.find_spec("transformer_engine") else WITHOUT_KERNELS),
+            *flags_without_kernels(),
             *("--global-batch-size", str(SAMPLES_PER_MICROBATCH * microbatches)),
             *("--train-iters", str(iterations), "--log-interval", str(self.log_interval)),
             *("--pipeline-schedule", self.schedule, *self.flags),

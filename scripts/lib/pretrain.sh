@@ -31,7 +31,7 @@ number_of() {
 pretrain() {
     local kind="$1"
     shift
-    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus stages microbatch tensor context replica length
+    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus stages microbatch batch tensor context replica length without
     local data="${DATA:-$ROOT/quickstart/data}" nodes="${NUM_NODES:-1}" output="${OUTPUT:-}"
     if [ -z "$output" ]; then
         output="${DATA:+$DATA/$kind}" output="${output:-$ROOT/runs/$kind}"
@@ -87,18 +87,23 @@ pretrain() {
             "parallel; change these, or set RANKS, the processes on each node" >&2
         return 1
     fi
-    # As many microbatches as stages.
-    defaults+=(--pipeline-model-parallel-size "$stages" --micro-batch-size "$microbatch")
-    defaults+=(--global-batch-size $((stages * microbatch * nodes * ranks / replica)))
+    batch="$(number_of --global-batch-size $((stages * microbatch * nodes * ranks / replica)))" # A microbatch per stage.
+    if [ $((batch % (microbatch * nodes * ranks / replica))) -ne 0 ]; then
+        echo "error: --global-batch-size $batch is no multiple of $((nodes * ranks / replica)) replicas x microbatches of" \
+            "$microbatch; change these, or if the flags are for fewer than $((nodes * ranks)) processes, set RANKS," \
+            "the processes on each node" >&2
+        return 1
+    fi
+    defaults+=(--pipeline-model-parallel-size "$stages" --micro-batch-size "$microbatch" --global-batch-size "$batch")
     if [ -z "$(value_of --train-iters "$(value_of --train-samples "")")" ]; then
         defaults+=(--train-iters 1000)
     fi
     if [ -z "$(value_of --lr-warmup-iters "$(value_of --lr-warmup-samples "")")" ]; then
         defaults+=(--lr-warmup-fraction 0.1)
     fi
-    if ! has_transformer_engine; then
-        defaults+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion)
-    fi
+    without="$("$VENV/bin/python" "$ROOT/scripts/kernels.py")"
+    # shellcheck disable=SC2206 # Words.
+    defaults+=($without)
     flags=("${defaults[@]}" "${flags[@]}")
 
     launcher=(--nproc-per-node "$ranks" --standalone)
@@ -116,10 +121,6 @@ pretrain() {
         --log-interval 10 --eval-interval 100 --eval-iters 5 \
         --save "$output/checkpoint" --load "$output/checkpoint" --save-interval 100 \
         --override-opt_param-scheduler "${flags[@]}"
-}
-
-has_transformer_engine() {
-    "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("transformer_engine") is None)'
 }
 
 # keep_vocabulary FILE FOLDER: the checkpoints in the folder belong to that vocabulary, or it is an error.

@@ -54,9 +54,16 @@ ensure_venv() {
         return 0
     fi
     if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+        if [ -n "$(ls -A "$VENV" 2>/dev/null)" ] && ! compgen -G "$VENV/installed-*" >/dev/null; then
+            echo "error: $VENV has no working Python >= 3.12 with pip, and these scripts did not make it: move it away" >&2
+            return 1
+        fi
         python="$(find_python)" || return 1
         echo "making .venv with $("$python" --version)"
-        "$python" -m venv --clear "$VENV"
+        mkdir -p "$VENV"
+        find "$VENV/" -mindepth 1 -delete
+        touch "$VENV/installed-nothing" # Whoever stops this here finds it again as ours.
+        "$python" -m venv "$VENV"
     fi
     find "$VENV" -maxdepth 1 -name "installed-*" ! -name "installed-$sum-*" -delete
     echo "installing the versions in $1 (torch is large: this takes a minute or two) ..."

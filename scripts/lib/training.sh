@@ -8,9 +8,10 @@ text_data() {
         --input "$2/corpus.jsonl" --output "$2" --model "$1" 2> >(grep -v "No CUDA runtime" >&2)
 }
 
-# Prints how many GPUs this machine has.
+# Prints how many GPUs torch can use here. Those that it sees but cannot use, as behind a driver that is older than its
+# CUDA, are none: torch warns of them, and the ranks would train on the CPU.
 count_gpus() {
-    "$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null
+    "$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)'
 }
 
 # Without GPUs: one thread per process, and none of a GPU that is there but not wanted.

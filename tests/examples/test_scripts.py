@@ -95,11 +95,10 @@ def pretrain(root: Path, folder: Path, flags: str, **environment: str) -> list[s
     for name in ("gpt_document.idx", "gpt.model"):
         (data / name).touch()
     command = f"""
-        ROOT="{root}"
+        ROOT="{root}" VENV="{sys.prefix}"
         source "{root}/scripts/lib/training.sh"
         source "{root}/scripts/lib/pretrain.sh"
         count_gpus() {{ echo "$GPUS"; }}
-        has_transformer_engine() {{ false; }}
         train() {{ printf '%s\\n' "$@"; env | grep -E '^(CUDA|PYTORCH)_' || true; }}
         pretrain gpt {flags}
     """
@@ -149,6 +148,11 @@ def test_one_gpu_is_used_by_one_stage(root, tmp_path):
     ("flags", "message"),
     [
         ("--tensor-model-parallel-size 2", "error: 2 processes are no multiple of 2 stages x 2 tensor x 1 context"),
+        (
+            "--pipeline-model-parallel-size 1 --global-batch-size 4",
+            "error: --global-batch-size 4 is no multiple of 2 replicas x microbatches of 4; change these, or if the "
+            "flags are for fewer than 2 processes, set RANKS, the processes on each node",
+        ),
         ("--micro-batch-size", "error: --micro-batch-size has no value: give a whole number of at least 1"),
         ("--pipeline-model-parallel-size=auto", "error: --pipeline-model-parallel-size auto: give a whole number"),
     ],
@@ -206,6 +210,48 @@ def test_what_megatron_and_we_ask_for_on_gpus_is_set(root, tmp_path, flags, envi
     assert {word for word in words if word.startswith(("CUDA_", "PYTORCH_"))} == expected
 
 
+@pytest.mark.parametrize(
+    ("torch", "counted"),
+    [
+        ("class cuda:\n    is_available = lambda: True\n    device_count = lambda: 8", "8\n"),
+        ("class cuda:\n    is_available = lambda: False\n    device_count = lambda: 8", "0\n"),
+        ("raise ImportError('no such library')", ""),
+    ],
+)
+def test_only_gpus_that_torch_can_use_count(root, tmp_path, torch, counted):
+    """Not those behind a driver that is too old; and where torch does not start at all, it is heard."""
+    (tmp_path / "torch.py").write_text(torch)
+    command = f'VENV="{sys.prefix}"; source "{root}/scripts/lib/training.sh"; gpus=$(count_gpus); echo "$gpus"'
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        env={"PATH": "/bin:/usr/bin", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == counted
+    assert ("no such library" in done.stderr) == (done.returncode != 0) == (not counted)
+
+
+@pytest.mark.parametrize(
+    ("missing", "flags"),
+    [
+        (set(), []),
+        ({"fused_weight_gradient_mlp_cuda"}, ["--no-gradient-accumulation-fusion"]),
+        (
+            {"transformer_engine", "fused_weight_gradient_mlp_cuda"},
+            "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion "
+            "--no-gradient-accumulation-fusion".split(),
+        ),
+    ],
+)
+def test_what_has_no_kernels_is_left_out(load, monkeypatch, missing, flags):
+    """Beside Transformer Engine without Apex, too: Megatron's output layer fuses by Apex alone."""
+    kernels = load("scripts/kernels.py")
+    monkeypatch.setattr(kernels, "find_spec", lambda module: None if module in missing else object())
+    assert kernels.flags_without_kernels() == flags
+
+
 def test_checkpoints_of_another_vocabulary_are_not_gone_on_with(root, tmp_path):
     pretrain(root, tmp_path, "")
     (tmp_path / "data/gpt.model").write_text("another")
@@ -251,7 +297,7 @@ def test_an_environment_is_made_again_where_it_no_longer_works(root, tmp_path):
         (tmp_path / name).touch()
     python = tmp_path / "python"
     python.write_text(f"""#!/bin/bash
-        if [ "$1 $2" = "-m venv" ]; then mkdir -p "$4/bin" && rm -f "$4/bin/python" && cp "{python}" "$4/bin/python"; fi
+        if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "{python}" "$3/bin/python"; fi
     """)
     python.chmod(0o755)
     assert len(made_environment(root, tmp_path, tmp_path)) == 2
@@ -269,6 +315,21 @@ def test_an_environment_is_made_again_where_it_no_longer_works(root, tmp_path):
     for script in (tmp_path / "python", tmp_path / ".venv/bin/python"):
         script.write_text(script.read_text().replace(str(moved), str(tmp_path)))
     assert made_environment(root, tmp_path, tmp_path)[0].startswith("installing")
+
+
+def test_an_environment_of_somebody_elses_is_not_cleared(root, tmp_path):
+    """uv makes them under the same name, without pip."""
+    theirs = tmp_path / ".venv/lib/theirs.py"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    for name in ("requirements.txt", "setup.py"):
+        (tmp_path / name).touch()
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        made_environment(root, tmp_path, tmp_path)
+    assert f"{tmp_path}/.venv has no working Python >= 3.12 with pip, and these scripts did not make it" in str(
+        failed.value.stderr
+    )
+    assert theirs.exists()
 
 
 def test_a_loop_around_a_training_ends_with_it(root, tmp_path):
