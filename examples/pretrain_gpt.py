@@ -29,15 +29,23 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 Batch = dict[str, torch.Tensor]
+NOT_READ = (
+    *("spec", "experimental_attention_variant", "heterogeneous_layers_config_path"),
+    *("heterogeneous_layers_config_encoded_json", "yaml_cfg", "sft", "fim_data", "dataloader_inter_document_masking"),
+    *("hybrid_context_parallel", "per_dataset_sequences_path", "multiple_validation_sets", "full_validation"),
+    *("logits_load_dir", "check_for_spiky_loss", "overlap_moe_expert_parallel_comm"),
+)
+"""Flags that change what Megatron-LM's own script trains, or how it looks at that; this one would do without a word."""
 
 
 def build_model(
@@ -107,11 +115,15 @@ build_datasets.is_distributed = True
 
 
 def read_batch(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> Batch:
-    """The next microbatch, each value (sequences, tokens); empty on a stage between first and last."""
+    """This rank's part of the next microbatch, each value (sequences, tokens / context-parallel ranks).
+
+    Empty on a stage between first and last.
+    """
     if not (get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")):
         return {}
     batch = next(data_iterator)
-    return {name: value.cuda(non_blocking=True) for name, value in batch.items() if torch.is_tensor(value)}
+    there = {name: value.cuda(non_blocking=True) for name, value in batch.items() if torch.is_tensor(value)}
+    return get_batch_on_this_cp_rank(there, is_hybrid_cp=False, cp_group=get_context_parallel_group())
 
 
 def masked_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Batch]:
@@ -144,11 +156,12 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
 
 def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPTSentencePieceTokenizer"})
-    if args.context_parallel_size > 1:
-        raise ValueError(
-            f"--context-parallel-size {args.context_parallel_size}: this example gives each rank whole sequences; "
-            "use 1, or Megatron-LM's own pretrain_gpt.py"
-        )
+    for name in NOT_READ:
+        if getattr(args, name, None):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: this example does not read it; leave it out, or start Megatron-LM's own "
+                "pretrain_gpt.py"
+            )
     pretrain(
         pretrain_cfg_container_from_args(args),
         build_datasets,

@@ -46,12 +46,9 @@ def install(case: Case, args: Any) -> None:
     if case.clip_attention:
         attention.record_logits(args, case.clip_attention)
     if case.context_parallel > 1 and args.transformer_impl == "local":
-        from megatron.core.transformer.dot_product_attention import DotProductAttention
-
         if case.kind != "gpt":
             raise NotImplementedError(f"context parallelism of {case.kind}: the stand-in's attention is causal")
-        DotProductAttention.__init__ = _of_any_sequence(DotProductAttention.__init__)
-        DotProductAttention.forward = _with_all_keys(DotProductAttention.forward)
+        attend_across_ranks()
     if case.frozen:
         from . import model
 
@@ -171,6 +168,14 @@ def _told_head_sizes(initialize: Callable[..., None]) -> Callable[..., None]:
         initialize(self, *args, **keywords)
 
     return wrapper
+
+
+def attend_across_ranks() -> None:
+    """Let Megatron's own attention be context parallel; Transformer Engine's is."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    DotProductAttention.__init__ = _of_any_sequence(DotProductAttention.__init__)
+    DotProductAttention.forward = _with_all_keys(DotProductAttention.forward)
 
 
 def _of_any_sequence(initialize: Callable[..., None]) -> Callable[..., None]:
