@@ -37,6 +37,12 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.utils import get_blend_and_blend_per_split
 
 Batch = dict[str, torch.Tensor]
+NOT_READ = (
+    *("spec", "num_experts", "multi_latent_attention", "mtp_num_layers", "use_rope_scaling", "yaml_cfg"),
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "experimental_attention_variant"),
+    *("sft", "fim_data"),
+)
+"""Flags of other models and data, which Megatron-Core's BERT would do without and not say so."""
 
 
 class BertVocabulary:
@@ -178,6 +184,9 @@ def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "SentencePieceTokenizer"})
     if args.context_parallel_size > 1:
         raise ValueError(f"--context-parallel-size {args.context_parallel_size}: BERT needs whole sequences; use 1")
+    for name in NOT_READ:
+        if getattr(args, name, None):
+            raise ValueError(f"--{name.replace('_', '-')}: BERT has no such thing here; leave it out")
     if args.mock_data:
         raise ValueError("--mock-data: there is none for BERT; give --data-path")
     pretrain(

@@ -70,3 +70,13 @@ except ValueError as error:
     *_, words, special, refusal = done.stdout.splitlines()
     assert (words, special) == ("3 True", "0 [MASK]")
     assert refusal.startswith("--tokenizer-model holds no vocabulary for BERT: [PAD] has to be token 0")
+
+
+def test_experts_are_refused(run_on_two, data):
+    """Megatron-Core's BERT has none, and would train without them."""
+    done = run_on_two(
+        *("examples/pretrain_bert.py", *MODEL, "--data-path", str(data / "bert_sentence"), "--num-experts", "4"),
+        *("--tokenizer-model", str(data / "bert.model"), "--pipeline-schedule", "2bw"),
+    )
+    assert done.returncode != 0
+    assert "--num-experts: BERT has no such thing here; leave it out" in done.stderr
