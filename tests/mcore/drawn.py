@@ -163,7 +163,9 @@ def _less_usual(case: Case, draw: random.Random, least: int) -> Case:
         case = replace(case, steps=steps, skipped=tuple(sorted(skipped)), delayed=delayed)
     if case.kind == "gpt" and "--mtp-num-layers" not in case.model and draw.random() < 0.2:
         embedding = ("embedding.", "output_layer.") if case.tied else ("embedding.",)
-        return replace(case, frozen=draw.choice([embedding, ("decoder.layers.0.",), (*embedding, "decoder.layers.0.")]))
+        frozen = draw.choice([embedding, ("decoder.layers.0.",), (*embedding, "decoder.layers.0.")])
+        is_refused = case.recompute == "full" and "embedding." in frozen
+        return replace(case, frozen=frozen, recompute="no" if is_refused else case.recompute)
     if case.precision == "fp16" and not case.tied and not case.steps and draw.random() < 0.8:
         calls = draw.sample(range(case.batches * case.microbatches), 2)
         rank = draw.randrange(case.ranks)

@@ -47,6 +47,12 @@ def test_equal_to_the_oracle(name: str) -> None:
     assert 0 < skipped < case.batches if case.norm_limit else skipped == 0
 
 
+def test_full_recomputation_behind_a_frozen_embedding_is_refused() -> None:
+    """Megatron's own schedule trains nothing of the first stage then, and says nothing."""
+    with pytest.raises(RuntimeError, match="no layer of the first stage would be trained, as its embedding is frozen"):
+        run(replace(CASE, frozen=FIRST_STAGE[:1], recompute="full"))
+
+
 class _Router(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

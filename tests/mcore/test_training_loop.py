@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import re
 import time
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,6 +256,28 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_batch(case: 
     noted = re.findall(r"rank=(\d+) iteration=(\d+) status=RerunValidationStatus.RERUN_DISABLED", rejected.read_text())
     assert {int(rank) for rank, _ in noted} <= {rank for rank, found in enumerate(named) if found}
     assert {int(iteration) for _, iteration in noted} == {batch + 2}
+
+
+def test_skipped_iterations_do_not_move_what_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without norms the answer comes with the next batch, which is not the next iteration."""
+    from megatron.core import rerun_state_machine
+
+    from megatron_2bw.mcore.updates.gradient_check import GradientCheck
+
+    noted = []
+    machine = SimpleNamespace(
+        mode=rerun_state_machine.RerunMode.DISABLED,
+        current_iteration=3,
+        validate_result=lambda *_, **__: noted.append(machine.current_iteration),
+    )
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+    check = GradientCheck()
+    check.begin(2)
+    check.require(2, norms=None, gradients=[torch.tensor([math.nan])])
+    machine.current_iteration = 6
+    with pytest.raises(RuntimeError, match="batch 2 "):
+        check.begin(3)
+    assert noted == [3]
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,22 @@ class MegatronStage:
             is_last_stage=action.stage == self._last,
         )
         self.num_tokens += num_tokens
+        if torch.is_grad_enabled() and not output.requires_grad:
+            self._refuse_to_train_nothing(model)
         return output
+
+    def _refuse_to_train_nothing(self, model: torch.nn.Module) -> None:
+        """A forward's output needs no gradient, as it should only be where no weight is trained.
+
+        Raises:
+            RuntimeError: weights are trained; Megatron's own schedule would leave them as they are without a word.
+        """
+        if self.config.recompute_granularity == "full" and any(weight.requires_grad for weight in model.parameters()):
+            raise RuntimeError(
+                "with --recompute-granularity full no layer of the first stage would be trained, as its embedding is "
+                "frozen: Megatron's checkpoints pass gradients on only where their input needs one; leave the flag "
+                "out, or train the embedding"
+            )
 
     def _first_of(self, stage: int) -> int:
         """The first microbatch that ``stage`` computes here."""

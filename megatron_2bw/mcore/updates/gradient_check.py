@@ -30,10 +30,17 @@ class GradientCheck:
         """None in a loop of one's own, where nobody counts for Megatron."""
 
     def begin(self, batch: int) -> None:
-        """``batch`` is that of Megatron's present iteration."""
+        """``batch`` is that of Megatron's present iteration.
+
+        Raises:
+            RuntimeError: as `settle` does.
+        """
         machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE  # Asking for it would make one, with a warning.
         if machine is not None and machine.mode is RerunMode.DISABLED and machine.current_iteration >= 0:
-            self._iteration_of_batch_0 = machine.current_iteration - batch
+            iteration_of_batch_0 = machine.current_iteration - batch
+            if iteration_of_batch_0 != self._iteration_of_batch_0:  # Iterations were skipped.
+                self.settle()
+                self._iteration_of_batch_0 = iteration_of_batch_0
 
     def require(self, batch: int, *, norms: Sequence[float] | None, gradients: Sequence[torch.Tensor]) -> None:
         """Check ``batch`` by its norms, or else its ``gradients``.
