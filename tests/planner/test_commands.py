@@ -20,8 +20,9 @@ from megatron_2bw.planner.flags.model_flags import model_flags
 from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.measure import verify
 from megatron_2bw.planner.memory import memory
-from megatron_2bw.planner.report.report import _narrow, launch_lines, stage_totals
+from megatron_2bw.planner.report.report import _narrow, compared, launch_lines, stage_totals
 from megatron_2bw.planner.search import efficiency
+from megatron_2bw.planner.search.finder import price
 from megatron_2bw.planner.specs.cluster import CLUSTERS
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.planner.specs.model import Kind
@@ -295,6 +296,18 @@ def test_when_not_to_use_2bw(capsys: pytest.CaptureFixture[str]):
     )
     assert "Do not use 2bw here" not in sooner, "who says that a delay helps is told what follows from it"
     assert "At sample efficiency 1.5 it reaches a loss" in sooner
+
+
+def test_layouts_that_take_as_long_are_said_to():
+    """As 1f1b-flush and Megatron's own schedule with one chunk do."""
+    layout = Layout(schedule="megatron", pipeline=2, data=4, microbatch=1, global_batch=32)
+    choices = [
+        price(MODELS["gpt-1.3b"], layout.but(schedule=schedule), CLUSTERS["dgx-a100"])
+        for schedule in ("1f1b-flush", "megatron")
+    ]
+    first, *rest = compared(*choices)
+    assert re.fullmatch(r"megatron:d2,.* takes \d+ ms, as long to a loss as 1f1b-flush:d2,.* \(\d+ ms\):", first)
+    assert len(rest) == 1
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]):
@@ -719,7 +732,13 @@ BAD = {
     f"{PLAN} --bf16": "precision bf16: v100-16gb has no bf16; use fp16",
     f"{PLAN} --flags-only --plot /nowhere/a.svg": "cannot write /nowhere/a.svg: No such file",
     "plan --model gpt-1t --cluster dgx-a100 --global-batch-size 64": "uniform3,sp needs 2116.3 GiB of 79.25",
-    f"plan {FLAGS} --num-attention-heads 7 --cluster dgx-a100 --global-batch-size 8": "num_attention_heads 7 does not",
+    f"plan {FLAGS} --num-attention-heads 7 --cluster dgx-a100 --global-batch-size 8": (
+        "--num-attention-heads 7 does not divide --hidden-size 1024"
+    ),
+    "plan --model llama3-8b --cluster dgx-a100 --global-batch-size 8 --fp8-recipe delayed": (
+        "fp8 delayed: a100-80gb has no products in 8 bits; leave --fp8-format and --fp8-recipe out"
+    ),
+    f"{ESTIMATE} --micro-batch-size -1": "--micro-batch-size -1: give a whole number of at least 1",
     "plan --cluster dgx-a100 --global-batch-size 8": "--num-layers is missing",
     "plan --model gpt-1t --global-batch-size 8": "--cluster is missing",
     ESTIMATE.replace("--cluster dgx-a100", ""): "--cluster is missing",
@@ -921,6 +940,15 @@ def test_a_launch_script_that_cannot_be_planned(
     script.write_text(LAUNCH.replace(*change))
     code, _, err = run(capsys, f"plan --from-script {script} --cluster dgx-h100 {more}")
     assert (code, message in err) == (2, True), err
+
+
+def test_the_papers_planners_say_what_to_take_out(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    script = tmp_path / "run.sh"
+    script.write_text(LAUNCH.replace("--msamp ", ""))
+    for more in ("", " --flags-only"):
+        plan = f"plan --from-script {script} --cluster dgx-h100 --cost-model paper{more}"
+        code, out, err = run(capsys, plan)
+        assert (code, "take --num-layers-per-virtual-pipeline-stage" in out + err) == (0, True), out + err
 
 
 def test_flags_of_other_programs_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_2bw.planner.cost import costs, updates
+from megatron_2bw.planner.cost.error_bars import error_bar
 from megatron_2bw.planner.cost.layer import works_of
 from megatron_2bw.planner.cost.sizes import Sizes, Split
 from megatron_2bw.planner.cost.speeds import A100, machine_of, speed_of
@@ -517,6 +518,20 @@ def test_the_error_bar_where_the_host_counts():
     }
     assert all(bar.parts["launching kernels"] > 0.1 * bar.time_s for bar in bars.values())
     assert {name: bar.relative_error > 1 for name, bar in bars.items()} == {"h100": True, "a100": False}
+
+
+def test_error_bars_are_of_models_as_large_as_those_measured():
+    one = layout(pipeline=1, data=8, microbatch=1, global_batch=8)
+    mixtral, llama = MODELS["mixtral-8x7b"], MODELS["llama3-8b"]
+    shares = {
+        "Mixtral": mixtral,
+        "half the experts": replace(mixtral, num_experts=4),
+        "small experts": replace(mixtral, hidden_size=2048),
+        "Llama": llama,
+        "a quarter of its width": replace(llama, hidden_size=1024),
+    }
+    found = [error_bar(CLUSTERS["dgx-h100"], model, one).share for model in shares.values()]
+    assert found == [0.12, 0.30, 0.30, 0.20, 0.30]
 
 
 def test_other_gpus():

@@ -111,7 +111,7 @@ def test_flags_and_rows():
     one = layout(optimizer=Optimizer.MUON)
     assert "--optimizer muon" in " ".join(layout_flags(GPT, one))
     assert "--optimizer" not in layout_flags(GPT, layout())
-    row = {"model": "gpt-1.3b", "cluster": "dgx-h100", "gpus": 8, "pp": 2, "mbs": 1, "gbs": 16}
+    row = {"model": "gpt-1.3b", "cluster": "dgx-h100", "gpus": 8, "pp": 2, "mbs": 1, "gbs": 16, "bf16": True}
     adam, muon, older = (predicted({**row, "optimizer": kind}) for kind in ("adam", "muon", "dist_muon"))
     needed = [one["stages"][0]["optimizer_bytes"] for one in (adam, muon, older)]
     assert needed[0] > needed[1] > needed[2]

@@ -65,7 +65,7 @@ def test_sizes_in_megatrons_names() -> None:
 )
 def test_other_spellings(other: dict[str, Any]) -> None:
     sizes = {"pipeline", "tensor", "global_batch"}
-    assert predicted({**{key: value for key, value in ROW.items() if key not in sizes}, **other}) == predicted(ROW)
+    assert _priced({**{key: value for key, value in ROW.items() if key not in sizes}, **other}) == _priced(ROW)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,20 @@ def test_other_spellings(other: dict[str, Any]) -> None:
     ],
 )
 def test_precisions_as_switches(flags: dict[str, Any], precision: str) -> None:
-    assert predicted({**ROW, **flags}) == predicted({**ROW, "precision": precision})
+    assert _priced({**ROW, **flags}) == _priced({**ROW, "precision": precision})
+
+
+def _priced(row: dict[str, Any]) -> dict[str, Any]:
+    """The prediction without its notes."""
+    return {key: value for key, value in predicted(row).items() if key != "notes"}
+
+
+def test_what_a_row_leaves_out_is_noted() -> None:
+    """Megatron would train in fp32, and has no microbatch of its own."""
+    left_out = ["no precision, such as bf16: priced in bf16", "no micro_batch_size: priced with 1"]
+    assert predicted(ROW)["notes"] == left_out
+    assert predicted({**ROW, "micro_batch_size": 1, "bf16": True})["notes"] == []
+    assert predicted({**ROW, "micro_batch_size": 1, "bf16": False})["notes"] == []
 
 
 @pytest.mark.parametrize("name", ["1f1b", "1F1B", "DAPPLE"])
@@ -96,6 +109,17 @@ def test_a_precision_aware_optimizer_as_megatrons_arguments_have_it() -> None:
     assert predicted({**row, **words, "exp_avg_dtype": ["bf16"]}) == predicted({**row, **words})
 
 
+def test_a_precision_aware_optimizer_as_plans_have_it() -> None:
+    row = {**ROW, "distributed_optimizer": True}
+    words = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    assert predicted({**row, "adam_state": ["fp32", "bf16", "bf16"]}) == predicted({**row, **words})
+    assert predicted({**row, "adam_state": None}) == predicted(row) != predicted({**row, **words})
+    with pytest.raises(PlanError, match="adam_state 'bf16': give a list of what main_params_dtype, exp_avg_dtype, "):
+        predicted({**row, "adam_state": "bf16"})
+    with pytest.raises(PlanError, match=r"exp_avg_dtype 'fp8' and adam_state .* disagree; leave out one of them"):
+        predicted({**row, **words, "exp_avg_dtype": "fp8", "adam_state": ["fp32", "bf16", "bf16"]})
+
+
 def test_columns_of_tables_of_measurements() -> None:
     row = {"layers": 40, "hidden": 6144, "heads": 48, "seq_len": 2048, "vocab": 50257}
     sizes = {"num_layers": 40, "hidden_size": 6144, "num_attention_heads": 48, "seq_length": 2048, "vocab_size": 50257}
@@ -111,8 +135,9 @@ def test_rows_of_texts() -> None:
     )
     sizes = {"num_layers": 40, "hidden_size": 6144, "num_attention_heads": 48, "seq_length": 2048, "vocab_size": 50257}
     labelled, plain = predicted({**ROW, **sizes, "model": "18B"}), predicted({**ROW, **sizes, "model": None})
-    assert labelled.pop("notes") == ["model '18B' is none of ours, so a label: priced is what the sizes beside it say"]
-    assert labelled == {key: value for key, value in plain.items() if key != "notes"}
+    note = "model '18B' is none of ours, so a label: priced is what the sizes beside it say"
+    assert labelled.pop("notes") == [note, *plain.pop("notes")]
+    assert labelled == plain
 
 
 def test_whole_numbers_of_a_column_with_gaps() -> None:

@@ -90,13 +90,19 @@ def described_model(args: argparse.Namespace, words: Sequence[str]) -> Model:
     Raises:
         PlanError: by both, or there are other words.
     """
+    from megatron_2bw.planner.flags.flags import in_flags
     from megatron_2bw.planner.flags.model_flags import read_model
     from megatron_2bw.planner.flags.options import Options
     from megatron_2bw.planner.specs.model import Kind
 
     check_words(words)
     options = Options.parse(words)
-    return named_model(args, options) or read_model(options, kind=Kind(args.model_kind or "gpt"))
+    if (model := named_model(args, options)) is not None:
+        return model
+    try:
+        return read_model(options, kind=Kind(args.model_kind or "gpt"))
+    except PlanError as error:
+        raise PlanError(in_flags(str(error))) from error
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits of the search; lists are separated by commas")
     for flag, (dimension, _) in _LIMITS.items():
         limits.add_argument(flag, dest=dimension, metavar="LIST")
-    example = "what each stage holds, such as 'Et|(tt|)*15tL' of 32 layers; one alone"
+    example = "what each stage holds, such as 'Ett|(tt|)*14ttL' of 32 layers; one alone"
     limits.add_argument(PIPELINE_LAYOUT, dest="pipeline_layout", metavar="LAYOUT", help=example)
     for flag in ("--sequence-parallel", "--use-distributed-optimizer"):
         limits.add_argument(flag, action=argparse.BooleanOptionalAction)

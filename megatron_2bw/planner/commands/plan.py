@@ -22,10 +22,11 @@ from megatron_2bw.planner.commands.arguments import (
 )
 from megatron_2bw.planner.commands.launched import add_script, of_script
 from megatron_2bw.planner.commands.limits import add_limits, limits_given, space_of
-from megatron_2bw.planner.commands.replanned import changes, planned
+from megatron_2bw.planner.commands.replanned import changes, decided_otherwise, planned, to_take_out
 from megatron_2bw.planner.errors import PlanError
 
 if TYPE_CHECKING:
+    from megatron_2bw.planner.commands.replanned import Script
     from megatron_2bw.planner.search.search import Plan
     from megatron_2bw.planner.specs.cluster import Cluster
     from megatron_2bw.planner.specs.model import Model
@@ -99,7 +100,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     cluster = sized(node, nodes=args.nodes, gpus=args.gpus)
     check_size(args, node, cluster.gpus)
     if args.cost_model != "default":
-        return _plan_of_paper(args, model, cluster, notes)
+        return _plan_of_paper(args, model, cluster, script, notes)
     try:
         space = space_of(args, model)
     except PlanError as error:
@@ -212,7 +213,9 @@ def _number(text: str) -> float:
         raise PlanError(f"sample_efficiency {text}: give a number above 0, such as 0.9, or auto") from error
 
 
-def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster, notes: Sequence[str]) -> int:
+def _plan_of_paper(
+    args: argparse.Namespace, model: Model, cluster: Cluster, script: Script | None, notes: Sequence[str]
+) -> int:
     from megatron_2bw.planner.report.papers import paper_flags, paper_json, paper_lines
     from megatron_2bw.planner.report.report import noted
 
@@ -230,6 +233,9 @@ def _plan_of_paper(args: argparse.Namespace, model: Model, cluster: Cluster, not
         if value is not None:
             raise PlanError(f"--cost-model {args.cost_model} has no {flag}; leave it out, or use default")
     problem = (args.cost_model, model, cluster, args.global_batch_size)
+    if script is not None:
+        with suppress(PlanError):  # One that does not run has no flags; below it says why.
+            notes = [*notes, *to_take_out(decided_otherwise(script, paper_flags(*problem)[0]))]
     if args.flags_only:
         flags, gpus = paper_flags(*problem)
         print(*flags)

@@ -116,12 +116,12 @@ def changes(script: Script, plan: Plan, flags: Sequence[str]) -> list[str]:
 
     Found by reading both as a training would, without one flag after the other.
     """
-    from megatron_2bw.planner.flags.flags import DECIDED, in_flags
+    from megatron_2bw.planner.flags.flags import in_flags
     from megatron_2bw.planner.flags.options import Options
 
     of_plan = Options.parse(flags).values
-    rest = {flag: words for flag, words in script.options.values.items() if flag not in DECIDED - of_plan.keys()}
-    out, silent = sorted(script.options.values.keys() - rest.keys()), []
+    out, silent = decided_otherwise(script, flags), []
+    rest = {flag: words for flag, words in script.options.values.items() if flag not in out}
     found = _read(script, plan, rest | of_plan)
     while isinstance(found, PlanError) or found:
         is_refused = isinstance(found, PlanError)
@@ -140,14 +140,25 @@ def changes(script: Script, plan: Plan, flags: Sequence[str]) -> list[str]:
         (out if is_refused else silent).append(better)
         found = tried[better]
         del rest[better]
-    notes = []
-    if out:
-        notes.append(f"take {', '.join(out)} out of the script: the plan has another layout")
+    notes = to_take_out(out)
     if silent:
         notes.append(f"{', '.join(silent)}: planned without; take that out of the script, too, or expect other times")
     if isinstance(found, PlanError):
         notes.append(f"beside the script's other flags: {in_flags(str(found))}")
     return notes
+
+
+def decided_otherwise(script: Script, flags: Sequence[str]) -> list[str]:
+    """Flags of ``script`` that are a plan's to decide, and not among ``flags``, which it prints."""
+    from megatron_2bw.planner.flags.flags import DECIDED
+    from megatron_2bw.planner.flags.options import Options
+
+    return sorted(script.options.values.keys() & (DECIDED - Options.parse(flags).values.keys()))
+
+
+def to_take_out(flags: Sequence[str]) -> list[str]:
+    """The note on them, if there are any."""
+    return [f"take {', '.join(flags)} out of the script: the plan has another layout"] if flags else []
 
 
 def _read(script: Script, plan: Plan, values: dict[str, list[str]]) -> set[str] | PlanError:

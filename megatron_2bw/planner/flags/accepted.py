@@ -138,7 +138,7 @@ def check_accepted(options: Options) -> None:
         granularity = "selective"
     modules = options.values.get(MODULES, ()) if granularity == "selective" else ()
     if "moe_act" in modules and GROUPED not in options:
-        raise PlanError(f"{MODULES} moe_act needs {GROUPED}; give it")
+        raise PlanError(f"{MODULES} moe_act needs {GROUPED} of a model with experts; give it, or leave moe_act out")
     shared = {"--moe-shared-expert-overlap", "--moe-shared-expert-intermediate-size"}
     if "shared_experts" in modules and shared.issubset(options.values):
         raise PlanError(f"{MODULES} shared_experts and --moe-shared-expert-overlap exclude each other; leave one out")

@@ -440,7 +440,7 @@ _FLAG_OF = {
     "recompute": "--recompute-granularity",
 }
 _SWITCHED = re.compile(r"--([\w-]+) (True|False)\b")
-_FIELD = re.compile(rf"(use )?(?<![-\w])({'|'.join(_FLAG_OF)})(?![-\w])( \d)?")
+_FIELD = re.compile(rf"(use )?(?<![-\w])({'|'.join(_FLAG_OF)})(?![-\w])( -?\d)?")
 
 
 def in_flags(message: str) -> str:
@@ -454,6 +454,8 @@ def in_flags(message: str) -> str:
     '--tensor-model-parallel-size 3 does not divide --num-attention-heads 16; use 2'
     >>> in_flags("distributed_optimizer True leaves none; use distributed_optimizer False")
     '--use-distributed-optimizer leaves none; use --no-use-distributed-optimizer'
+    >>> in_flags("microbatch -1: give a whole number; use fp8 none")
+    '--micro-batch-size -1: give a whole number; leave --fp8-format and --fp8-recipe out'
     """
 
     def said(found: re.Match[str]) -> str:
@@ -461,7 +463,9 @@ def in_flags(message: str) -> str:
         is_a_word = "_" not in field and not before and not value  # Of English: the pipeline, a tensor.
         return found[0] if is_a_word else f"{before}{_FLAG_OF[field]}{value}"
 
-    in_words = _FIELD.sub(said, message.replace("use recompute none", "leave --recompute-granularity out"))
+    message = message.replace("use recompute none", "leave --recompute-granularity out")
+    message = message.replace(f"use fp8 {Fp8.NONE}", "leave --fp8-format and --fp8-recipe out")
+    in_words = _FIELD.sub(said, message)
     return _SWITCHED.sub(lambda found: f"--{'no-' * (found[2] == 'False')}{found[1]}", in_words)
 
 

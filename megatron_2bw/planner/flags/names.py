@@ -230,11 +230,18 @@ def unknown(flags: Iterable[str]) -> list[str]:
     return [flag for flag in flags if flag not in MEGATRONS and flag not in OURS]
 
 
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+"""Modules that start the program of a command, as torchrun does."""
+
+
 def behind_program(words: Sequence[str]) -> list[str]:
     """The words of a command behind the file or the module that it runs: the flags before are of a launcher.
 
     >>> behind_program(("torchrun", "--nnodes", "2", "-m", "megatron.pretrain", "--bf16", "--hook", "hook.py"))
     ['--bf16', '--hook', 'hook.py']
+    >>> behind_program(("python", "-m", "torch.distributed.run", "--nnodes", "2", "pretrain_gpt.py", "--bf16"))
+    ['--bf16']
     """
-    programs = (index for index, word in enumerate(words) if word.endswith(".py") or words[index - 1] == "-m")
-    return list(words[next(programs, len(words)) + 1 :])
+    modules = (index for index in range(1, len(words)) if words[index - 1] == "-m" and words[index] not in LAUNCHERS)
+    programs = sorted({*modules, *(index for index, word in enumerate(words) if word.endswith(".py"))})
+    return list(words[(programs or [len(words)])[0] + 1 :])

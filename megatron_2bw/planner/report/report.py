@@ -302,9 +302,11 @@ def _verdict(choice: Choice, cluster: Cluster) -> str:
 def compared(best: Choice, other: Choice) -> Iterator[str]:
     """Where ``other`` loses time against ``best``."""
     longer = other.loss_time_s / best.loss_time_s - 1
+    how = "as long to a loss as"
+    if abs(longer) > _NOTHING:
+        how = f"{percent(abs(longer))} {'longer' if longer > 0 else 'less'} to a loss than"
     yield (
-        f"{name(other.layout)} takes {seconds(other.iteration.time_s)}, {percent(abs(longer))} "
-        f"{'longer' if longer >= 0 else 'less'} to a loss than {name(best.layout)} "
+        f"{name(other.layout)} takes {seconds(other.iteration.time_s)}, {how} {name(best.layout)} "
         f"({seconds(best.iteration.time_s)}):"
     )
     names = dict.fromkeys([*best.iteration.parts, *other.iteration.parts])

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags.accepted import DIST_MUON, MAIN_GRADIENTS, STORED_IN
+from megatron_2bw.planner.flags.accepted import DIST_MUON, MAIN_GRADIENTS, PRECISION_AWARE, STORED_IN
 from megatron_2bw.planner.flags.argument_flags import NEGATED, flag_of
 from megatron_2bw.planner.flags.flags import FIELDS, FP8_FORMATS, SPELLED, SWITCHES
 from megatron_2bw.planner.papers.automatic import AUTO
@@ -60,7 +60,7 @@ _PRECISIONS = {"torch.bfloat16": Precision.BF16, "torch.float16": Precision.FP16
 MODEL = {field.name for field in dataclasses.fields(Model) if field.name != "given_flags"}
 LAYOUT = {field.name for field in dataclasses.fields(Layout) if field.name not in ("optimizer", "adam_state")}
 """Fields that a row may have. Megatron has more optimizers than ours; its flags say which one, and what it keeps."""
-KEYS = {*MODEL, *LAYOUT, "optimizer", "model", "cluster", "nodes", "gpus"}
+KEYS = {*MODEL, *LAYOUT, "optimizer", "adam_state", "model", "cluster", "nodes", "gpus"}
 _NAMES_OF_VALUES = ("precision", "recompute", "recompute_granularity", "recompute_method", "fp8", "kind", "dispatcher")
 """Keys whose values tables have in capitals, too."""
 _ALIKE = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "add_position_embedding", "pad_vocab_size")
@@ -113,6 +113,8 @@ def in_our_names(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             value = value.lower()
         if key == "fp8" and (isinstance(value, bool) or value in FP8_FORMATS):
             theirs[key] = FP8_FORMATS[0] if value is True else value
+        elif key == "adam_state":
+            theirs |= _stored(value, row)
         elif name not in KEYS or key == "optimizer" or any(other in row for other in _MEGATRONS.get(key, ())):
             theirs[key] = value
         elif name == "mixpipe_k" and value == AUTO:
@@ -128,6 +130,20 @@ def in_our_names(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if "encoder_seq_length" in theirs:
         ours.setdefault("seq_length", theirs.pop("encoder_seq_length"))
     return ours, theirs
+
+
+def _stored(adam_state: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments for what `AdamState` has, as ``plan --json`` writes it."""
+    if adam_state is None:
+        return {}
+    names = [flag.removeprefix("--").replace("-", "_") for flag in STORED_IN]
+    if not isinstance(adam_state, list | tuple) or len(adam_state) != len(names):
+        raise PlanError(f"adam_state {adam_state!r}: give a list of what {', '.join(names)} are")
+    said = {PRECISION_AWARE.removeprefix("--").replace("-", "_"): True, **dict(zip(names, adam_state, strict=True))}
+    for name, value in said.items():
+        if row.get(name, value) != value:
+            raise PlanError(f"{name} {row[name]!r} and adam_state {adam_state} disagree; leave out one of them")
+    return said
 
 
 def _precisions(theirs: dict[str, Any]) -> Iterator[tuple[str, Precision]]:

@@ -133,6 +133,10 @@ def predicted(
     options = Options(values=flags_of(theirs))
     model, base = _model(ours, options), _cluster(ours)
     layout = _layout(ours, model, base, microbatches=theirs.get("num_microbatches"))
+    if "precision" not in ours:
+        notes.append(f"no precision, such as bf16: priced in {layout.precision}")
+    if "microbatch" not in ours:
+        notes.append(f"no micro_batch_size: priced with {layout.microbatch}")
     words = [*model_flags(model), "--vocab-size", str(model.vocab_size), *layout_flags(model, layout)]
     added = [] if RecomputeModule.MOE_ACT in layout.modules_again else [GROUPED]
     added += ["--global-batch-size"] * (STEPS in options)  # Beside it, Megatron's is only a placeholder.
