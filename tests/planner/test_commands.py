@@ -289,6 +289,9 @@ def test_when_not_to_use_2bw(capsys: pytest.CaptureFixture[str]):
     few = words_of(run(capsys, f"{both} --global-batch-size 64 --micro-batch-size 4")[1])
     assert "It reaches a loss before 1f1b-flush:d8," in few
     assert "m >= 8d" not in few
+    same = "1f1b-flush trains as Megatron's own schedule does, to the last bit"
+    alone = words_of(run(capsys, f"{both.replace('2bw,', '')} --global-batch-size 64 --micro-batch-size 4")[1])
+    assert (same in alone, same in few) == (True, False)
     slower = run(capsys, "plan --model gpt-355m --cluster dgx-a100 --global-batch-size 64")[1]
     assert "Do not use 2bw here: megatron:d1," in slower
     sooner = words_of(

@@ -601,7 +601,7 @@ def test_model_flops():
         ({"schedule": "zero"}, "schedule 'zero' has no cost model; choose one of 2bw"),
         ({"schedule": "pipedream"}, "pipedream updates after every microbatch"),
         ({"chunks": 2}, "chunks 2 of 1f1b-flush: use 1, or schedule megatron"),
-        ({"pipeline": 5}, "pipeline 5 does not divide num_layers 24; use 4 stages"),
+        ({"pipeline": 5}, "pipeline 5 does not divide num_layers 24; use 2 stages"),
         ({"schedule": "megatron", "chunks": 4}, "chunks 4 does not divide the 6 layers of a stage; use 3"),
         (
             {"first_stage_layers": 1},

@@ -420,7 +420,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
         (f"{MODEL} --micro-batch-size", "--micro-batch-size has no value"),
         (f"{MODEL} --micro-batch-size 3 --global-batch-size 8", "global_batch 8 is no multiple of microbatch 3"),
         (f"{RUN} --pipeline-model-parallel-size 3", "gpus 4 is no multiple of tensor x context x pipeline = 3; use 3"),
-        (f"{DEEP} --num-layers 6", "does not divide num_layers 6; use 3 stages"),
+        (f"{DEEP} --num-layers 6", "does not divide num_layers 6; use 2 stages"),
         (f"{RUN} --num-attention-heads 7", "num_attention_heads 7 does not divide hidden_size"),
         (f"{RUN} --num-attention-heads 4096", "num_attention_heads 4096 is more than hidden_size"),
         (f"{RUN} --tensor-model-parallel-size 0", "tensor 0: give a whole number of at least 1"),

@@ -62,11 +62,24 @@ def spread(model: Model, layout: Layout) -> Layers | Problem:
     if layout.pipeline_layout:
         return _described(model, layout)[0]
     ends = layout.first_stage_layers, layout.last_stage_layers
-    return _spread(model.num_layers, layout.pipeline, layout.chunks, *ends)
+    found = _spread(model.num_layers, layout.pipeline, layout.chunks, *ends)
+    return found or _uneven(model.num_layers, layout.pipeline, layout.chunks, layout.data)
 
 
 @cache
-def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) -> Layers | Problem:
+def _uneven(num_layers: int, stages: int, chunks: int, data: int) -> Problem:
+    """Equal stages do not divide the layers; the nearest number that does, if possible on as many GPUs."""
+    wanted = nearest_divisor(gcd(num_layers, stages * data), stages)
+    nearest = wanted if wanted > 1 else nearest_divisor(num_layers, stages)
+    return Problem(
+        f"pipeline {stages}{f' x chunks {chunks}' if chunks > 1 else ''} does not divide num_layers {num_layers}",
+        f"use {nearest} stages, or give first_stage_layers or last_stage_layers",
+    )
+
+
+@cache
+def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) -> Layers | Problem | None:
+    """None where only the number of stages is in the way."""
     if stages == 1 and chunks == 1:
         if sorted((first, last)) not in ([0, 0], [0, num_layers]):
             given = f"first_stage_layers {first}" if first else f"last_stage_layers {last}"
@@ -103,10 +116,7 @@ def _spread(num_layers: int, stages: int, chunks: int, first: int, last: int) ->
             f"chunks {chunks} does not divide the {per_stage} layers of a stage",
             f"use {nearest_divisor(per_stage, chunks)}",
         )
-    return Problem(
-        f"pipeline {stages}{f' x chunks {chunks}' if chunks > 1 else ''} does not divide num_layers {num_layers}",
-        f"use {nearest_divisor(num_layers, stages)} stages, or give first_stage_layers or last_stage_layers",
-    )
+    return None
 
 
 def _other_end(num_layers: int, even: int, chunks: int, first: int, last: int) -> str:

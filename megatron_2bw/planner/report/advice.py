@@ -30,6 +30,11 @@ def advice(plan: Plan) -> Iterator[str]:
             f"{name(plan.best.layout)} needs megatron-core 0.19: 0.18 sums the gradients of experts that are not split "
             "like other weights over the wrong ranks."
         )
+    if plan.best.layout.schedule == "1f1b-flush":
+        yield (
+            "1f1b-flush trains as Megatron's own schedule does, to the last bit: without -m megatron_2bw and "
+            "--pipeline-schedule, too."
+        )
     yield from _receives(plan)
     delayed, flushed = plan.best_of(delayed=True), plan.best_of(delayed=False)
     if delayed is None:
