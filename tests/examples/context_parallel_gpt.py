@@ -6,8 +6,11 @@ import runpy
 from pathlib import Path
 
 import megatron_2bw
-from tests.mcore.stand_ins import attend_across_ranks
 
-megatron_2bw.install()
-attend_across_ranks()
-runpy.run_path(str(Path(__file__).parents[2] / "examples/pretrain_gpt.py"), run_name="__main__")
+if __name__ == "__main__":  # Pytest imports it, too.
+    megatron_2bw.install()  # Before Megatron is imported.
+
+    from tests.mcore.stand_ins import attend_across_ranks
+
+    attend_across_ranks()
+    runpy.run_path(str(Path(__file__).parents[2] / "examples/pretrain_gpt.py"), run_name="__main__")
