@@ -31,7 +31,8 @@ number_of() {
 pretrain() {
     local kind="$1"
     shift
-    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus stages microbatch batch tensor context replica length without
+    local flags=("$@") defaults=() launcher tokens tokenizer ranks gpus stages microbatch batch tensor context replica
+    local length without
     local data="${DATA:-$ROOT/quickstart/data}" nodes="${NUM_NODES:-1}" output="${OUTPUT:-}"
     if [ -z "$output" ]; then
         output="${DATA:+$DATA/$kind}" output="${output:-$ROOT/runs/$kind}"
