@@ -204,6 +204,12 @@ def test_flags_that_were_given_are_printed_as_given():
         ("--muon-num-ns-steps 9", ()),
         ("--recompute-granularity selective --recompute-modules core_attn", ()),
         ("--deterministic-mode", ("--deterministic-mode: priced with Megatron's usual kernels, which take less time",)),
+        ("--no-bias-dropout-fusion", ("--no-bias-dropout-fusion: priced with that fusion",)),
+        (
+            "--mlp-chunks-for-training 4",
+            ("--mlp-chunks-for-training: priced with all tokens of a microbatch in the MLP at once",),
+        ),
+        ("--mlp-chunks-for-training 1", ()),
         (
             "--max-position-embeddings 999999 --window-size (1,0) --enable-cuda-graph --no-overlap-p2p-communication",
             (
