@@ -230,7 +230,6 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
         lambda options, flag: options.number(flag, 1) > 1,
         "priced with all tokens of a microbatch in the MLP at once",
     ),
-    "--defer-embedding-wgrad-compute": (_given, "priced with those products in each microbatch's backward"),
     "--max-position-embeddings": (_has_more_positions, "priced with weights of as many positions as --seq-length"),
     "--cross-entropy-fusion-impl": (
         lambda options, flag: "--cross-entropy-loss-fusion" in options and options.text(flag) == "te",
