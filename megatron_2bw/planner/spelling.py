@@ -18,3 +18,8 @@ def misspelled(word: str, known: Collection[str]) -> str | None:
     """
     found = [] if word in known else difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)
     return found[0] if found else None
+
+
+def attribute(flag: str) -> str:
+    """What argparse calls the value of ``flag``."""
+    return flag.removeprefix("--").replace("-", "_")

@@ -197,7 +197,8 @@ def test_what_megatron_refuses(flags: str, message: str):
 
 def test_more_that_megatron_refuses():
     selective = "--recompute-granularity selective --recompute-modules moe_act"
-    with pytest.raises(PlanError, match="moe_act needs --moe-grouped-gemm of a model with experts"):
+    message = "moe_act needs --moe-grouped-gemm of a model with experts; give it, or leave moe_act out"
+    with pytest.raises(PlanError, match=message):
         read(Options.parse(f"{LLAMA} --num-experts 8 {selective}".split()), gpus=8)
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     with pytest.raises(PlanError, match="--moe-layer-recompute and --recompute-granularity full exclude each other"):

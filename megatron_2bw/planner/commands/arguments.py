@@ -59,11 +59,6 @@ def add_run_args(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def attribute(flag: str) -> str:
-    """What argparse calls the value of ``flag``."""
-    return flag.removeprefix("--").replace("-", "_")
-
-
 def shell_words(text: str) -> list[str]:
     """What a shell makes of ``text``; the type of ``--run-args`` and the like.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.planner.commands.arguments import add_kernels, attribute, listed
+from megatron_2bw.planner.commands.arguments import add_kernels, listed
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import (
     BACKEND,
@@ -18,6 +18,7 @@ from megatron_2bw.planner.flags.accepted import (
     STORED_IN,
     check_in_fp32,
 )
+from megatron_2bw.planner.spelling import attribute
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.specs.adam_state import AdamState

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_2bw.planner.commands.arguments import attribute, check_words
+from megatron_2bw.planner.commands.arguments import check_words
 from megatron_2bw.planner.commands.launched import IN_FP32, given, note_of_strange, of_script, reading_on
 from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.spelling import attribute
 
 if TYPE_CHECKING:
     from megatron_2bw.planner.flags.options import Options

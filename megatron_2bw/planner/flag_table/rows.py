@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_2bw.planner.specs.adam_state import TORCH_NAMES
+from megatron_2bw.planner.spelling import attribute
 from megatron_2bw.schedule.registry import DELAYED, MEGATRON, SCHEDULES
 
 OURS = frozenset(SCHEDULES)
@@ -16,11 +17,6 @@ STOCK = frozenset({MEGATRON})
 
 USE_FLUSH = "use --pipeline-schedule 1f1b-flush, or leave the flag out"
 USE_MEGATRON = "use --pipeline-schedule megatron, or leave the flag out"
-
-
-def attribute(flag: str) -> str:
-    """What the parser calls the argument of ``flag``."""
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def given(*names: str) -> Callable[[Any], bool]:

@@ -15,11 +15,11 @@ from megatron_2bw.planner.flag_table.rows import (
     Mapped,
     Slowed,
     above,
-    attribute,
     given,
     set_to,
     sums_in_bf16,
 )
+from megatron_2bw.planner.spelling import attribute
 from megatron_2bw.schedule.registry import BIDIRECTIONAL, DELAYED, PER_MICROBATCH, TWO_BW
 
 __all__ = ["MAPPED", "REFUSED", "SLOWED", "table"]

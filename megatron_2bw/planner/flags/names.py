@@ -242,6 +242,9 @@ def behind_program(words: Sequence[str]) -> list[str]:
     >>> behind_program(("python", "-m", "torch.distributed.run", "--nnodes", "2", "pretrain_gpt.py", "--bf16"))
     ['--bf16']
     """
-    modules = (index for index in range(1, len(words)) if words[index - 1] == "-m" and words[index] not in LAUNCHERS)
-    programs = sorted({*modules, *(index for index, word in enumerate(words) if word.endswith(".py"))})
-    return list(words[(programs or [len(words)])[0] + 1 :])
+    programs = (
+        index
+        for index, word in enumerate(words)
+        if word.endswith(".py") or (words[index - 1] == "-m" and word not in LAUNCHERS)
+    )
+    return list(words[next(programs, len(words)) + 1 :])

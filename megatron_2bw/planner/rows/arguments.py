@@ -16,6 +16,7 @@ from megatron_2bw.planner.specs.adam_state import TORCH_NAMES
 from megatron_2bw.planner.specs.inputs import checked
 from megatron_2bw.planner.specs.layout import Layout, Precision
 from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.planner.spelling import attribute
 
 OURS = {
     "global_batch_size": "global_batch",
@@ -136,10 +137,10 @@ def _stored(adam_state: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Megatron's arguments for what `AdamState` has, as ``plan --json`` writes it."""
     if adam_state is None:
         return {}
-    names = [flag.removeprefix("--").replace("-", "_") for flag in STORED_IN]
+    names = [*map(attribute, STORED_IN)]
     if not isinstance(adam_state, list | tuple) or len(adam_state) != len(names):
         raise PlanError(f"adam_state {adam_state!r}: give a list of what {', '.join(names)} are")
-    said = {PRECISION_AWARE.removeprefix("--").replace("-", "_"): True, **dict(zip(names, adam_state, strict=True))}
+    said = {attribute(PRECISION_AWARE): True, **dict(zip(names, adam_state, strict=True))}
     for name, value in said.items():
         if row.get(name, value) != value:
             raise PlanError(f"{name} {row[name]!r} and adam_state {adam_state} disagree; leave out one of them")

@@ -11,7 +11,7 @@ from megatron_2bw.planner.flags.flags import SPELLED
 from megatron_2bw.planner.rows.arguments import KEYS, OF_PRECISION, OURS
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.planner.specs.model import Kind
-from megatron_2bw.planner.spelling import misspelled
+from megatron_2bw.planner.spelling import attribute, misspelled
 from megatron_2bw.schedule.registry import ALIASES, MEGATRON, SCHEDULES
 
 _SAME = {"microbatches": "num_microbatches"}
@@ -90,7 +90,7 @@ def _name(key: str) -> str:
 
 
 def _spelled(key: str) -> str:
-    name = key.removeprefix("--").replace("-", "_")
+    name = attribute(key)
     return name.lower() if name.isupper() else name
 
 
