@@ -19,10 +19,12 @@ from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.cost.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.accepted import SETTINGS
+from megatron_2bw.planner.flags.argument_flags import NEGATED, flag_of
 from megatron_2bw.planner.flags.flags import layout_flags, read
 from megatron_2bw.planner.flags.model_flags import MODEL_SWITCHES, model_flags, read_model
 from megatron_2bw.planner.flags.names import MEGATRONS, OURS
 from megatron_2bw.planner.flags.options import Options
+from megatron_2bw.planner.flags.unpriced import CHECKED
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report.report import prediction_json
 from megatron_2bw.planner.rows.rows import predicted
@@ -480,3 +482,12 @@ def test_the_names_of_megatrons_flags_are_known(parser: argparse.ArgumentParser)
     named = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
     assert named - {"--help"} - MEGATRONS == OURS
     assert len(MEGATRONS - named) in (64, 4), "0.18.2 has four flags that 0.19.2 has not, and lacks 64"
+
+
+def test_arguments_that_are_looked_at_name_their_flags(parser: argparse.ArgumentParser) -> None:
+    """Or a row of ``vars(args)`` would be read without them, or with the opposite of what they say."""
+    actions = {option: action for action in parser._actions for option in action.option_strings if option in CHECKED}
+    named = {flag: flag_of(action.dest) for flag, action in actions.items()}
+    assert {flag: other for flag, other in named.items() if other not in actions[flag].option_strings} == {}
+    negative = {action.dest for action in actions.values() if isinstance(action, argparse._StoreFalseAction)}
+    assert negative == {action.dest for action in actions.values()} & set(NEGATED)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from megatron_2bw.planner.flags.accepted import GROUP
+from megatron_2bw.planner.flags.accepted import GROUP, WARMUP_FLUSH
 
 _FLAGS = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "microbatch_group_size_per_vp_stage": GROUP,
     "nccl_ub": "--use-nccl-ub",
+    "overlap_p2p_comm_warmup_flush": WARMUP_FLUSH,
 }
 """Of arguments that Megatron keeps under other names than their flags."""
 NEGATED = {
     "add_bias_linear": "--disable-bias-linear",
     "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
+    "bias_dropout_fusion": "--no-bias-dropout-fusion",
     "masked_softmax_fusion": "--no-masked-softmax-fusion",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
     "apply_rope_fusion": "--no-rope-fusion",
