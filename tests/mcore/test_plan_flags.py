@@ -18,7 +18,7 @@ from megatron_2bw.mcore.loop.checks import validated
 from megatron_2bw.mcore.symbols import megatron_version
 from megatron_2bw.planner.cost.costs import PRICED
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.flags.accepted import SETTINGS
+from megatron_2bw.planner.flags.accepted import OPTIMIZERS, SETTINGS
 from megatron_2bw.planner.flags.argument_flags import NEGATED, flag_of
 from megatron_2bw.planner.flags.flags import layout_flags, read
 from megatron_2bw.planner.flags.model_flags import MODEL_SWITCHES, model_flags, read_model
@@ -491,3 +491,8 @@ def test_arguments_that_are_looked_at_name_their_flags(parser: argparse.Argument
     assert {flag: other for flag, other in named.items() if other not in actions[flag].option_strings} == {}
     negative = {action.dest for action in actions.values() if isinstance(action, argparse._StoreFalseAction)}
     assert negative == {action.dest for action in actions.values()} & set(NEGATED)
+
+
+def test_megatrons_optimizers_are_known(parser: argparse.ArgumentParser) -> None:
+    (action,) = (action for action in parser._actions if action.dest == "optimizer")
+    assert set(OPTIMIZERS) == set(action.choices)

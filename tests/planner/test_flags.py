@@ -539,6 +539,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
             f"{RUN} --position-embedding-type bogus",
             "--position-embedding-type bogus: choose one of learned_absolute, rope",
         ),
+        (f"{RUN} --optimizer adamw", "--optimizer adamw: choose one of adam, sgd, muon, dist_muon"),
         (f"{RUN} --normalization bogus", "--normalization bogus: choose one of LayerNorm, RMSNorm"),
         (f"{RUN} --attention-backend local", "--attention-backend local needs --spec local"),
         (f"{RUN} --moe-ffn-hidden-size 256", "--moe-ffn-hidden-size needs --num-experts; give it"),

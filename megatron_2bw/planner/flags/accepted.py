@@ -78,6 +78,8 @@ _ACTIVATIONS = ("--swiglu", "--squared-relu", "--quick-geglu")
 """Functions of the MLP, of which it has one."""
 _UNFUSED = ("--no-bias-gelu-fusion", "--disable-bias-linear")
 """What keeps Megatron from its fused kernel of bias and GELU."""
+OPTIMIZERS = ("adam", "sgd", "muon", DIST_MUON, "adaptive_muon", "lion", "soap")
+"""Those that Megatron 0.18 or 0.19 has."""
 PRECISION_AWARE = "--use-precision-aware-optimizer"
 STORED_IN = {
     "--main-params-dtype": ("fp32", "fp16"),

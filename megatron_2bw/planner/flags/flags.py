@@ -17,6 +17,7 @@ from megatron_2bw.planner.flags.accepted import (
     MAIN_GRADIENTS,
     MODULES,
     NO_OVERLAP,
+    OPTIMIZERS,
     PIPELINE_LAYOUT,
     PRECISION_AWARE,
     RECEIVES,
@@ -275,7 +276,7 @@ def _layout(
     if "--num-layers-per-virtual-pipeline-stage" in options:
         per_chunk = options.number("--num-layers-per-virtual-pipeline-stage")
         numbers["chunks"] = _chunks(per_chunk, model.num_layers + sum(counted(options)), numbers["pipeline"])
-    optimizer = options.text("--optimizer", Optimizer.ADAM)
+    optimizer = options.choice("--optimizer", OPTIMIZERS, Optimizer.ADAM)
     precision = Precision.BF16 if "--bf16" in options else Precision.FP16 if "--fp16" in options else Precision.FP32
     if fused is None:
         fused = precision is not Precision.FP32 if gpu is None else fuses_attention(gpu, precision)
