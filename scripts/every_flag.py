@@ -1,6 +1,6 @@
 """Give Megatron each of its flags alone, with and without this extension, and compare the two runs bit for bit.
 
-python scripts/every_flag.py                    # half an hour on two cores
+python scripts/every_flag.py                    # an hour on two cores
 python scripts/every_flag.py --only moe-router
 python scripts/every_flag.py --drawn 100 --seed 1     # several at a time, drawn at random
 python scripts/every_flag.py --output scripts/bench/results/every_flag.txt
@@ -47,6 +47,8 @@ BASES = (
     ("", PLAIN),
 )
 """What a flag is added to, by the first pattern that is in its name."""
+DRAINED = ("--eval-interval", "1", "--eval-iters", "1")
+"""What keeps forwards from running ahead into the next batch."""
 STARTS_BEFORE = frozenset({"--tokenizer-type", "--distributed-backend", "--transformer-impl", "--num-workers"})
 """Flags without which nothing runs here, on CPUs and without data."""
 ABOUT = f"""\
@@ -54,7 +56,8 @@ Each line: a flag of Megatron's parser, added to a run of {BATCHES} batches on C
 Megatron and once under --pipeline-schedule 2bw with --synchronous-warmup-iters {BATCHES}: through our executor, updates
 and reductions, but without the delay, so that both have to compute the same. Switches are set; of several choices each
 is taken; numbers are halved, raised by one or set to 2; flags that take other text are left out. "equal": losses, norms
-and final weights are, to the last bit; "changes": so they are, and the flag makes them others than without it.
+and final weights are, to the last bit; "changes": so they are, and the flag makes them others than without it; and the
+same holds with the delay, of a run whose forwards run ahead and one that evaluates after each batch, so that none do.
 "refused": we say that it does not work with 2bw, and stock Megatron runs. "neither": stock Megatron does not run, for
 a flag more is missing, or a GPU, or a package."""
 ABOUT_DRAWN = """\
@@ -148,7 +151,14 @@ def _outcome(base: Case, words: tuple[str, ...]) -> tuple[str, str]:
         return ("refused", refusal) if refusal else ("FAILED", str(ours)[-500:])
     if apart := _differing(ours, stock):
         return "NOT equal", "; ".join(apart)
-    return "changes" if _differing(stock, run(replace(base, schedule=None))) else "equal", ""
+    if not _differing(stock, run(replace(base, schedule=None))):
+        return "equal", ""
+    delayed = replace(case, schedule="2bw")
+    ahead, drained = _tried(delayed), _tried(replace(delayed, flags=(*delayed.flags, *DRAINED)))
+    if not isinstance(ahead, Results) or not isinstance(drained, Results):
+        return "FAILED", str(drained if isinstance(ahead, Results) else ahead)[-500:]
+    apart = _differing(drained, ahead)
+    return "NOT equal" if apart else "changes", "; ".join(apart)
 
 
 def _tried(case: Case) -> Results | Exception:
