@@ -35,6 +35,16 @@ class PlanError(ValueError):
         return problem.reason if isinstance(problem, Problem) else problem
 
 
+def check_count(name: str, value: object, least: int) -> None:
+    """Refuse what is no whole number from ``least`` to ``MOST``.
+
+    Raises:
+        PlanError: ``value`` is none.
+    """
+    if not isinstance(value, int) or not least <= value <= MOST:
+        raise PlanError(wrong_count(name, value, least))
+
+
 def wrong_count(name: str, value: object, least: int) -> Problem:
     """Why ``value`` is no count from ``least`` to ``MOST``."""
     bound = f"at most {MOST}" if isinstance(value, int) and value > MOST else f"at least {least}"

@@ -7,13 +7,12 @@ import re
 from typing import Any
 
 from megatron_2bw.planner.errors import PlanError
-from megatron_2bw.planner.rules import MEGATRON
 from megatron_2bw.planner.specs.inputs import modules_of
 from megatron_2bw.planner.specs.layout import Layout, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.specs.pipeline_layout import EMBEDDING
 from megatron_2bw.planner.specs.space import Space
 from megatron_2bw.schedule.errors import ScheduleError
-from megatron_2bw.schedule.registry import canonical_name
+from megatron_2bw.schedule.registry import MEGATRON, canonical_name
 
 _COUNTS = {
     "d": "pipelines",
@@ -106,7 +105,7 @@ def chosen(text: str) -> dict[str, Any]:
 
 def _said(part: str) -> dict[str, Any] | None:
     """Value by dimension of a Space, of one part of a name; None if it is none."""
-    count, recompute = re.fullmatch(r"([a-z])(\d+)", part), _RECOMPUTE.fullmatch(part)
+    count, recompute = re.fullmatch(r"([a-z])(\d{1,18})", part), _RECOMPUTE.fullmatch(part)
     if count and count[1] in _COUNTS and part != "s0":
         return {_COUNTS[count[1]]: int(count[2])}
     if part.startswith(EMBEDDING):

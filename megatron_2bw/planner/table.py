@@ -48,10 +48,10 @@ def wrapped(words: Sequence[str], *, width: int = 110, indent: str = "    ") -> 
 def seconds(time_s: float) -> str:
     """Three digits and a unit.
 
-    >>> seconds(0.01234), seconds(12.34), seconds(1234)
-    ('12.3 ms', '12.3 s', '1,234 s')
+    >>> seconds(0.01234), seconds(0.9996), seconds(12.34), seconds(1234)
+    ('12.3 ms', '1 s', '12.3 s', '1,234 s')
     """
-    if time_s < 1:
+    if time_s < 0.9995:  # From there on, three digits of milliseconds are 1,000.
         return f"{time_s * 1e3:.3g} ms"
     return f"{time_s:,.0f} s" if time_s >= 100 else f"{time_s:.3g} s"
 

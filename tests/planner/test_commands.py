@@ -336,6 +336,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]):
     [
         ("2bw:d7", "pipeline 7 does not divide 64 GPUs; use pipeline 8"),
         ("2bw:d0", "pipeline 0 is no count; use pipeline 2"),
+        ("2bw:w2,b0", "microbatch 0 is no count; use microbatch 1"),
         ("2bw:d8,t16", "tensor 16 does not divide the 8 GPUs of a stage; use tensor 8"),
         ("2bw:d8,t4,w3", "; use data 2"),
         ("2bw:d8,t4,w3,b1", "data 3: a stage has 8 GPUs, 4 per replica; use 2"),
@@ -353,6 +354,11 @@ def test_every_layout_has_a_reason(capsys: pytest.CaptureFixture[str], layout: s
     assert code == 0
     assert reason in out
     assert "the limits" not in out
+
+
+def test_no_samples_at_a_time_and_a_batch_that_does_not_split(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, f"{PLAN.replace('512', '511')} --explain 2bw:w2,b0")
+    assert (code, "global_batch 511 does not split over any possible number of replicas (2)" in out) == (0, True)
 
 
 def test_the_papers_own_planners(capsys: pytest.CaptureFixture[str]):
@@ -699,6 +705,9 @@ BAD = {
     f"{PLAN} --delayed-microbatches-fraction 0.5 --sample-efficiency auto": "auto chooses the share; leave one out",
     f"{PLAN} --cost-model paper --sample-efficiency 0.9": "--cost-model paper has no --sample-efficiency; leave it",
     f"{PLAN} --cost-model paper --plot a.svg": "--cost-model paper has no --plot; leave it out",
+    f"{PLAN.replace('512', '1' + '0' * 20)} --cost-model paper": "global_batch 100000000000000000000 is no count; give",
+    f"{PLAN.replace('512', '1' + '0' * 400)} --cost-model mixpipe": "0000 is no count; give a whole number of at most",
+    f"{PLAN} --explain 2bw:d{'9' * 5000}": "is none of dN, tN",
     f"{PLAN} --cost-model paper --fp32": "--cost-model paper has no --fp32; leave it out, or use default",
     f"{PLAN} --cost-model mixpipe --attention-backend flash": "--cost-model mixpipe has no --attention-backend; leave",
     f"{PLAN} --cost-model paper --no-sequence-parallel": "--cost-model paper has no --sequence-parallel; leave it out",

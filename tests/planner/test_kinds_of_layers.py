@@ -354,9 +354,9 @@ def test_what_no_model_is(changes: dict, message: str):
 
 @pytest.mark.parametrize(
     ("pattern", "layers", "dense"),
-    [("1", 4, 0), ("[0,1,1]", 3, 1), ("[0]*2+[1]*2", 4, 2), ("(([0]*2)+[1]*(1+1))", 4, 2), ("[0, 1]", None, 1)],
+    [("1", 4, 0), ("[0,1,1]", 3, 1), ("[0]*2+[1]*2", 4, 2), ("(([0]*2)+[1]*(1+1))", 4, 2), ("[0, 1]", 2, 1)],
 )
-def test_patterns_of_layers(pattern: str, layers: int | None, dense: int):
+def test_patterns_of_layers(pattern: str, layers: int, dense: int):
     assert dense_first(pattern, layers) == dense
 
 

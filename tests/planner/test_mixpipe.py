@@ -132,7 +132,7 @@ def test_the_search_is_exhaustive(microbatch: int):
     ("model", "batch", "message"),
     [
         (BERT_48, 100, "global_batch 100 is no multiple of 32 GPUs: use 96"),
-        (BERT_48, 0, "global_batch 0 is no multiple of 32 GPUs: use 32"),
+        (BERT_48, 0, "global_batch 0 is no count; give a whole number of at least 1"),
         (BERT_48, 32 * 999, "does not fit on 32 x v100-32gb with microbatches of 999: use global_batch"),
         (dataclasses.replace(BERT_48, num_layers=47), 32, "has 47 blocks: no even depth divides them and 32 GPUs"),
         (

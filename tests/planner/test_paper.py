@@ -196,7 +196,7 @@ def test_a_profile_takes_the_place_of_the_estimate():
 @pytest.mark.parametrize(
     ("model", "batch", "message"),
     [
-        (GPT_2_2B, 0, "global_batch 0: give a whole number of at least 1"),
+        (GPT_2_2B, 0, "global_batch 0 is no count; give a whole number of at least 1"),
         (GPT_2_2B, 7, r"global_batch 7 is no multiple of a depth that fits \(8\): use 8"),
         (GPT_2_2B, 15, r"global_batch 15 is no multiple of a depth that fits \(8\): use 16"),
         (WIDE, 64, r"model wide does not fit on 8 x v100-16gb \(15.78 GiB each\): depth 8 with a"),

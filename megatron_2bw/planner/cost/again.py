@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_2bw.planner.cost import attention
 from megatron_2bw.planner.cost.sizes import SORTING, Sizes
 from megatron_2bw.planner.cost.speeds import Machine
-from megatron_2bw.planner.cost.work import NOTHING, Parts, launched
+from megatron_2bw.planner.cost.work import Parts, launched
 from megatron_2bw.planner.specs.layout import RecomputeModule
 
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 def selected(sizes: Sizes, machine: Machine, core: Piece) -> Parts:
     """Of all modules that the layer has; ``core``: attention's."""
     pieces = list(_pieces(sizes, machine, core))
-    parts = Parts(*map(sum, zip(*(piece.parts for piece in pieces), strict=True))) if pieces else NOTHING
+    parts = Parts.sum(piece.parts for piece in pieces)
     return launched(parts, machine, sum(piece.launches for piece in pieces))
 
 

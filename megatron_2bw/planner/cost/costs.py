@@ -196,7 +196,7 @@ def times_of(model: Model, layout: Layout, cluster: Cluster, speed: Speed | None
 def _stage_time(model: Model, layout: Layout, works: Works, chunks: Sequence[Contents]) -> Stage:
     """Of one microbatch's forward and backward on a stage with these chunks, in seconds."""
     times = [time_of(stage_pieces(model, layout, works, held)) for held in chunks]
-    return times[0] if len(times) == 1 else Stage(*map(sum, zip(*times, strict=True)))
+    return Stage.sum(times)
 
 
 def _stage_times(model: Model, layout: Layout, works: Works, send_s: float) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _stage_times(model: Model, layout: Layout, works: Works, send_s: float) -> d
     different = {held: _stage_time(model, layout, works, [held]) for held in set(order)}
     each = tuple(different[held] for held in order)
     stages = [each[stage :: layout.pipeline] for stage in range(1, last)]
-    between = [Stage(*map(sum, zip(*chunks, strict=True))) for chunks in stages]
+    between = [*map(Stage.sum, stages)]
     # What is predicted of further tokens goes on beside what the layers gave.
     sends_s = [send_s] * (len(order) - 1)
     for index in range(next((i for i, held in enumerate(order) if held.mtp), len(order)), len(order) - 1):

@@ -8,16 +8,12 @@ the last layer: ``MultiTokenPredictionLayer`` and ``process_mtp_loss`` in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_2bw.planner.cost import fp8
+from megatron_2bw.planner.cost.sizes import Split
 from megatron_2bw.planner.cost.speeds import Machine
 from megatron_2bw.planner.cost.work import Parts, Work, launched
 from megatron_2bw.planner.specs.layout import Recompute
 from megatron_2bw.planner.specs.model import Model
-
-if TYPE_CHECKING:
-    from megatron_2bw.planner.cost.sizes import Split
 
 _FORWARD, _BACKWARD = 6, 9
 """Kernels that are no products: two norms, vectors side by side, those of all predictions one behind the other, the
@@ -27,10 +23,10 @@ likeliest token, a part of the sequence; two per norm, two halves, two sums of g
 def mtp_work(model: Model, split: Split, machine: Machine, embedding: Work, layer: Work) -> Work:
     """Of one token more, which has an embedding and a layer as there are others, and a projection between."""
     head = _projection(model, split, machine)
-    forward = _sum(embedding.forward, head.forward, layer.forward)
-    backward = _sum(layer.backward, head.backward, embedding.backward)
+    forward = Parts.sum((embedding.forward, head.forward, layer.forward))
+    backward = Parts.sum((layer.backward, head.backward, embedding.backward))
     # Megatron computes the projection again with the layer.
-    again = _sum(head.forward, layer.again) if split.recompute is Recompute.FULL else layer.again
+    again = Parts.sum((head.forward, layer.again)) if split.recompute is Recompute.FULL else layer.again
     return Work.of(forward, backward, again)
 
 
@@ -68,7 +64,3 @@ def _projection(model: Model, split: Split, machine: Machine) -> Work:
         launched(forward, machine, _FORWARD + casts + 1 + collectives),
         launched(backward, machine, _BACKWARD + casts + 2 + collectives),
     )
-
-
-def _sum(*parts: Parts) -> Parts:
-    return Parts(*map(sum, zip(*parts, strict=True)))

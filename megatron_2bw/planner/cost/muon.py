@@ -9,8 +9,6 @@ the matrices out, each of them whole.
 
 from __future__ import annotations
 
-from functools import partial
-
 from megatron_2bw.planner.cost.layer import Matrix
 from megatron_2bw.planner.cost.speeds import Machine
 from megatron_2bw.planner.cost.whole import buffers_of, longest_s
@@ -24,13 +22,12 @@ _WIDTH = 2
 
 def orthogonalized_s(model: Model, layout: Layout, machine: Machine, stage: int) -> float:
     """Of the rank of ``stage`` with most to do; routers and position embeddings are too small to price."""
-    time_s = partial(_newton_schulz_s, machine=machine)
+
+    def time_s(matrix: Matrix) -> float:
+        return sum(newton_schulz_s(rows, columns, machine) for rows, columns in matrix)
+
     found = (buffer for of_chunk in buffers_of(model, layout, stage) for buffer in of_chunk)
     return sum(longest_s(buffer, time_s) for buffer in found)
-
-
-def _newton_schulz_s(matrix: Matrix, machine: Machine) -> float:
-    return sum(newton_schulz_s(rows, columns, machine) for rows, columns in matrix)
 
 
 def newton_schulz_s(rows: float, columns: float, machine: Machine) -> float:

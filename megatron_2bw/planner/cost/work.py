@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_2bw.planner.cost.speeds import Machine
@@ -43,6 +44,11 @@ class Parts(NamedTuple):
     @property
     def total_s(self) -> float:
         return sum(self)
+
+    @classmethod
+    def sum(cls, parts: Iterable[Parts]) -> Parts:
+        """Of ``parts`` one after the other."""
+        return cls(*map(sum, zip(NOTHING, *parts, strict=True)))
 
 
 NOTHING = Parts()

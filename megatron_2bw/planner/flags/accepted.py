@@ -96,6 +96,11 @@ def stages(options: Options) -> int:
     return options.number("--pipeline-model-parallel-size", 1)
 
 
+def is_local(options: Options) -> bool:
+    """Whether layers are Megatron's own, not Transformer Engine's."""
+    return options.text("--transformer-impl", "transformer_engine") == "local"
+
+
 def counted(options: Options) -> tuple[bool, bool]:
     """Whether the embedding, and whether the loss, is spread over the stages as if it were a layer."""
     embedding, loss = COUNTED

@@ -27,6 +27,7 @@ from megatron_2bw.planner.flags.accepted import (
     check_accepted,
     counted,
     interleaves,
+    is_local,
 )
 from megatron_2bw.planner.flags.model_flags import (
     DROPOUT,
@@ -41,7 +42,7 @@ from megatron_2bw.planner.flags.unpriced import CHECKED, check_priced, optimizer
 from megatron_2bw.planner.multiples import nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import schedule_name
 from megatron_2bw.planner.papers.automatic import AUTO, choose, has_choice
-from megatron_2bw.planner.rules import MEGATRON, problem
+from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.specs.adam_state import AdamState
 from megatron_2bw.planner.specs.cluster import Gpu
 from megatron_2bw.planner.specs.inputs import modules_of
@@ -61,6 +62,7 @@ from megatron_2bw.planner.specs.model import Kind, Model
 from megatron_2bw.planner.specs.pipeline_layout import COUNTED, counted_layout
 from megatron_2bw.planner.spelling import misspelled
 from megatron_2bw.planner.table import GIB
+from megatron_2bw.schedule.registry import MEGATRON
 
 _COUNTS = {
     "--tensor-model-parallel-size": "tensor",
@@ -250,7 +252,7 @@ def _without_effect(options: Options, model: Model) -> Iterator[str]:
         yield "--tp-comm-overlap: priced without, as Megatron switches it off beside latent attention"
     if MODULES in options and _recompute(options) is not Recompute.SELECTIVE:
         yield f"{MODULES}: priced without, as Megatron looks at it under --recompute-granularity selective alone"
-    if "--fp8-format" in options and options.text("--transformer-impl", "") == "local":
+    if "--fp8-format" in options and is_local(options):
         yield "--fp8-format: priced without, as Megatron's own layers have no products in 8 bits"
 
 
@@ -415,7 +417,7 @@ def _dispatcher_flags(dispatcher: Dispatcher) -> str:
 def fp8_of(options: Options) -> Fp8:
     """The recipe of layers' products in 8 bits."""
     recipes = [recipe for recipe in Fp8 if recipe is not Fp8.NONE]
-    if "--fp8-format" not in options or options.text("--transformer-impl", "") == "local":
+    if "--fp8-format" not in options or is_local(options):
         return Fp8.NONE  # Layers of Megatron's own have none.
     options.choice("--fp8-format", FP8_FORMATS, FP8_FORMATS[0])
     return Fp8(options.choice("--fp8-recipe", recipes, Fp8.DELAYED))
@@ -426,7 +428,7 @@ def fuses(options: Options, default: bool | None) -> bool | None:
     backend = options.choice("--attention-backend", ATTENTION_BACKENDS, ATTENTION_BACKENDS[0])
     if "--use-flash-attn" in options:
         return True
-    if options.text("--transformer-impl", "transformer_engine") == "local":
+    if is_local(options):
         return False
     return {"auto": default, "unfused": False, "local": False}.get(backend, True)
 

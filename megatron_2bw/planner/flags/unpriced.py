@@ -15,6 +15,7 @@ from megatron_2bw.planner.flags.accepted import (
     WARMUP_FLUSH,
     gathers_tokens,
     interleaves,
+    is_local,
     stages,
 )
 from megatron_2bw.planner.flags.model_flags import positions_of
@@ -56,7 +57,7 @@ def _loops_over_experts(options: Options, flag: str) -> bool:
 
 
 def _is_local(options: Options, flag: str) -> bool:
-    return flag in options and options.text("--transformer-impl", "transformer_engine") == "local"
+    return flag in options and is_local(options)
 
 
 def _has_unknown_state(options: Options, flag: str) -> bool:
@@ -227,7 +228,7 @@ _NOTED: dict[str, tuple[Callable[[Options, str], bool], str]] = {
     "--no-bias-dropout-fusion": (_given, "priced with that fusion"),
     "--use-transformer-engine-op-fuser": (_given, "priced without that fusion"),
     "--mlp-chunks-for-training": (
-        lambda options, flag: options.number(flag, 1) > 1,
+        _above_one,
         "priced with all tokens of a microbatch in the MLP at once",
     ),
     "--max-position-embeddings": (_has_more_positions, "priced with weights of as many positions as --seq-length"),

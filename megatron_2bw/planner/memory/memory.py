@@ -68,8 +68,14 @@ class StageMemory:
         """What the GPU has to have."""
         return sum(_components(self))
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes by component, in words."""
+        return {name.removesuffix("_bytes").replace("_", " "): getattr(self, name) for name in _COMPONENTS}
 
-_components = attrgetter(*(field.name for field in fields(StageMemory) if field.name.endswith("_bytes")))
+
+_COMPONENTS = tuple(field.name for field in fields(StageMemory) if field.name.endswith("_bytes"))
+_components = attrgetter(*_COMPONENTS)
 
 
 def stages(model: Model, layout: Layout) -> tuple[StageMemory, ...]:

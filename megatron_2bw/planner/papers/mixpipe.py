@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.errors import PlanError, check_count
 from megatron_2bw.planner.memory.memory import CONTEXT_BYTES, FRAGMENTED_SHARE
+from megatron_2bw.planner.multiples import nearest_multiple
 from megatron_2bw.planner.papers.blocks import Blocks, compute_s, estimate, link_bytes_per_s
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.model import Model
@@ -104,9 +105,10 @@ def plan(model: Model, cluster: Cluster, global_batch: int, *, blocks: Blocks | 
     >>> [(plan.depth, plan.injected, plan.extra) for plan in plan(model, CLUSTERS["p3dn.24xlarge"], 128)[:3]]
     [(4, 2, 1), (8, 6, 1), (8, 4, 2)]
     """
-    if not isinstance(global_batch, int) or global_batch < 1 or global_batch % cluster.gpus:
-        nearest = max(1, round(global_batch / cluster.gpus)) * cluster.gpus
-        raise PlanError(f"global_batch {global_batch!r} is no multiple of {cluster.gpus} GPUs: use {nearest}")
+    check_count("global_batch", global_batch, 1)
+    if global_batch % cluster.gpus:
+        nearest = nearest_multiple(global_batch, cluster.gpus)
+        raise PlanError(f"global_batch {global_batch} is no multiple of {cluster.gpus} GPUs: use {nearest}")
     blocks = blocks or estimate(model, cluster.gpu)
     microbatch = global_batch // cluster.gpus
     found = [

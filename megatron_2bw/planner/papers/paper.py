@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_2bw.planner.errors import PlanError
+from megatron_2bw.planner.errors import PlanError, check_count
 from megatron_2bw.planner.multiples import divisors
 from megatron_2bw.planner.papers.blocks import Blocks, compute_s, estimate, reduce_s, transfer_s
 from megatron_2bw.planner.specs.cluster import Cluster
@@ -137,8 +137,7 @@ def plan(
     >>> best.schedule, best.width, best.depth, best.microbatch, best.accumulation
     ('2bw', 1, 8, 16, 2)
     """
-    if not isinstance(global_batch, int) or global_batch < 1:
-        raise PlanError(f"global_batch {global_batch!r}: give a whole number of at least 1")
+    check_count("global_batch", global_batch, 1)
     blocks = blocks or estimate(model, cluster.gpu)
     executions = [execution for execution in EXECUTIONS if recompute in (None, execution[1])]
     found = []

@@ -8,7 +8,7 @@ all of them where transfers are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +28,11 @@ class Stage(NamedTuple):
     def pair_s(self) -> float:
         """Forward and backward."""
         return self.forward_s + self.backward_s
+
+    @classmethod
+    def sum(cls, chunks: Iterable[Stage]) -> Stage:
+        """Of several ``chunks``."""
+        return cls(*map(sum, zip(*chunks, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,7 @@ class Pipeline:
         """Stages that may differ."""
         if self.each:
             chunks = (self.each[rank :: self.stages] for rank in range(self.stages))
-            return tuple(Stage(*map(sum, zip(*of_rank, strict=True))) for of_rank in chunks)
+            return tuple(Stage.sum(of_rank) for of_rank in chunks)
         return ((self.first,), (self.first, self.last), (self.first, self.middle, self.last))[min(self.stages, 3) - 1]
 
     @property

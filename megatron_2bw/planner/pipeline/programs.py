@@ -43,7 +43,7 @@ def refusal(layout: Layout) -> str | None:
         except ScheduleError as error:
             return error.message
         return None
-    for same in (shortened(layout)[0], layout):  # The message is about the microbatches that there are.
+    for same in (shortened(layout), layout):  # The message is about the microbatches that there are.
         try:
             programs_of(same)
         except PlanError as error:
@@ -53,8 +53,8 @@ def refusal(layout: Layout) -> str | None:
     return refused
 
 
-def shortened(layout: Layout) -> tuple[Layout, int]:
-    """``layout`` with fewer microbatches where its Programs repeat themselves, and how many units of them it lacks.
+def shortened(layout: Layout) -> Layout:
+    """``layout`` with fewer microbatches where its Programs repeat themselves.
 
     gems and chimera run one unit after the other: two microbatches, one in each direction, and as many as stages. They
     have no more forwards in flight from the second on; four are kept. mixpipe has as many with all numbers of
@@ -65,15 +65,15 @@ def shortened(layout: Layout) -> tuple[Layout, int]:
     )
     lacks = max(layout.microbatches // unit - kept, 0)
     if not lacks:
-        return layout, 0
-    return layout.but(global_batch=layout.global_batch - lacks * unit * layout.microbatch * layout.data), lacks
+        return layout
+    return layout.but(global_batch=layout.global_batch - lacks * unit * layout.microbatch * layout.data)
 
 
 @lru_cache(maxsize=4096)
 def open_losses(layout: Layout, rank: int) -> int:
     """Most forwards of the last stage at once on ``rank`` whose backward has not run."""
     most = present = 0
-    for action in programs_of(shortened(layout)[0]).programs[rank].steady:
+    for action in programs_of(shortened(layout)).programs[rank].steady:
         if action.stage == layout.pipeline - 1 and action.type in _CHANGES:
             present += _CHANGES[action.type]
             most = max(most, present)

@@ -260,7 +260,7 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
     if layout.schedule == "inter-layer":
         return 1
     if layout.schedule in BIDIRECTIONAL:
-        return programs_of(shortened(layout)[0]).in_flight[stage]
+        return programs_of(shortened(layout)).in_flight[stage]
     if layout.schedule == "pipedream":
         return after + 1
     return microbatches if layout.schedule == "gpipe" else min(after + 1, microbatches)

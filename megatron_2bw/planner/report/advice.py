@@ -7,11 +7,12 @@ from itertools import combinations
 
 from megatron_2bw.planner.cost.costs import iteration, unpriced_receives
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import MEGATRON, needs_megatron_0_19
+from megatron_2bw.planner.rules import needs_megatron_0_19
 from megatron_2bw.planner.search.efficiency import EXACT
 from megatron_2bw.planner.search.finder import Choice
 from megatron_2bw.planner.search.search import Plan
 from megatron_2bw.planner.specs.layout import Receives
+from megatron_2bw.schedule.registry import MEGATRON
 from megatron_2bw.schedule.timeline import percent
 
 MANY = 8

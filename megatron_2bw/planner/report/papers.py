@@ -9,12 +9,13 @@ from typing import Any
 from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.papers import mixpipe, paper
 from megatron_2bw.planner.report.report import flags_of, launch_lines
-from megatron_2bw.planner.rules import MEGATRON, problem
+from megatron_2bw.planner.rules import problem
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout, Recompute
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.space import Space
 from megatron_2bw.planner.table import gib, table
+from megatron_2bw.schedule.registry import MEGATRON
 
 COST_MODELS = {
     "paper": (paper.plan, "PipeDream-2BW, Appendix A: no tensor parallelism, embeddings, logits or flushes"),

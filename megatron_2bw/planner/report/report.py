@@ -16,16 +16,17 @@ from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.memory.memory import StageMemory
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report.advice import advice
-from megatron_2bw.planner.rules import MEGATRON, delay_of
+from megatron_2bw.planner.rules import delay_of
 from megatron_2bw.planner.search.decisions import Rejection
 from megatron_2bw.planner.search.efficiency import EXACT, correction_flags
-from megatron_2bw.planner.search.finder import Choice, first_of_kinds, parts_of
+from megatron_2bw.planner.search.finder import Choice, first_of_kinds
 from megatron_2bw.planner.search.search import Plan
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.planner.specs.model import Kind, Model
 from megatron_2bw.planner.specs.space import LEAST_TOKENS, Space
 from megatron_2bw.planner.table import billions, gib, seconds, table, wrapped
+from megatron_2bw.schedule.registry import MEGATRON
 from megatron_2bw.schedule.timeline import percent
 
 _HEAD = ("layout", "time", "error", "tokens/s", "TFLOP/s", "bubble", "delay", "memory/GiB", "headroom/GiB")
@@ -270,7 +271,7 @@ def estimate_lines(model: Model, cluster: Cluster, choice: Choice, notes: Sequen
 
 
 def _memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:
-    parts = [parts_of(stage) for stage in stages]
+    parts = [stage.parts for stage in stages]
     heads = [part for part in parts[0] if any(of_stage[part] for of_stage in parts)]
     rows = []
     cells = (

@@ -25,7 +25,7 @@ OURS = {
     "pipeline_model_parallel_layout": "pipeline_layout",
     "virtual_pipeline_model_parallel_size": "chunks",
     "world_size": "gpus",
-    **{flag[2:].replace("-", "_"): name for flag, name in FIELDS.items()},
+    **{attribute(flag): name for flag, name in FIELDS.items()},
     "pp": "pipeline",
     "tp": "tensor",
     "cp": "context",

@@ -28,7 +28,6 @@ from megatron_2bw.planner.rows.arguments import (
     without,
 )
 from megatron_2bw.planner.rows.spelling import as_arguments, check_spelling, unclear
-from megatron_2bw.planner.rules import MEGATRON
 from megatron_2bw.planner.search.finder import price
 from megatron_2bw.planner.specs.cluster import CLUSTERS, Cluster
 from megatron_2bw.planner.specs.inputs import (
@@ -40,12 +39,14 @@ from megatron_2bw.planner.specs.inputs import (
     load_model,
     model_of,
     parsed,
+    read_text,
     sized,
     typed,
 )
 from megatron_2bw.planner.specs.kernels import fuses_attention
 from megatron_2bw.planner.specs.layout import Layout, Precision, RecomputeModule
 from megatron_2bw.planner.specs.model import Kind, Model
+from megatron_2bw.schedule.registry import MEGATRON
 
 _DECIDED = "tied bias rmsnorm learned_positions rotary dropout dense_layers recompute fp8".split()
 _DECIDED += "chunks overlap_transfers fused_attention fused_swiglu fused_loss distributed_optimizer dispatcher".split()
@@ -81,11 +82,7 @@ def predicted_rows(
     Raises:
         PlanError: the file cannot be read.
     """
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text"
-        raise PlanError(f"--jsonl {file}: {reason}; give a file with one JSON object per line") from error
+    text = read_text(file, f"--jsonl {file}", "a file with one JSON object per line")
     if ignored and (unused := sorted(ignored - _flags_of_any(text))):
         raise PlanError(f"--ignore {unused[0]}: no row has it; leave it out")
     for number, line in enumerate(text.split("\n"), start=1):

@@ -17,12 +17,9 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.papers import mixpipe
 from megatron_2bw.planner.pipeline.stages import layers_of_chunks, layers_of_stages
 from megatron_2bw.planner.rules import (
-    MEGATRON,
-    TWO_BW,
     least_microbatches,
     microbatch_problem,
     model_problem,
-    optimizer_problem,
     problem,
     recompute_problem,
     schedule_problem,
@@ -33,10 +30,12 @@ from megatron_2bw.planner.search.decisions import Decisions
 from megatron_2bw.planner.search.savings import Saving, group_sizes, module_sets
 from megatron_2bw.planner.search.shapes import Shape, Shapes
 from megatron_2bw.planner.specs.cluster import Cluster
+from megatron_2bw.planner.specs.kernels import optimizer_problem
 from megatron_2bw.planner.specs.layout import WITHOUT_OVERLAP, Layout, Recompute, RecomputeMethod, RecomputeModule
 from megatron_2bw.planner.specs.model import Model
 from megatron_2bw.planner.specs.pipeline_layout import chunks_of, stages_of
 from megatron_2bw.planner.specs.space import Space, field_of
+from megatron_2bw.schedule.registry import MEGATRON, TWO_BW
 from megatron_2bw.schedule.systems.two_bw import MOST_EXTRA_IN_FLIGHT
 
 _WITHOUT_ENDS = {"first_stage_layers": 0, "last_stage_layers": 0}

@@ -13,7 +13,7 @@ import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cache
 from heapq import heapify, heappop, heappush
@@ -23,13 +23,14 @@ from megatron_2bw.planner.cost import costs
 from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.memory.memory import StageMemory
 from megatron_2bw.planner.naming import name
-from megatron_2bw.planner.rules import TWO_BW, least_microbatches
+from megatron_2bw.planner.rules import least_microbatches
 from megatron_2bw.planner.search.candidates import ROUNDING, Candidates
 from megatron_2bw.planner.search.efficiency import EXACT, Progress
 from megatron_2bw.planner.search.savings import SAVED, Saving, min_until
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout, Recompute
 from megatron_2bw.planner.specs.model import Model
+from megatron_2bw.schedule.registry import TWO_BW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,6 @@ def price(model: Model, layout: Layout, cluster: Cluster, *, progress: Progress 
         headroom_bytes=cluster.memory_bytes - fullest.total_bytes,
         loss_time_s=progress.loss_time_s(model, layout, cluster, iteration.time_s),
     )
-
-
-def parts_of(stage: StageMemory) -> dict[str, float]:
-    """Bytes of ``stage`` by component, in words."""
-    names = [field.name for field in fields(stage) if field.name.endswith("_bytes")]
-    return {name.removesuffix("_bytes").replace("_", " "): getattr(stage, name) for name in names}
 
 
 class _Bound(Enum):

@@ -15,7 +15,7 @@ from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.rules import impossible_counts
 from megatron_2bw.planner.search.candidates import Candidates
 from megatron_2bw.planner.search.decisions import STEPS
-from megatron_2bw.planner.search.finder import Finder, parts_of
+from megatron_2bw.planner.search.finder import Finder
 from megatron_2bw.planner.specs.cluster import Cluster
 from megatron_2bw.planner.specs.layout import Layout
 from megatron_2bw.planner.specs.space import FIXED, Space, field_of
@@ -212,7 +212,9 @@ class Infeasible:
         candidates = self._candidates
         batch, microbatches = candidates.global_batch, candidates.space.microbatches or (1,)
         sizes = {
-            nearest_multiple(batch, width * size) for width, size in product(candidates.shapes.widths, microbatches)
+            nearest_multiple(batch, width * size)
+            for width, size in product(candidates.shapes.widths, microbatches)
+            if width * size
         }
         choices = (_Choice(str(size), {"global_batch": size}) for size in sorted(sizes, key=partial(_distance, batch)))
         return next((choice for choice in choices if self._has_any(choice, cluster=cluster)), None)
@@ -244,7 +246,7 @@ class Infeasible:
 
     def _largest_parts(self, layout: Layout) -> str:
         """What takes most memory."""
-        parts = parts_of(memory.largest(self._candidates.model, layout))
+        parts = memory.largest(self._candidates.model, layout).parts
         most = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
         return ", ".join(f"{part} {gib(parts[part])}" for part in most)
 

@@ -76,16 +76,17 @@ def search(
         raise PlanError(f"global_batch {global_batch}: give a whole number of at least 1")
     if model.num_layers > MOST_LAYERS:
         raise PlanError(f"num_layers {model.num_layers}: the search handles at most {MOST_LAYERS}; use {MOST_LAYERS}")
-    for modules in (space and space.recompute_modules) or ():
+    space = space or Space()
+    for modules in space.recompute_modules or ():
         if problem := module_problem(model, modules, space.fp8):
             raise PlanError(problem)
-    for text in (space and space.pipeline_layout) or ():
+    for text in space.pipeline_layout or ():
         stages = len(stages_of(text))
         sizes = {"num_layers": model.num_layers, "mtp_num_layers": model.mtp_num_layers}
         if problem := layout_problem(text, pipeline=stages, **sizes):
             raise PlanError(problem)
     candidates = Candidates(
-        model=model, cluster=cluster, global_batch=global_batch, space=space or Space(), delayed=progress.delayed
+        model=model, cluster=cluster, global_batch=global_batch, space=space, delayed=progress.delayed
     )
     found = Finder(candidates=candidates, progress=progress)
     choices = [found.with_fewest_delayed(choice) for choice in found.best(keep)]

@@ -16,7 +16,7 @@ from megatron_2bw.planner.memory import memory
 from megatron_2bw.planner.multiples import divisors, nearest_divisor, nearest_multiple
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.pipeline.stages import layers_of_stages
-from megatron_2bw.planner.rules import MEGATRON, context_problem, expert_problem, stage_problem, tensor_problem
+from megatron_2bw.planner.rules import context_problem, expert_problem, stage_problem, tensor_problem
 from megatron_2bw.planner.search.decisions import Decisions
 from megatron_2bw.planner.search.savings import group_sizes, min_until
 from megatron_2bw.planner.specs.cluster import Cluster
@@ -24,6 +24,7 @@ from megatron_2bw.planner.specs.layout import Dispatcher, Fp8, Layout, Precision
 from megatron_2bw.planner.specs.model import Kind, Model
 from megatron_2bw.planner.specs.space import FIXED, LEAST_TOKENS
 from megatron_2bw.planner.table import GIB
+from megatron_2bw.schedule.registry import MEGATRON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

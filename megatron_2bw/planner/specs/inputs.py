@@ -234,9 +234,17 @@ def read_json(source: str) -> dict[str, Any]:
     Raises:
         PlanError: it cannot be read, or is none.
     """
+    return parsed(read_text(Path(source), source, "a JSON file or a name"), source)
+
+
+def read_text(file: Path, said: str, wanted: str) -> str:
+    """What is in ``file``, which a user calls ``said``.
+
+    Raises:
+        PlanError: it cannot be read; give ``wanted``.
+    """
     try:
-        text = Path(source).read_text(encoding="utf-8-sig")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
-        raise PlanError(f"{source}: {reason}; give a JSON file or a name") from error
-    return parsed(text, source)
+        raise PlanError(f"{said}: {reason}; give {wanted}") from error

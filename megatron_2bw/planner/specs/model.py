@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 
-from megatron_2bw.planner.errors import MOST, PlanError, wrong_count
+from megatron_2bw.planner.errors import PlanError, check_count
 from megatron_2bw.planner.multiples import nearest_divisor
 
 
@@ -142,8 +142,8 @@ class Model:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             least = 0 if f.name in _MAY_BE_ZERO else 1
-            if f.type == "int" and (not isinstance(value, int) or not least <= value <= MOST):
-                raise PlanError(wrong_count(f.name, value, least))
+            if f.type == "int":
+                check_count(f.name, value, least)
         if self.kv_channels * self.num_attention_heads != self.hidden_size and defaults["kv_channels"] == (
             self.kv_channels
         ):

@@ -24,12 +24,12 @@ def pattern_of(dense: int, layers: int) -> str:
     return f"([0]*{dense}+[1]*{layers - dense})"
 
 
-def dense_first(text: str, layers: int | None = None) -> int:
+def dense_first(text: str, layers: int) -> int:
     """How many layers have no experts, if those are the first ones.
 
     Args:
         text: N, where every N-th layer has experts, or sums and products of lists: Megatron's ``moe_freq_type``.
-        layers: that the pattern has to have; None: any number.
+        layers: that the pattern has to have.
 
     >>> dense_first("([0]*3+[1]*58)", 61), dense_first("1", 61)
     (3, 0)
@@ -45,7 +45,7 @@ def dense_first(text: str, layers: int | None = None) -> int:
             f"{_FREQUENCY} {text}: the cost model covers dense layers only in front of all experts; give such a "
             "pattern, such as ([0]*1+[1]*23), or 1"
         )
-    if layers is not None and len(kinds) != layers:
+    if len(kinds) != layers:
         raise PlanError(f"{_FREQUENCY} {text}: a pattern of {len(kinds)} layers, and there are {layers}; give {layers}")
     dense = sum(1 for _ in takewhile(lambda kind: kind == 0, kinds))
     if dense == len(kinds):
