@@ -7,14 +7,12 @@ GPU, or without Apex and Transformer Engine, is in `cpu.backend`.
 
 from __future__ import annotations
 
-import atexit
-
 from megatron_2bw.mcore.cpu import backend as cpu_backend
 from megatron_2bw.mcore.loop import wrappers
 from megatron_2bw.mcore.loop.active import active
 from megatron_2bw.mcore.symbols import Hook, apply, check, is_relied_on, revert
 from megatron_2bw.mcore.used import USED
-from megatron_2bw.runtime import gloo_workers
+from megatron_2bw.runtime.gloo_workers import finish_at_exit
 
 
 def install() -> None:
@@ -27,15 +25,13 @@ def install() -> None:
         raise
     for hook in filter(is_relied_on, HOOKS):
         apply(hook)
-    atexit.unregister(gloo_workers.finish)
-    atexit.register(gloo_workers.finish)
+    finish_at_exit()
 
 
 def uninstall() -> None:
-    """Restore every name that `install` replaced."""
+    """Restore every name that `install` replaced; threads of gloo that it guards at exit may be there still."""
     for hook in filter(is_relied_on, HOOKS):
         revert(hook)
-    atexit.unregister(gloo_workers.finish)
     cpu_backend.uninstall()
     active.forget()
 
@@ -68,7 +64,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         module="megatron.training.global_vars",
         name="Timers",
-        wrapper=wrappers.get_timers,
+        wrapper=wrappers.build_timers,
         parameters=("log_level", "log_option"),
         why="timers inside a call must not wait for the whole device",
     ),

@@ -29,6 +29,7 @@ from megatron_2bw.mcore.updates.optimizer import DelayedOptimizer, is_scale_of, 
 from megatron_2bw.runtime.corrections import Correction
 from megatron_2bw.runtime.errors import place_of, waiting_in
 from megatron_2bw.runtime.executor import Executor
+from megatron_2bw.runtime.gloo_workers import finish_at_exit
 from megatron_2bw.runtime.links import ALL_LANES, LANES, Links
 from megatron_2bw.runtime.recorder import Recorder
 from megatron_2bw.schedule.action import Reduction
@@ -147,6 +148,7 @@ class Pipeline:
         self.beside: str | None = None
         """Megatron's function, between calls, that is evaluating or saving."""
         self._is_closed = False
+        finish_at_exit()
         self._undo = contextlib.ExitStack()
         if self.config.mtp_num_layers:
             self._undo.enter_context(_keeping_gradients_of_lookups(model))

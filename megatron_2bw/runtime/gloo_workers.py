@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import time
 from pathlib import Path
 
@@ -13,8 +15,14 @@ _LOOK_AFTER_S = 0.01
 _GIVE_UP_AFTER_S = 5.0
 
 
+@functools.cache
+def finish_at_exit() -> None:
+    """Have `finish` called when the process exits, once; for whoever makes groups of gloo."""
+    atexit.register(finish)
+
+
 def finish() -> None:
-    """Wait until gloo's threads have let go of the tensors of the last collectives; to be called at exit.
+    """Wait until gloo's threads have let go of the tensors of the last collectives.
 
     A collective is complete for its caller a moment before the thread that carried it out drops its tensors, for
     which the thread needs the interpreter. One that asks a finalizing interpreter for it is ended by Python and takes

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from megatron_2bw.mcore.checkpoints import asynchronous, steps_of_adam
-from megatron_2bw.mcore.cpu import checkpoint as cpu_checkpoint
 from megatron_2bw.mcore.cpu import uneven_parts
 from megatron_2bw.mcore.cpu.memory import keep_freed_memory
 from megatron_2bw.mcore.cpu.streams import CpuEvent, CpuStream
@@ -251,7 +250,7 @@ def _steps_of_adam() -> tuple[Replacement, ...]:
 def _checkpoints() -> tuple[Replacement, ...]:
     strategies = "megatron.core.dist_checkpointing.strategies"
     worker = importlib.import_module(f"{strategies}.async_utils").PersistentAsyncCaller
-    start = cpu_checkpoint.forked(worker._get_process)
+    start = _forked(worker._get_process)
     return (Replacement(worker, "_get_process", start, "the worker of asynchronous saves looks for a GPU"),)
 
 
@@ -333,6 +332,15 @@ def _cuda_type_for_optimizers(original: Callable[..., Any]) -> Callable[..., Any
         return result
 
     return wrapper
+
+
+def _forked(get_process: Callable[..., Any]) -> Any:
+    """A forked process has the CPU backend; a new one would look for a GPU."""
+
+    def wrapper(cls: Any, rank: int, mp_mode: str = "fork", *args: Any, **keywords: Any) -> Any:
+        return get_process(rank, "fork", *args, **keywords)
+
+    return classmethod(wrapper)
 
 
 def _keep_random_state(build: Callable[..., Any]) -> Callable[..., Any]:

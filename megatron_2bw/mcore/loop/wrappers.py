@@ -35,7 +35,7 @@ def validate_arguments(original: Any, args: Any, *rest: Any, **keywords: Any) ->
     return validated(args, functools.partial(original, args, *rest, **keywords))
 
 
-def get_timers(original: Any, *args: Any, **keywords: Any) -> Any:
+def build_timers(original: Any, *args: Any, **keywords: Any) -> Any:
     from megatron_2bw.mcore.monitoring.timers import CallTimers
 
     return (original if _schedule() == MEGATRON else CallTimers)(*args, **keywords)
@@ -225,7 +225,7 @@ def save_checkpoint(original: Any, iteration: Any, model: Any, optimizer: Any, *
     if _schedule() == MEGATRON:
         return original(iteration, model, optimizer, *rest, **keywords)
     from megatron_2bw.mcore.checkpoints import folders
-    from megatron_2bw.mcore.updates.stock_optimizer import let_state_be_saved
+    from megatron_2bw.mcore.checkpoints.optimizer_state import let_state_be_saved
 
     if optimizer is not None:
         let_state_be_saved(optimizer)
@@ -238,7 +238,7 @@ def load_checkpoint(original: Any, model: Any, optimizer: Any, *rest: Any, **key
     if _schedule() == MEGATRON:
         return original(model, optimizer, *rest, **keywords)
     from megatron_2bw.mcore.checkpoints import folders
-    from megatron_2bw.mcore.updates.stock_optimizer import let_state_be_loaded
+    from megatron_2bw.mcore.checkpoints.optimizer_state import let_state_be_loaded
 
     if optimizer is not None:
         let_state_be_loaded(optimizer)
@@ -252,7 +252,7 @@ def read_checkpoint(original: Any, load_dir: Any, args: Any, *rest: Any, **keywo
     if _schedule(args) == MEGATRON:
         return original(load_dir, args, *rest, **keywords)
     from megatron_2bw.mcore.checkpoints import folders
-    from megatron_2bw.mcore.updates.stock_optimizer import has_updates
+    from megatron_2bw.mcore.checkpoints.optimizer_state import has_updates
 
     result = folders.read(original, load_dir, args, *rest, **keywords)
     active.loads_updates = has_updates(result[0])
@@ -269,7 +269,7 @@ def map_layers_of_gpt(original: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def generate_state_dict(original: Any, args: Any, model: Any, optimizer: Any, *rest: Any, **keywords: Any) -> Any:
-    from megatron_2bw.mcore.updates.stock_optimizer import without_new_state
+    from megatron_2bw.mcore.checkpoints.optimizer_state import without_new_state
 
     is_loading = (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False)
     is_without_state = is_loading and optimizer is not None and not active.loads_updates

@@ -86,7 +86,7 @@ class AttentionLogits:
             logits.detach() if (logits := attention.core_attention.current_max_attn_logits) is not None else None
             for attention in self._attentions
         ]
-        self._forget()
+        self.release()
 
     def capture(self, batch: int) -> None:
         """Keep the logits of ``batch``, which is complete, for its update."""
@@ -96,7 +96,7 @@ class AttentionLogits:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Megatron's, of the ranks that the logits are the largest of."""
+        """Megatron's, of the ranks that the logits are the largest of: one, or none."""
         return [parallel_state.get_data_parallel_group(with_context_parallel=True)] if self._attentions else []
 
     def reduce(self, replicas: dist.ProcessGroup | None) -> None:
@@ -131,9 +131,6 @@ class AttentionLogits:
 
     def release(self) -> None:
         """Record from nothing, as Megatron leaves it to the next batch; the last call."""
-        self._forget()
-
-    def _forget(self) -> None:
         for attention in self._attentions:
             attention.core_attention.current_max_attn_logits = None
 
