@@ -121,6 +121,6 @@ def test_an_error_ends_the_job_and_not_the_numbers_alone(monitor: PipelineMonito
     monitor._gather = fail
     schedule = build("2bw", stages=2, microbatches=2)
     monitor.after(schedule)
-    monitor._last.exception(10.0)
+    monitor._gathering[0].exception(10.0)
     with pytest.raises(RuntimeError, match="no stage answers"):
         monitor.after(schedule)

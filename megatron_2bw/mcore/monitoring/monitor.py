@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -22,6 +23,9 @@ from megatron_2bw.schedule.program import Schedule
 from megatron_2bw.schedule.timeline import Event
 
 logger = logging.getLogger(__name__)
+_EVENTS, _MORE_EVENTS = 8, 64
+"""Per microbatch and beside them, at most, in the two calls that a whole batch is in: F, B and what each receives;
+waits for reductions, updates, and F and B of the batches before and after."""
 _BATCHES = 4
 """Whose reductions are looked at."""
 BUBBLE, IMBALANCE, SLACK = "pipeline bubble", "stage imbalance", "update slack (s)"
@@ -50,7 +54,7 @@ class PipelineMonitor:
         self._recorder = recorder
         self._group = create_host_group(parallel_state.get_pipeline_model_parallel_group(), timeout, "2bw monitor")
         self._background = Background(torch.device("cpu"), "2bw monitor", timeout.total_seconds())
-        self._last: Future | None = None
+        self._gathering: deque[Future] = deque()
         self._schedule: Schedule | None = None
         self._newest: dict[str, float] = {}
         self.interrupted = False
@@ -62,23 +66,24 @@ class PipelineMonitor:
         Raises:
             Exception: what went wrong when the stages of an earlier one were added up.
         """
-        if self._last is not None and self._last.done():
+        while self._gathering and self._gathering[0].done():
             self._wait()
-        take = self._recorder.newest(2 * (4 * schedule.microbatches + 32), len(Reduction) * _BATCHES)
+        take = self._recorder.newest(_EVENTS * schedule.microbatches + _MORE_EVENTS, len(Reduction) * _BATCHES)
         # The first batch after a change begins in one that ran in another order.
         interrupted, self.interrupted = self.interrupted or schedule is not self._schedule, False
         self._schedule = schedule
-        self._last = self._background.submit(lambda: self._gather(take, schedule, interrupted=interrupted))
+        gathering = self._background.submit(lambda: self._gather(take, schedule, interrupted=interrupted))
+        self._gathering.append(gathering)
 
     def close(self) -> None:
         """Wait for what is under way, so that no rank ends in the middle of it."""
-        if self._last is not None:
+        while self._gathering:
             self._wait()
         self.forget()
 
     def _wait(self) -> None:
         with waiting_in("gathering how busy the stages were"):
-            self._background.result(self._last)
+            self._background.result(self._gathering.popleft())
 
     def forget(self) -> None:
         """End the thread, whatever it gathers, without waiting for it."""
@@ -103,6 +108,8 @@ class PipelineMonitor:
         mine = torch.zeros(3, dtype=torch.float64)
         try:
             mine += torch.tensor(busy(*take(), schedule) or Busy(0.0, 0.0, 0.0), dtype=torch.float64)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # This rank ends, and its peers say so.
+            raise
         except RuntimeError as error:  # All stages have to meet all the same.
             logger.warning("--log-pipeline: this stage does not know what it did: %s", error)
         stages = [torch.empty_like(mine) for _ in range(schedule.stages)]
