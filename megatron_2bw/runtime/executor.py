@@ -78,9 +78,8 @@ class Executor:
         self._pace = Pace(worker.boundary.device)
         self._in_flight: dict[tuple[int, int | None, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._results: dict[tuple[int, int | None, int], torch.Tensor] = {}
-        self._filled = False
-        self._left: int | None = None
-        """Of the call before."""
+        self._left: int | None = 0
+        """Of the call before; 0 where the pipeline is empty."""
         self._lefts: Lefts | None = ()
         """Of the calls since the pipeline was empty; None when those in the order of `as_sent` are over."""
         self._orders: dict[Lefts, tuple[Action, ...]] = {}
@@ -111,17 +110,17 @@ class Executor:
         self._check_announced(left)
         if self._lefts is not None:
             actions = self._as_sent(self._lefts, left)
-        elif self._filled:
+        elif self._left != 0:
             actions = self._program.call(left)
         else:
             actions = (*self._program.fill(left), *self._program.call(left))
         self._run(actions, batch)
-        self._filled, self._left = left != 0, left
+        self._left = left
 
     def _check_announced(self, left: int | None) -> None:
         """Whether forwards that ran ahead are of batches that come, and none is missing."""
         ahead = self.schedule.ahead
-        if not self._filled:
+        if self._left == 0:
             return
         if self._left is None or self._left >= ahead:
             if left is not None and left < ahead - 1:
@@ -151,13 +150,13 @@ class Executor:
     @property
     def is_ahead(self) -> bool:
         """Whether forwards of the next batch have run, on this rank or another."""
-        return self._filled and self.schedule.ahead > 0
+        return self._left != 0 and self.schedule.ahead > 0
 
     def abandon(self) -> None:
         """Drop what ran ahead, at the end of a run: the data that it read is gone."""
         self._links.flush()
         self._in_flight.clear()
-        self._filled = False
+        self._left = 0
         self._emptied()
 
     def _run(self, actions: tuple[Action, ...], batch: int) -> None:

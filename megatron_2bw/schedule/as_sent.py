@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from itertools import chain
 
 from megatron_2bw.schedule.action import RECEIVES, TRANSFERS, Action
@@ -45,7 +45,7 @@ def followed(lefts: Lefts, left: int | None, ahead: int) -> Lefts:
     return lefts if known is None and lefts == (None, None) else (*lefts, known)
 
 
-@lru_cache(maxsize=4 * FIRST_CALLS)
+@cache
 def as_sent(schedule: Schedule, lefts: Lefts) -> tuple[tuple[Action, ...], ...]:
     """Per rank: what it does in a call of a lowered schedule; the first one fills the pipeline, too.
 

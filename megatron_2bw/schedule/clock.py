@@ -15,11 +15,13 @@ ActionKey = tuple[ActionType, int, int | None, int]
 SLOTS = {ActionType.FORWARD: 1, ActionType.BACKWARD: 2}
 """Time slots that an action takes, as MixPipe's section III-B draws them; others take none."""
 _SEND_OF = {ActionType.FORWARD: ActionType.SEND_FORWARD, ActionType.BACKWARD: ActionType.SEND_BACKWARD}
+_MEETS_IN = {Reduction.EMBEDDING: ActionType.REDUCE_START, Reduction.NORM: ActionType.REDUCE_WAIT}
+_TIMED = COMPUTE | SENDS
 
 
 def is_timed(action: Action) -> bool:
     """Whether the `clock` knows it: forwards, backwards, sends, and where ranks meet."""
-    return action.type in COMPUTE | SENDS or _is_meeting(action)
+    return action.type in _TIMED or _is_meeting(action)
 
 
 def _is_meeting(action: Action) -> bool:
@@ -27,8 +29,7 @@ def _is_meeting(action: Action) -> bool:
 
     The sum of the tied embedding's gradients is issued with its start; the norm when the host waits for it.
     """
-    where = {Reduction.EMBEDDING: ActionType.REDUCE_START, Reduction.NORM: ActionType.REDUCE_WAIT}
-    return action.batch >= 0 and action.type is where.get(action.reduction)
+    return action.batch >= 0 and action.type is _MEETS_IN.get(action.reduction)
 
 
 def clock(schedule: Schedule, calls: Iterable[Iterable[Action]]) -> dict[ActionKey, int]:

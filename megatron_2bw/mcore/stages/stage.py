@@ -106,11 +106,12 @@ class MegatronStage:
         self.call: Call | None = None
         """While it runs."""
         self._shape_of_call = {name: getattr(call, name) for name in _OF_SHAPE}
-        self.losses: list[dict[str, torch.Tensor]] = []
+        self.losses: list[dict[str, torch.Tensor]]
         """One per microbatch of the current batch, on the last stage."""
         self.recorder: Recorder | None = None
         """Told how long data took to come."""
-        self.num_tokens = torch.zeros([], dtype=torch.int)
+        self.num_tokens: torch.Tensor
+        """Of that batch, on this rank; as the losses, from the first call on."""
         self._last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         self._context_parallel = parallel_state.get_context_parallel_world_size()
         if self.config.variable_seq_lengths:

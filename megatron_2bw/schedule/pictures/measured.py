@@ -1,4 +1,4 @@
-"""Runs that were recorded: their trace files, and what keeps them from the time that was simulated."""
+"""Runs that were recorded, and what keeps them from the time that was simulated."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The schedules, one file each, and the order of passes in both directions that two of them share."""
+"""The schedules, one file each, and the order of passes in both directions that three of them share."""

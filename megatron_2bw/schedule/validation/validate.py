@@ -23,8 +23,9 @@ def validate(schedule: Schedule) -> None:
 
     Walks through one run that is long enough to repeat itself, then through runs of 1, 2 and so on calls, up to one more
     than forwards run ahead; then through each of them once more, with its first calls as a job begins with them. ``Rule``
-    lists what is checked; deadlocks are looked for under every ``Model``. Where the schedule has only F, B and UPDATE,
-    default reductions and transfers are added first; otherwise it is taken as it is, with any subset of the reductions.
+    lists what is checked; deadlocks are looked for under every ``Model`` but the one for times. Where the schedule has
+    only F, B and UPDATE, default reductions and transfers are added first; otherwise it is taken as it is, with any
+    subset of the reductions.
 
     Raises:
         ScheduleError: the rule, the rank, the call, the action and the values; ``grid`` marks the action.
