@@ -1011,6 +1011,7 @@ LEAN = LAUNCH.replace("--num-layers-per-virtual-pipeline-stage 2 --sequence-para
         ("--defer-embedding-wgrad-compute", "--pipeline-schedule 2bw", ["take --defer-embedding-wgrad-compute out"]),
         ("", "--fp16", ["take --bf16 out of the script"]),
         ("--use-flash-attn", "--attention-backend unfused", ["--use-flash-attn: planned without; take that out of"]),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "", ["--cross-entropy-fusion-impl: planned"]),
         ("--no-bias-swiglu-fusion --grad-reduce-in-bf16", "", []),
         ("--grad-reduce-in-bf16", "--fp16", ["take --grad-reduce-in-bf16, --bf16 out of the script"]),
         ("--num-distributed-optimizer-instances 2", "", ["take --num-distributed-optimizer-instances out of the"]),

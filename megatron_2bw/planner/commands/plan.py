@@ -124,7 +124,7 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
 
         args.plot.write_text(plot(plan), encoding="utf-8")
     if script is not None:
-        notes = [*notes, *changes(script, plan, planned_flags(plan, plan.best))]
+        notes = changes(script, plan, planned_flags(plan, plan.best))
     _print(args, plan, space, notes)
     return 0
 

@@ -113,9 +113,14 @@ def _settings(args: argparse.Namespace, options: Options, model: Model, gpus: in
 
 
 def changes(script: Script, plan: Plan, flags: Sequence[str]) -> list[str]:
-    """Notes on which flags of ``script`` do not go with ``flags``, those of the best layout of ``plan``.
+    """The notes of ``script``, but on those of its flags that do not go with ``flags``; and which ones these are.
 
     Found by reading both as a training would, without one flag after the other.
+
+    Args:
+        script: that is planned for.
+        plan: with layouts for it.
+        flags: those of the best one.
     """
     from megatron_2bw.planner.flags.flags import in_flags
     from megatron_2bw.planner.flags.options import Options
@@ -141,7 +146,8 @@ def changes(script: Script, plan: Plan, flags: Sequence[str]) -> list[str]:
         (out if is_refused else silent).append(better)
         found = tried[better]
         del rest[better]
-    notes = to_take_out(out)
+    notes = [note for note in script.notes if note.partition(":")[0] not in (*out, *silent)]
+    notes += to_take_out(out)
     if silent:
         notes.append(f"{', '.join(silent)}: planned without; take that out of the script, too, or expect other times")
     if isinstance(found, PlanError):
