@@ -30,10 +30,14 @@ def _jobs(most: int) -> int:
 
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # A pool of compilers for a few kernels takes longer than these.
+}
 TO_END_S = 15.0
-LIMIT_S = 9 * 60 - 4 * TO_END_S
-"""Each of four commands may need as long again to end."""
+LIMIT_S = 9 * 60 - 2 * TO_END_S
+"""What is stopped then may need so long to end, and what it has said so long to be read."""
 PYTEST = (
     *("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-p", "xdist", "--no-header", "-vv", "-rs"),
     *("--durations", "0", "--durations-min", "5", "--tb", "short"),
@@ -48,8 +52,9 @@ TESTS = (
 )
 SCHEDULES = ("scripts/bench/schedules.py", "--rounds", "3", "--part", "gpt", "--microbatches", "4")
 PLANNER = ("scripts/bench/planner_gpu.py",)
-MOST_S = {TESTS[0]: 30.0, TESTS[1]: 230.0, TESTS[2]: 120.0}
-"""What each may take if another follows: one that hangs must not keep the rest from being seen."""
+USUAL_S = {TESTS[0]: 15.0, PLANNER: 180.0, SCHEDULES: 180.0, TESTS[1]: 160.0, TESTS[2]: 120.0}
+"""What each takes on an H200, and so what is left to it: one that hangs must not keep the rest from being seen. The
+tests come last, which say each result as it comes; a benchmark that is stopped loses a row of its table."""
 
 
 def main() -> int:
@@ -70,11 +75,13 @@ def main() -> int:
                 print(text, file=stream, flush=True)
 
         say("\n".join(heading(*filter(is_installed, ("transformer-engine", "apex")))))
-        commands = (*TESTS, SCHEDULES if torch.cuda.device_count() > 1 else PLANNER)
-        for command in commands:
+        alone, *shared = TESTS
+        commands = (alone, SCHEDULES if torch.cuda.device_count() > 1 else PLANNER, *shared)
+        for index, command in enumerate(commands):
             say(f"\n$ python {' '.join(command)}\n")
-            left_s = end_s - time.monotonic()
-            its_code = _run(command, left_s if command == commands[-1] else min(left_s, MOST_S[command]), say)
+            start_s = time.monotonic()
+            its_code = _run(command, end_s - start_s - sum(USUAL_S[later] for later in commands[index + 1 :]), say)
+            say(f"took {time.monotonic() - start_s:.0f} s")
             code = code or its_code
     return code
 
@@ -90,23 +97,26 @@ def _run(command: tuple[str, ...], limit_s: float, say: Callable[[str], None]) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         start_new_session=True,  # A group of its own: a signal reaches pytest's workers, too, as in a terminal.
     )
     # A thread reads, so that what is said while it ends is seen, too, and only this one stops it.
     reader = threading.Thread(target=lambda: [say(line.rstrip("\n")) for line in process.stdout], daemon=True)
     reader.start()
+    is_stopped = False
     try:
-        reader.join(max(1.0, limit_s))
+        process.wait(max(1.0, limit_s))
+    except subprocess.TimeoutExpired:
+        is_stopped = True
+        _stop(process)
     except BaseException:
         _stop(process)
-        reader.join(TO_END_S)
         raise
-    if reader.is_alive():
-        _stop(process)
+    finally:
         reader.join(TO_END_S)  # Not longer: what left its group may keep the pipe open.
+    if is_stopped:
         say(f"stopped: not done after {limit_s:.0f} s")
-        return 1
-    return process.wait()
+    return 1 if is_stopped else process.returncode
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -15,6 +15,7 @@ import importlib.util
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -29,7 +30,7 @@ from report import heading, is_installed, put_each
 
 from megatron_2bw.planner.measure.profile import Setting
 from megatron_2bw.planner.measure.profiling import Request, measure
-from megatron_2bw.planner.measure.torchrun import lines_of, random_data
+from megatron_2bw.planner.measure.torchrun import LOGGED, lines_of, random_data
 from megatron_2bw.planner.measure.verify import later_times_s
 from megatron_2bw.planner.naming import name
 from megatron_2bw.planner.report.report import flags_of
@@ -73,7 +74,11 @@ def of_data_sheet(device: str, memory_gb: float) -> Cluster | None:
 def ran(model: Model, layout: Layout, more_flags: list[str]) -> tuple[float, float]:
     """Seconds of a batch and bytes allocated at most."""
     flags = [*flags_of(model, layout), *TRAINING, *random_data(model), *more_flags]
-    lines = [*lines_of(["-m", "megatron_2bw", str(EXAMPLE), *flags], ranks=1, what=name(layout))]
+    start_s, lines = time.monotonic(), []
+    for line in lines_of(["-m", "megatron_2bw", str(EXAMPLE), *flags], ranks=1, what=name(layout)):
+        lines.append(line)
+        if done := LOGGED.search(line):  # Who stops this sees how far it came.
+            print(f"{time.monotonic() - start_s:.0f} s: iteration {done[1]}, {done[2]} ms", file=sys.stderr)
     allocated = [float(found[1]) * 2**20 for line in lines if (found := ALLOCATED.search(line))]
     return median(later_times_s(lines, LOG_INTERVAL)), max(allocated)
 

@@ -25,13 +25,13 @@ TWO_REPLICAS = {"replicas": 2, "microbatches": 2}
 SETTINGS = {
     "fp32": CASE,
     "fp16, four stages": replace(CASE, precision="fp16", stages=4),
-    "bf16, one more in flight, early receives": replace(
-        CASE, precision="bf16", flags=("--pipeline-extra-in-flight", "1", "--pipeline-receives", "early")
-    ),
     "bf16, two replicas": replace(CASE, precision="bf16", **TWO_REPLICAS),
     "bf16, distributed optimizer": replace(CASE, precision="bf16", **TWO_REPLICAS, distributed_optimizer=True),
     "bf16, tensor and sequence parallel": replace(CASE, precision="bf16", tensor_parallel=2, sequence_parallel=True),
     "bf16, context parallel": replace(CASE, precision="bf16", context_parallel=2),
+    "bf16, one more in flight, early receives": replace(
+        CASE, precision="bf16", flags=("--pipeline-extra-in-flight", "1", "--pipeline-receives", "early")
+    ),
 }
 ENGINE = replace(CASE, precision="bf16", tied=False, model=(*OVER_NCCL, "--transformer-impl", "transformer_engine"))
 OF_ENGINE = {

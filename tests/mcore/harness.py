@@ -28,7 +28,8 @@ from .case import Case
 from .record import RankRecord
 from .shards import assemble
 
-TIMEOUT_S = 120.0
+TIMEOUT_S, ON_GPU_S = 120.0, 60.0
+"""What a job may take; the second one where cores are many, and a report has nine minutes for all."""
 _TAIL_CHARACTERS = 4000
 _TRIAL_S = 60.0
 
@@ -114,10 +115,11 @@ def collect(target: Callable[..., None], case: Case, *, ranks: int | None = None
 
 
 def launch(
-    target: Callable[..., None], case: Case, folder: Path, *, ranks: int | None = None, timeout_s: float = TIMEOUT_S
+    target: Callable[..., None], case: Case, folder: Path, *, ranks: int | None = None, timeout_s: float | None = None
 ) -> Ended:
     """Start one process per rank, wait for all and kill what still runs at the timeout."""
     ranks = ranks or case.ranks
+    timeout_s = timeout_s or (ON_GPU_S if case.device == "cuda" else TIMEOUT_S)
     with _reserved_port() as port:
         processes = _started(case.device, [partial(_child, target, case, rank, port, folder) for rank in range(ranks)])
         start_s = time.monotonic()

@@ -17,6 +17,13 @@ def install() -> None:
     HybridDeviceOptimizer.dummy_step = _told(HybridDeviceOptimizer.dummy_step)
 
 
+def is_hybrid(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is Megatron's, of which others update parts."""
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer  # Slow; in ranks alone.
+
+    return isinstance(optimizer, HybridDeviceOptimizer)
+
+
 def is_for_its_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its present step is no update: before a state is loaded, one makes its tensors."""
     return getattr(optimizer, "_makes_its_state", False)

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import offload
@@ -88,12 +87,12 @@ class Optimizers:
         for optimizer in self._seen:
             if isinstance(optimizer, FusedAdam) and tensor in optimizer.state:
                 return optimizer.main_weight(tensor)
-            if isinstance(optimizer, HybridDeviceOptimizer) and tensor in optimizer.param_to_inner_param:
+            if offload.is_hybrid(optimizer) and tensor in optimizer.param_to_inner_param:
                 return optimizer.param_to_inner_param[tensor]
         return tensor
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        hybrids = [seen for seen in self._seen if isinstance(seen, HybridDeviceOptimizer)]
+        hybrids = [seen for seen in self._seen if offload.is_hybrid(seen)]
         if any(optimizer in hybrid.sub_optimizers for hybrid in hybrids) or offload.is_for_its_state(optimizer):
             return
         # The norm of a batch is recorded when its update is complete.

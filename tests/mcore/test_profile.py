@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from megatron_2bw.cli import main
+from megatron_2bw.planner.errors import PlanError
 from megatron_2bw.planner.flags.model_flags import read_model
 from megatron_2bw.planner.flags.options import Options
 from megatron_2bw.planner.measure import profiling
 from megatron_2bw.planner.measure.profile import Block, Profile, Setting, Update
 from megatron_2bw.planner.measure.profiling import Request
+from megatron_2bw.planner.measure.torchrun import lines_of
 from megatron_2bw.planner.specs.layout import Precision, Recompute
 
 from .case import Case
@@ -228,3 +230,25 @@ def running(path: Path) -> Iterator[int]:
         with suppress(OSError):
             if os.fsencode(path) in Path("/proc", pid, "cmdline").read_bytes():
                 yield int(pid)
+
+
+FAILING = """
+import sys
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    sys.stdout.buffer.write(bytes([255, 10]))
+    raise ValueError("the reason")
+
+main()
+"""
+
+
+def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
+    """Behind frames of torchrun's own package, and before what torchrun says itself; also where some is no text."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    with pytest.raises(PlanError, match=r"ValueError: the reason$") as failure:
+        [*lines_of([str(script)], ranks=1, what="a job")]
+    assert str(failure.value).startswith("a job failed on this machine; the end of its output:\n")

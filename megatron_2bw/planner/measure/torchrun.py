@@ -18,7 +18,7 @@ from megatron_2bw.planner.specs.model import Model
 LOGGED = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 """Iteration and milliseconds, in a line of Megatron's log."""
 _TAIL_LINES = 30
-_END_OF_OUTPUT = re.compile(r"torch.distributed.elastic|elastic/multiprocessing/api.py")
+_END_OF_OUTPUT = re.compile(r"torch\.distributed\.elastic|elastic/multiprocessing/api\.py")
 """What torchrun itself says once a rank has failed; the reason stands before."""
 
 
@@ -49,10 +49,8 @@ def lines_of(words: Sequence[str], *, ranks: int, what: str) -> Iterator[str]:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ  # Megatron asks for it with tensor parallelism.
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     ended = False
-    with (
-        _exit_when_terminated(),
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as job,
-    ):
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with _exit_when_terminated(), subprocess.Popen(command, env=environment, **pipe) as job:
         try:
             for line in job.stdout:
                 ended = ended or _END_OF_OUTPUT.search(line) is not None
